@@ -1,0 +1,50 @@
+"""Every error that a user of tide_hf can meet. Each kind is also the built-in that fits it."""
+
+from __future__ import annotations
+
+
+class TIDEError(Exception):
+    """Base of all errors that tide_hf raises on purpose."""
+
+
+class UnsupportedModelError(TIDEError, NotImplementedError):
+    """The base model, or its cache, cannot be served in the mode that was asked for."""
+
+
+class UnsupportedOptionError(TIDEError, NotImplementedError):
+    """A generation option cannot be combined with the mode that was asked for."""
+
+
+class ConfigurationError(TIDEError, ValueError):
+    """A setting has a value that makes no sense for this model."""
+
+
+class BaseModelMismatchError(TIDEError, ValueError):
+    """The routers were calibrated for another base model."""
+
+
+class RoutersFileError(TIDEError, ValueError):
+    """A routers file is damaged, unsafe, or holds tensors of the wrong shape."""
+
+
+class RoutersNotFoundError(TIDEError, FileNotFoundError):
+    """No routers were found in the folder or Hub repository."""
+
+
+class CalibrationError(TIDEError, ValueError):
+    """Calibration cannot start or go on with the data it was given."""
+
+
+def describe(problem: str, *, got: object, expected: str, do: str) -> str:
+    """Word an error the one way that this library words errors.
+
+    Args:
+        problem: What is wrong, in a few words.
+        got: What was given.
+        expected: What would have been right.
+        do: What the user can do about it.
+
+    Returns:
+        The message, in three sentences.
+    """
+    return f"{problem}: got {got}. Expected {expected}. {do}"

@@ -1,0 +1,207 @@
+"""``TIDEGenerationMixin``: what an attached model's ``generate`` does differently, mode by mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .configuration_tide import NEVER_EXIT, check_exit_threshold, check_mode
+from .drafting import Drafter, HybridDrafter
+from .errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .kv_cache import find_cache
+from .modeling_tide import TIDERouters
+from .policy import CostTable
+from .skipping import EarlyExitRun, PostHocRun, RouterRun, active
+from .speculation import SelfSpeculativeDecoder
+from .stats import ExitStats
+from .structure import DecoderStructure
+from .unembed import Unembed
+
+OPTIONS = ("tide_mode", "exit_threshold")
+
+
+@dataclass
+class Attachment:
+    """What TIDE adds to a model. It holds nothing of a single call.
+
+    Attributes:
+        base_class: The model's own class.
+        structure: Its layers, norm and head.
+        unembed: Its unembedding.
+        routers: Routers and exit heads; `None` where drafts come from n-grams alone.
+        mode: The mode of a call that names none.
+        exit_threshold: The threshold of a call that names none.
+        costs: Measured costs of this model on this machine.
+        make_drafter: Builds the drafter of a call from the attachment, the prompt and the shallow layers.
+    """
+
+    base_class: type
+    structure: DecoderStructure
+    unembed: Unembed
+    routers: TIDERouters | None
+    mode: str
+    exit_threshold: float
+    costs: CostTable
+    make_drafter: Callable[[Attachment, list[int], Any], Drafter]
+
+    def check_mode(self, mode: str) -> None:
+        """Raise where this model cannot run in `mode`."""
+        if mode != "post_hoc" and self.structure.is_recurrent:
+            raise UnsupportedModelError(
+                describe(
+                    f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "
+                    "can be neither rolled back nor filled in for a skipped layer",
+                    got=f"tide_mode={mode!r}",
+                    expected="tide_mode='post_hoc' for this model",
+                    do="Attach with mode='post_hoc', or use the model without TIDE.",
+                )
+            )
+        strategy = self.routers.config.kv_cache_strategy if self.routers is not None else "propagate"
+        if mode == "early_exit" and strategy != "propagate":
+            raise UnsupportedOptionError(
+                describe(
+                    "this kv_cache_strategy is not built yet",
+                    got=repr(strategy),
+                    expected="'propagate'",
+                    do="Set routers.config.kv_cache_strategy = 'propagate'.",
+                )
+            )
+
+
+def hybrid_drafter(attachment: Attachment, prompt: list[int], shallow: Any) -> HybridDrafter:
+    """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
+    record = (attachment.routers.config.calibration or {}) if attachment.routers is not None else {}
+    priors = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    return HybridDrafter(prompt, attachment.costs, priors, shallow if priors else None)
+
+
+class TIDEGenerationMixin:
+    """Mixed in front of a model's class while TIDE is attached.
+
+    Attributes:
+        last_exit_stats: Counts of the last call that a TIDE mode decoded; `None` before the first.
+    """
+
+    _tide: Attachment
+    last_exit_stats: ExitStats | None
+
+    def _prepare_generation_config(self, generation_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
+        """Take TIDE's options out of `generate`'s keyword arguments and carry them in this call's own config."""
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
+        for name, value in options.items():
+            if value is not None:
+                setattr(config, name, value)
+        return config, model_kwargs
+
+    def _sample(  # the method of transformers that greedy search and sampling both run
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        attachment = self._tide
+        common = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "generation_config": generation_config,
+            "streamer": streamer,
+        }
+        mode = check_mode(getattr(generation_config, "tide_mode", None) or attachment.mode)
+        if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
+            return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
+        attachment.check_mode(mode)
+        if mode == "self_speculative":
+            _check_speculative(input_ids, generation_config, synced_gpus)
+            find_cache(model_kwargs, mode)
+            decoder = SelfSpeculativeDecoder(self, attachment, input_ids, model_kwargs=model_kwargs, **common)
+            result = decoder.decode(attachment.make_drafter(attachment, input_ids[0].tolist(), decoder.shallow))
+            self.last_exit_stats = decoder.stats
+            return result
+        threshold = getattr(generation_config, "exit_threshold", None)
+        threshold = attachment.exit_threshold if threshold is None else check_exit_threshold(threshold)
+        run = _router_run(attachment, mode, threshold, model_kwargs)
+        with active(run):
+            result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        self.last_exit_stats = _router_stats(mode, run, sequences[:, input_ids.shape[1] :], generation_config)
+        return result
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        """Let `.to()`, `.half()` and their like reach the routers, which are no submodule of the base."""
+        model = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        if self._tide.routers is not None:
+            self._tide.routers._apply(fn)
+        return model
+
+    def __reduce__(self) -> tuple:
+        """Pickle and copy by the base class, since the attached class has no importable name."""
+        return _new_attached, (self._tide.base_class,), self.__dict__
+
+
+def attached_class(base_class: type) -> type:
+    """The class of an attached `base_class`: the mixin in front, under the base's own name."""
+    names = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__}
+    return type(base_class.__name__, (TIDEGenerationMixin, base_class), names)
+
+
+def _new_attached(base_class: type) -> Any:
+    return object.__new__(attached_class(base_class))
+
+
+def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: bool) -> None:
+    """Refuse what self-speculation cannot do yet."""
+    problems = {
+        f"a batch of {input_ids.shape[0]}": input_ids.shape[0] != 1,
+        "synced_gpus=True": synced_gpus,
+        "output_attentions=True": generation_config.output_attentions,
+        "output_hidden_states=True": generation_config.output_hidden_states,
+    }
+    for got, is_problem in problems.items():
+        if is_problem:
+            raise UnsupportedOptionError(
+                describe(
+                    "tide_mode='self_speculative' cannot do this yet",
+                    got=got,
+                    expected="one sequence a call, on one process, without output_attentions and output_hidden_states",
+                    do="Generate the sequences one by one, choose another tide_mode, or "
+                    "TIDEModelForCausalLM.detach(model) for plain decoding.",
+                )
+            )
+
+
+def _router_run(attachment: Attachment, mode: str, threshold: float, model_kwargs: dict[str, Any]) -> RouterRun:
+    if attachment.routers is None:
+        raise UnsupportedOptionError(
+            describe(
+                f"tide_mode={mode!r} needs routers",
+                got="routers=None",
+                expected="routers made for this model",
+                do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
+            )
+        )
+    if mode == "early_exit":
+        find_cache(model_kwargs, mode)
+    run_class = EarlyExitRun if mode == "early_exit" else PostHocRun
+    return run_class(attachment.structure, attachment.routers, attachment.unembed, threshold)
+
+
+def _router_stats(mode: str, run: RouterRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
+    """Counts of a call, without the padding behind rows that finished early."""
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    eos_tokens = set(eos.tolist()) if eos is not None else set()
+    per_token = []
+    for row, tokens in enumerate(new_tokens.tolist()):
+        length = next((i + 1 for i, token in enumerate(tokens) if token in eos_tokens), len(tokens))
+        per_token.append([layers[row] for layers in run.per_pass[:length]])
+    return ExitStats(mode, run.num_layers, layers_executed=run.layers_executed, per_token=per_token)
+
+
+__all__ = ["NEVER_EXIT", "OPTIONS", "Attachment", "TIDEGenerationMixin", "attached_class", "hybrid_drafter"]

@@ -1,0 +1,166 @@
+"""``TIDEModelForCausalLM``: load a base model with TIDE, attach to one at hand, detach again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .configuration_tide import NEVER_EXIT, check_exit_layers, check_exit_threshold, check_mode
+from .errors import ConfigurationError, describe
+from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
+from .modeling_tide import TIDERouters
+from .policy import CostTable
+from .skipping import open_gates, remove_gates
+from .structure import find_structure
+from .unembed import Unembed, check_parity
+
+Routers = TIDERouters | str | os.PathLike[str] | None
+
+
+class _InstanceCheck(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, TIDEGenerationMixin)
+
+
+class TIDEModelForCausalLM(metaclass=_InstanceCheck):
+    """Any causal language model of transformers, decoding with token-informed depth (arXiv 2603.21365).
+
+    A model with TIDE attached stays what it was: the same object, an instance of its own class, whose `generate`
+    decodes with exits. `isinstance(model, TIDEModelForCausalLM)` is true while it is attached.
+    """
+
+    def __init__(self) -> None:
+        raise ConfigurationError(
+            describe(
+                "TIDEModelForCausalLM is not built directly",
+                got="TIDEModelForCausalLM(...)",
+                expected="TIDEModelForCausalLM.from_pretrained(base, routers=...) or .attach(model, routers)",
+                do="Call one of these.",
+            )
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: str | os.PathLike[str],
+        routers: Routers = None,
+        *,
+        mode: str = "self_speculative",
+        exit_threshold: float | None = None,
+        routers_revision: str | None = None,
+        ignore_base_mismatch: bool = False,
+        **auto_model_kwargs: Any,
+    ) -> Any:
+        """Load a base model and attach TIDE to it.
+
+        Args:
+            base: Hub name or folder of the base model.
+            routers: Routers made for it: a folder, a Hub repository or [`TIDERouters`]. Without them drafts come
+                from n-grams of the context alone, and only `self_speculative` can run.
+            mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
+            exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
+            routers_revision: Revision of the routers' Hub repository.
+            ignore_base_mismatch: Use routers that were made for another model of the same shape.
+            **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
+                `token`, `quantization_config` and the rest.
+
+        Returns:
+            The base model, attached.
+
+        Raises:
+            UnsupportedModelError: The model, or the model in this mode, is not supported.
+            BaseModelMismatchError: The routers belong to another model.
+            RoutersFileError, RoutersNotFoundError: The routers cannot be read.
+            ConfigurationError: A setting makes no sense.
+        """
+        check_mode(mode)
+        if exit_threshold is not None:
+            check_exit_threshold(exit_threshold)
+        hub_kwargs = {name: auto_model_kwargs[name] for name in ("token", "cache_dir") if name in auto_model_kwargs}
+        loaded = _load_routers(routers, revision=routers_revision, **hub_kwargs)
+        model = AutoModelForCausalLM.from_pretrained(base, **auto_model_kwargs)
+        options = {"mode": mode, "exit_threshold": exit_threshold, "ignore_base_mismatch": ignore_base_mismatch}
+        return cls.attach(model, loaded, **options)
+
+    @classmethod
+    def attach(
+        cls,
+        model: PreTrainedModel,
+        routers: Routers = None,
+        *,
+        mode: str = "self_speculative",
+        exit_threshold: float | None = None,
+        ignore_base_mismatch: bool = False,
+    ) -> Any:
+        """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
+
+        Args:
+            model: The base model. It is changed in place; attaching again replaces the routers and settings.
+            routers: As in `from_pretrained`.
+            mode: As in `from_pretrained`.
+            exit_threshold: As in `from_pretrained`.
+            ignore_base_mismatch: As in `from_pretrained`.
+
+        Returns:
+            `model` itself.
+
+        Raises:
+            As `from_pretrained`. A model that is refused is left as it was.
+        """
+        check_mode(mode)
+        loaded = _load_routers(routers)
+        if isinstance(model, cls):
+            cls.detach(model)
+        structure = find_structure(model)
+        threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
+        if exit_threshold is not None:
+            threshold = check_exit_threshold(exit_threshold)
+        if loaded is not None:
+            check_exit_layers(loaded.exit_layers, structure.num_layers)
+            loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
+        unembed = Unembed(model, structure)
+        costs = CostTable(structure.num_layers)
+        attachment = Attachment(type(model), structure, unembed, loaded, mode, threshold, costs, hybrid_drafter)
+        attachment.check_mode(mode)
+        check_parity(model, structure)
+        if loaded is not None:
+            _place_routers(loaded, model)
+        open_gates(structure)
+        model.__class__ = attached_class(type(model))
+        model._tide = attachment
+        model.last_exit_stats = None
+        return model
+
+    @classmethod
+    def detach(cls, model: Any) -> Any:
+        """Give a model its own class and forward back.
+
+        Args:
+            model: An attached model; one that is not attached is returned as it is.
+
+        Returns:
+            `model` itself, as it was before `attach`.
+        """
+        if isinstance(model, cls):
+            attachment = model._tide
+            remove_gates(attachment.structure)
+            model.__class__ = attachment.base_class
+            del model._tide, model.last_exit_stats
+        return model
+
+
+def _load_routers(routers: Routers, **hub_kwargs: Any) -> TIDERouters | None:
+    if routers is None or isinstance(routers, TIDERouters):
+        return routers
+    return TIDERouters.from_pretrained(routers, **{k: v for k, v in hub_kwargs.items() if v is not None})
+
+
+def _place_routers(routers: TIDERouters, model: PreTrainedModel) -> None:
+    """Heads take the model's dtype, since their output enters its final norm; routers keep theirs."""
+    device = model.device if model.device.type != "meta" else None
+    routers.to(device)
+    for exit_layer in routers.exit_layers:
+        routers[exit_layer].head.to(model.dtype)
+    routers.requires_grad_(False)

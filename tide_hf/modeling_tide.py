@@ -1,0 +1,323 @@
+"""The learned parts: one router and one exit head per exit layer, in a small ``PreTrainedModel`` of their own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .configuration_tide import TIDEConfig
+from .errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError, describe
+from .structure import find_structure
+from .unembed import hash_distance, unembed_hash
+
+MAX_HASH_DISTANCE = 0.15  # quantising a head to 4 bits moves about 3% of the bits, another model's head half of them
+
+
+class ExitRouter(nn.Module):
+    """Scores how sure it is that a token may leave (TIDE, arXiv 2603.21365, section 3).
+
+    Args:
+        hidden_size: Width D of the hidden states.
+        bottleneck_dim: Width of the hidden layer.
+    """
+
+    def __init__(self, hidden_size: int, bottleneck_dim: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden_size, bottleneck_dim)
+        self.up = nn.Linear(bottleneck_dim, 1)
+
+    def logits(self, last_hidden_state: Tensor) -> Tensor:
+        """(..., D) states after the final norm -> (...) router logits in float32."""
+        state = nn.functional.silu(self.down(last_hidden_state.to(self.down.weight.dtype)))
+        return self.up(state).squeeze(-1).float()
+
+    def forward(self, last_hidden_state: Tensor) -> Tensor:
+        """(..., D) states after the final norm -> (...) exit scores in [0, 1], float32."""
+        return torch.sigmoid(self.logits(last_hidden_state))
+
+
+class ExitHead(nn.Module):
+    """Translates an early hidden state into one that the base model's final norm and head can read.
+
+    `"identity"` passes it on (the published system). `"linear"` adds an affine map of it, `h + A h + b`, with A of
+    full rank or of rank r (as in Tuned Lens, arXiv 2303.08112).
+
+    Args:
+        hidden_size: Width D of the hidden states.
+        strategy: `"identity"` or `"linear"`.
+        rank: Rank of A; `None` for full.
+    """
+
+    def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:
+        super().__init__()
+        self.translator: nn.Module | None = None
+        if strategy == "linear" and rank is None:
+            self.translator = nn.Linear(hidden_size, hidden_size)
+        elif strategy == "linear":
+            self.translator = nn.Sequential(
+                nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, hidden_size)
+            )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) before the final norm -> (..., D) before the final norm, same dtype."""
+        if self.translator is None:
+            return hidden_states
+        first = next(self.translator.parameters())
+        return hidden_states + self.translator(hidden_states.to(first.dtype)).to(hidden_states.dtype)
+
+
+class ExitPoint(nn.Module):
+    """Router and exit head of one exit layer."""
+
+    def __init__(self, config: TIDEConfig) -> None:
+        super().__init__()
+        self.router = ExitRouter(config.hidden_size, config.router_bottleneck_dim)
+        self.head = ExitHead(config.hidden_size, config.exit_strategy, config.translator_rank)
+
+
+class TIDERouters(PreTrainedModel):
+    """Routers and exit heads of one base model.
+
+    Index it by exit layer: `routers[12].router`, `routers[12].head`.
+    """
+
+    config_class = TIDEConfig
+    base_model_prefix = "tide"
+    main_input_name = "hidden_states"
+
+    def __init__(self, config: TIDEConfig) -> None:
+        super().__init__(config)
+        self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
+        self.post_init()
+
+    @property
+    def exit_layers(self) -> list[int]:
+        """The exit layers, ascending."""
+        return list(self.config.exit_layers)
+
+    def __getitem__(self, exit_layer: int) -> ExitPoint:
+        return self.exits[str(exit_layer)]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Fresh heads start as the identity, fresh routers at a score of one half."""
+        if isinstance(module, ExitHead) and module.translator is not None:
+            last = module.translator[-1] if isinstance(module.translator, nn.Sequential) else module.translator
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        elif isinstance(module, ExitRouter):
+            nn.init.kaiming_uniform_(module.down.weight, a=5**0.5)
+            nn.init.zeros_(module.down.bias)
+            nn.init.zeros_(module.up.weight)
+            nn.init.zeros_(module.up.bias)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, **config: Any) -> TIDERouters:
+        """Fresh routers for `model`, not yet calibrated.
+
+        Args:
+            model: The base model.
+            **config: Fields of [`TIDEConfig`], such as `exit_layers` and `exit_strategy`.
+
+        Returns:
+            Routers on the CPU in float32, whose heads start as the identity.
+        """
+        structure = find_structure(model)
+        identity = {
+            "base_model_name_or_path": model.config._name_or_path or None,
+            "unembed_hash": unembed_hash(structure.head),
+            "hidden_size": structure.hidden_size,
+            "num_hidden_layers": structure.num_layers,
+            "vocab_size": structure.vocab_size,
+        }
+        return cls(TIDEConfig(**identity, **config)).eval()
+
+    @classmethod
+    def from_router_pt(
+        cls, path: str | os.PathLike[str], base_model: PreTrainedModel, exit_threshold: float = 0.85
+    ) -> TIDERouters:
+        """Read the `router.pt` of the published system (`tide-inference`).
+
+        Its layers are 0-based positions and its routers have no bias; both are converted here. Its scores at layer
+        position i equal ours at `exit_layer` i + 1.
+
+        Args:
+            path: The file. It is read with `weights_only=True`, so code inside it cannot run.
+            base_model: The model it was calibrated for.
+            exit_threshold: The published default is 0.85.
+
+        Returns:
+            Routers with identity heads.
+
+        Raises:
+            RoutersFileError: The file is no such file, holds code, or does not fit `base_model`.
+        """
+        state = _read_router_pt(path)
+        try:
+            published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
+            bottleneck = int(state["bottleneck_dim"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _bad_router_pt(path, f"a file without usable {error}") from error
+        routers = cls.for_model(
+            base_model,
+            exit_layers=sorted(published),
+            router_bottleneck_dim=bottleneck,
+            exit_threshold=exit_threshold,
+        )
+        for exit_layer, weights in published.items():
+            router = routers[exit_layer].router
+            _copy_published(path, router.down, weights, "down.weight")
+            _copy_published(path, router.up, weights, "up.weight")
+        return routers
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> TIDERouters:
+        """Load routers from a folder or a Hub repository. Only safetensors and JSON are read.
+
+        Args:
+            name_or_path: Folder or repository.
+            **kwargs: As in `PreTrainedModel.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
+
+        Returns:
+            The routers, in evaluation mode.
+
+        Raises:
+            RoutersNotFoundError: There is no `config.json` or no safetensors file.
+            RoutersFileError: A file is damaged, or its tensors do not have the names and shapes of its config.
+            ConfigurationError: The config has impossible values.
+        """
+        kwargs.update(use_safetensors=True, output_loading_info=True)
+        try:
+            routers, info = super().from_pretrained(name_or_path, **kwargs)
+        except StrictDataclassError as error:
+            raise ConfigurationError(_file_problem(name_or_path, f"a config with {error}")) from error
+        except OSError as error:
+            raise RoutersNotFoundError(
+                describe(
+                    f"no routers at {name_or_path}",
+                    got=f"'{str(error).splitlines()[0]}'",
+                    expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
+                    do="Check the name, or make routers with tide_hf.calibrate().",
+                )
+            ) from error
+        except (SafetensorError, RuntimeError) as error:
+            raise RoutersFileError(_file_problem(name_or_path, f"'{str(error).splitlines()[0]}'")) from error
+        wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
+        if wrong:
+            raise RoutersFileError(_file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
+        return routers.eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+        """Write config and safetensors; a reader sees the old files or the new ones, never half a file.
+
+        Args:
+            save_directory: Folder; made where it does not exist.
+            **kwargs: As in `PreTrainedModel.save_pretrained`, `push_to_hub` and `repo_id` among them.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
+            super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
+            written = sorted(Path(staging).iterdir(), key=lambda file: file.name == "config.json")  # config last
+            for file in written:
+                os.replace(file, folder / file.name)
+        if kwargs.pop("push_to_hub", False):
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def check_base_model(self, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
+        """Refuse a base model that these routers were not made for.
+
+        Args:
+            model: The base model.
+            ignore_base_mismatch: Accept another model of the same shape.
+
+        Raises:
+            BaseModelMismatchError: Shapes differ; or heads (see [`unembed.unembed_hash`]), where not ignored.
+        """
+        structure = find_structure(model)
+        ours = (self.config.num_hidden_layers, self.config.hidden_size, self.config.vocab_size)
+        theirs = (structure.num_layers, structure.hidden_size, structure.vocab_size)
+        if ours != theirs:
+            raise _mismatch(self.config, f"one with (layers, hidden size, vocabulary) {theirs}", f"{ours}")
+        if ignore_base_mismatch:
+            return
+        known, actual = self.config.unembed_hash, unembed_hash(structure.head)
+        if known is not None and actual is not None:
+            distance = hash_distance(known, actual)
+            if distance > MAX_HASH_DISTANCE:
+                raise _mismatch(
+                    self.config,
+                    f"one whose head differs in {distance:.0%} of the fingerprint's bits",
+                    f"at most {MAX_HASH_DISTANCE:.0%}",
+                )
+        elif self.config.base_model_name_or_path not in (None, model.config._name_or_path):
+            raise _mismatch(
+                self.config, repr(model.config._name_or_path), repr(self.config.base_model_name_or_path)
+            )
+
+
+def _read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise RoutersNotFoundError(
+            describe("no such file", got=path, expected="a router.pt of tide-inference", do="Check the path.")
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise _bad_router_pt(path, f"'{str(error).splitlines()[0]}'") from error
+    if not isinstance(state, dict):
+        raise _bad_router_pt(path, type(state).__name__)
+    return state
+
+
+def _copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any, name: str) -> None:
+    weight = weights.get(name) if isinstance(weights, dict) else None
+    if not isinstance(weight, Tensor) or weight.shape != linear.weight.shape:
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
+        raise _bad_router_pt(path, f"{name} of shape {shape} where {tuple(linear.weight.shape)} fits the base model")
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.zero_()
+
+
+def _bad_router_pt(path: str | os.PathLike[str], got: str) -> RoutersFileError:
+    return RoutersFileError(
+        describe(
+            f"{path} cannot be used as a published router.pt",
+            got=got,
+            expected="hidden_dim, bottleneck_dim and router_layers of tensors, as tide-inference saves them",
+            do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
+        )
+    )
+
+
+def _file_problem(path: str | os.PathLike[str], got: str) -> str:
+    return describe(
+        f"the routers at {path} cannot be used",
+        got=got,
+        expected="the config and tensors that TIDERouters.save_pretrained writes",
+        do="Download them again, or make new ones with tide_hf.calibrate().",
+    )
+
+
+def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchError:
+    return BaseModelMismatchError(
+        describe(
+            f"these routers belong to another base model ({config.base_model_name_or_path})",
+            got=got,
+            expected=expected,
+            do="Load routers made for this model, or run tide_hf.calibrate(); ignore_base_mismatch=True insists "
+            "where the shapes agree.",
+        )
+    )

@@ -1,0 +1,185 @@
+"""What to draft next: costs and acceptances in, a decision out. Knows no model and no tensor."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+MAX_DRAFT = 15
+DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # verify widths one more than these, to learn few costs well
+MIN_GAIN = 1.05  # a draft must promise this much over plain decoding, since the figures are noisy
+PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
+TRUSTED_SAMPLES = 4
+
+CostKey = tuple[str, int]
+
+
+class CostTable:
+    """Running costs of passes on this machine, in milliseconds.
+
+    Keys are `("verify", width)` for a full-depth pass over `width` tokens (width 1 is plain decoding) and
+    `("draft", exit_layer)` for one draft token. Until a key has a few samples its estimate leans on an optimistic
+    prior, so that it gets tried.
+
+    Args:
+        num_layers: Decoder layers of the base model, for the prior of a draft step.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._samples: dict[CostKey, deque[float]] = {}
+
+    def record(self, key: CostKey, milliseconds: float) -> None:
+        """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
+        if key not in self._samples:
+            self._samples[key] = deque(maxlen=15)
+        else:
+            self._samples[key].append(milliseconds)
+
+    @property
+    def ready(self) -> bool:
+        """Whether plain decoding has been measured, against which everything is compared."""
+        return bool(self._samples.get(("verify", 1)))
+
+    def verify(self, width: int) -> float:
+        """Expected milliseconds of a full-depth pass over `width` tokens."""
+        plain = self._measured(("verify", 1)) or 1.0
+        return self._blend(("verify", width), self._interpolate(width, plain))
+
+    def draft(self, exit_layer: int) -> float:
+        """Expected milliseconds of one draft token from `exit_layer`."""
+        return self._blend(("draft", exit_layer), self.verify(1) * exit_layer / self.num_layers)
+
+    def _measured(self, key: CostKey) -> float | None:
+        samples = self._samples.get(key)
+        return median(samples) if samples else None
+
+    def _blend(self, key: CostKey, prior: float) -> float:
+        samples = self._samples.get(key)
+        if not samples:
+            return prior
+        measured = median(samples)
+        if len(samples) >= TRUSTED_SAMPLES:
+            return measured
+        return (measured * len(samples) + min(prior, measured)) / (len(samples) + 1)
+
+    def _interpolate(self, width: int, plain: float) -> float:
+        """Cost of an unmeasured width between, or beyond, the trusted ones."""
+        known = [(1, plain)]
+        for (kind, measured_width), samples in self._samples.items():
+            if kind == "verify" and measured_width > 1 and len(samples) >= TRUSTED_SAMPLES:
+                known.append((measured_width, median(samples)))
+        known.sort()
+        below = [point for point in known if point[0] <= width][-1]
+        above = next((point for point in known if point[0] > width), None)
+        if above is None:
+            return below[1] + plain * PRIOR_SLOPE * (width - below[0])
+        share = (width - below[0]) / (above[0] - below[0])
+        return below[1] + share * (above[1] - below[1])
+
+
+class AcceptanceTable:
+    """Running probability that the next draft token of a source is accepted, forgetting slowly.
+
+    Args:
+        priors: Probability per source before anything was seen.
+        weight: How many observations a prior counts for.
+        decay: What earlier observations keep of their weight at each new one.
+    """
+
+    def __init__(self, priors: dict[str, float], weight: float = 4.0, decay: float = 0.97) -> None:
+        self._counts = {source: [prior * weight, weight] for source, prior in priors.items()}
+        self._decay = decay
+
+    def record(self, source: str, num_drafted: int, n_matches: int) -> None:
+        """Add one verified draft. Tokens after the first rejected one say nothing."""
+        trials = min(num_drafted, n_matches + 1)
+        counts = self._counts[source]
+        keep = self._decay**trials
+        counts[0] = counts[0] * keep + n_matches
+        counts[1] = counts[1] * keep + trials
+
+    def probability(self, source: str) -> float:
+        """Probability that the next draft token of `source` is accepted."""
+        hits, trials = self._counts[source]
+        return hits / trials
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do in one round.
+
+    Attributes:
+        source: Name of the draft source; `"none"` for plain decoding.
+        num_assistant_tokens: Draft tokens to ask for.
+        tokens_per_ms: Expected rate.
+    """
+
+    source: str
+    num_assistant_tokens: int
+    tokens_per_ms: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A source that could draft in this round.
+
+    Attributes:
+        source: Its name, as in the acceptance table.
+        limit: The most tokens it has to offer.
+        exit_layer: The layer that drafts, 0 where no layer runs.
+    """
+
+    source: str
+    limit: int
+    exit_layer: int = 0
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Expected tokens of a round: 1 + a + a^2 + ... + a^k, the bonus token included (Leviathan et al. 2022)."""
+    if acceptance >= 1.0:
+        return float(num_drafts + 1)
+    return (1.0 - acceptance ** (num_drafts + 1)) / (1.0 - acceptance)
+
+
+def choose(candidates: list[Candidate], costs: CostTable, acceptances: AcceptanceTable) -> Choice:
+    """Pick the source and draft length with the best expected tokens per millisecond.
+
+    Plain decoding is always a candidate, and the choice until it has been measured.
+
+    Args:
+        candidates: The sources on offer.
+        costs: Measured costs.
+        acceptances: Running acceptances.
+
+    Returns:
+        The choice.
+    """
+    plain = Choice("none", 0, 1.0 / costs.verify(1))
+    if not costs.ready:
+        return plain
+    best = Choice("none", 0, plain.tokens_per_ms * MIN_GAIN)
+    for candidate in candidates:
+        acceptance = acceptances.probability(candidate.source)
+        per_draft = costs.draft(candidate.exit_layer) if candidate.exit_layer else 0.0
+        for length in {min(length, candidate.limit) for length in DRAFT_LENGTHS} - {0}:
+            cost = per_draft * length + costs.verify(length + 1)
+            rate = expected_tokens(acceptance, length) / cost
+            if rate > best.tokens_per_ms:
+                best = Choice(candidate.source, length, rate)
+    return best if best.source != "none" else plain
+
+
+def worth_another_draft(survival: float, drafted: int, exit_layer: int, costs: CostTable) -> bool:
+    """Whether one more draft token pays for itself, given how sure the ones so far are.
+
+    Args:
+        survival: Probability that all tokens drafted so far are accepted (product of exit scores), which bounds
+            that of the next.
+        drafted: Tokens drafted so far.
+        exit_layer: The layer that drafts.
+        costs: Measured costs.
+    """
+    extra = costs.draft(exit_layer) + costs.verify(drafted + 2) - costs.verify(drafted + 1)
+    return survival * costs.verify(1) > extra

@@ -1,0 +1,142 @@
+"""Where a causal language model keeps its decoder layers, final norm and head. One table, no guessing.
+
+To add a model family: if its layers and norm sit at paths that `LAYOUTS` lacks, add a row; if its layers return a
+tuple, add its `model_type` to `TUPLE_LAYERS`; if it does something to the logits after the head, add that to
+`unembed.py`; then add a tiny config to `tests/families.py`, which puts it through every test.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .errors import UnsupportedModelError, describe
+
+
+class Layout(NamedTuple):
+    """Dotted paths, from the causal language model, of the parts of one way to arrange a decoder."""
+
+    layers: str
+    norm: str
+    projection: str | None = None
+
+
+LAYOUTS = (
+    Layout("model.layers", "model.norm"),  # llama, qwen, mistral, gemma, granite, ...
+    Layout("model.layers", "model.final_layernorm"),  # phi, jamba, bamba
+    Layout("transformer.h", "transformer.ln_f"),  # gpt2, falcon, bloom
+    Layout("gpt_neox.layers", "gpt_neox.final_layer_norm"),
+    Layout("model.decoder.layers", "model.decoder.final_layer_norm", "model.decoder.project_out"),  # opt
+    Layout("backbone.layers", "backbone.norm_f"),  # mamba
+)
+TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
+CACHE_ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "cache_params")
+
+
+@dataclass(frozen=True)
+class DecoderStructure:
+    """The parts of a base model that early exit needs.
+
+    Attributes:
+        layers: The decoder layers, in order.
+        norm: The final norm; `None` where the model has none.
+        projection: What stands between norm and head (opt's `project_out`); mostly `None`.
+        head: Hidden state to logits, without scaling or softcapping.
+        cache_argument: The parameter of a layer's forward that takes the cache.
+        returns_tuple: Whether a layer returns `(hidden_states, ...)` instead of `hidden_states`.
+        is_recurrent: Whether any layer keeps a recurrent state, which can be neither skipped nor rolled back.
+        hidden_size: Width of the hidden states between layers.
+        vocab_size: Rows of the head.
+    """
+
+    layers: tuple[nn.Module, ...]
+    norm: nn.Module | None
+    projection: nn.Module | None
+    head: nn.Module
+    cache_argument: str
+    returns_tuple: bool
+    is_recurrent: bool
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+
+def find_structure(model: PreTrainedModel) -> DecoderStructure:
+    """Find the decoder layers, final norm and head of `model`.
+
+    Args:
+        model: A causal language model of transformers.
+
+    Returns:
+        Its structure. `unembed.check_parity` proves on a probe that it is the right one.
+
+    Raises:
+        UnsupportedModelError: Nothing in `LAYOUTS` fits, or there is no head. The message lists what was looked for.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _unsupported(model, "it is no transformers model")
+    config = model.config.get_text_config()
+    num_layers = getattr(config, "num_hidden_layers", None)
+    layout = next((row for row in LAYOUTS if _fits(model, row, num_layers)), None)
+    head = model.get_output_embeddings()
+    if layout is None or head is None:
+        raise _unsupported(model, "no decoder layers" if layout is None else "no output head (get_output_embeddings())")
+    layers = tuple(_resolve(model, layout.layers))  # type: ignore[arg-type]
+    return DecoderStructure(
+        layers=layers,
+        norm=_resolve(model, layout.norm),
+        projection=_resolve(model, layout.projection) if layout.projection else None,
+        head=head,
+        cache_argument=_cache_argument(model, layers[0]),
+        returns_tuple=config.model_type in TUPLE_LAYERS,
+        is_recurrent=bool(getattr(model, "_is_stateful", False)),
+        hidden_size=config.hidden_size,
+        vocab_size=head.weight.shape[0],
+    )
+
+
+_ABSENT = object()
+
+
+def _resolve(model: nn.Module, path: str, default: object = None):  # noqa: ANN202 - a module, None or `default`
+    found: object = model
+    for name in path.split("."):
+        found = getattr(found, name, _ABSENT)
+        if found is _ABSENT:
+            return default
+    return found
+
+
+def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:
+    layers = _resolve(model, layout.layers)
+    has_norm = _resolve(model, layout.norm, _ABSENT) is not _ABSENT
+    return isinstance(layers, nn.ModuleList) and len(layers) == num_layers and num_layers > 1 and has_norm
+
+
+def _cache_argument(model: nn.Module, layer: nn.Module) -> str:
+    parameters = inspect.signature(type(layer).forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    raise _unsupported(model, f"a layer whose forward takes none of {', '.join(CACHE_ARGUMENTS)}")
+
+
+def _unsupported(model: object, found: str) -> UnsupportedModelError:
+    looked_for = "; ".join(f"{row.layers} with {row.norm}" for row in LAYOUTS)
+    return UnsupportedModelError(
+        describe(
+            f"{type(model).__name__} is not a causal language model that tide_hf knows",
+            got=found,
+            expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
+            f"{looked_for}; and an output head",
+            do="Pass an AutoModelForCausalLM, or add the family as the README's 'Add a model family' describes.",
+        )
+    )

@@ -1,0 +1,131 @@
+"""From a hidden state before the final norm to logits, exactly as the base model does it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .errors import UnsupportedModelError, describe
+from .structure import DecoderStructure
+
+HASH_ROWS = 256
+PROBE_LENGTH = 4
+
+
+class Unembed:
+    """The base model's final norm, projection, head and what it does to the logits after the head.
+
+    Args:
+        model: The base model.
+        structure: Its structure.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: DecoderStructure) -> None:
+        config = model.config.get_text_config()
+        self.structure = structure
+        self.divisor = getattr(config, "logits_scaling", None)  # granite
+        self.factor = getattr(config, "logit_scale", None)  # cohere
+        self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
+
+    def normalize(self, hidden_states: Tensor) -> Tensor:
+        """Hidden states of any layer, before the final norm -> after it. Shape and dtype stay."""
+        norm = self.structure.norm
+        return hidden_states if norm is None else norm(hidden_states)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden states to logits.
+
+        Args:
+            hidden_states: (..., hidden_size), before the final norm, in the model's dtype.
+
+        Returns:
+            (..., vocab_size) logits in the model's dtype.
+        """
+        state = self.normalize(hidden_states)
+        if self.structure.projection is not None:
+            state = self.structure.projection(state)
+        logits = self.structure.head(state)
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.factor is not None:
+            logits = logits * self.factor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@torch.no_grad()
+def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
+    """Prove on a tiny probe that `structure` and [`Unembed`] give the model's own logits.
+
+    Args:
+        model: The base model.
+        structure: What `find_structure` found.
+
+    Raises:
+        UnsupportedModelError: The logits differ, or a layer returns another kind than the structure says.
+    """
+    last: list[object] = []
+    device = model.get_input_embeddings().weight.device
+    probe = torch.arange(PROBE_LENGTH, device=device if device.type != "meta" else model.device)[None]
+    handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
+    was_training = model.training
+    model.eval()
+    try:
+        expected = model(input_ids=probe % structure.vocab_size, use_cache=False).logits.float()
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if isinstance(last[0], tuple) != structure.returns_tuple:
+        raise _no_parity(
+            model, f"layers that return {type(last[0]).__name__}", "the kind that structure.TUPLE_LAYERS says"
+        )
+    state = last[0][0] if isinstance(last[0], tuple) else last[0]
+    logits = Unembed(model, structure)(state).float().to(expected.device)
+    scale = float(expected.abs().max())
+    tolerance = 1e-5 if model.dtype == torch.float32 else 2e-2
+    difference = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("nan")
+    if not difference <= tolerance * max(scale, 1.0):  # also where it is NaN
+        raise _no_parity(model, f"a difference of {difference:.3g}", f"at most {tolerance * max(scale, 1.0):.3g}")
+
+
+def unembed_hash(head: nn.Module) -> str | None:
+    """Fingerprint a head so that dtype and weight quantisation hardly change it.
+
+    Each bit is the sign of one row's projection on a fixed random direction (SimHash, Charikar 2002), so close
+    weights give close fingerprints and unrelated weights differ in about half of the bits.
+
+    Args:
+        head: The output head, weight (vocab_size, D).
+
+    Returns:
+        64 hexadecimal digits; `None` where the weight is no plain floating-point tensor (packed or offloaded).
+    """
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+        return None
+    width = weight.shape[1]
+    direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
+    signs = torch.tensor([1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)])
+    rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64).long()
+    bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ signs > 0).tolist()
+    return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
+
+
+def hash_distance(first: str, second: str) -> float:
+    """Share of differing bits: about 0.5 for unrelated heads, a few percent after quantisation, 0 for the same."""
+    return (int(first, 16) ^ int(second, 16)).bit_count() / HASH_ROWS
+
+
+def _no_parity(model: PreTrainedModel, got: str, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        describe(
+            f"the logits of {type(model).__name__} cannot be reproduced from its last decoder layer",
+            got=got,
+            expected=expected,
+            do="Teach tide_hf the family: see 'Add a model family' in the README.",
+        )
+    )
