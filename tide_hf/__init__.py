@@ -2,6 +2,7 @@
 
 from .configuration_tide import TIDEConfig
 from .errors import TIDEError, UnsupportedModelError
+from .logits_process import TIDELogitsProcessor
 from .model import TIDEModelForCausalLM
 from .modeling_tide import TIDERouters
 from .stats import ExitStats
@@ -12,6 +13,7 @@ __all__ = [
     "ExitStats",
     "TIDEConfig",
     "TIDEError",
+    "TIDELogitsProcessor",
     "TIDEModelForCausalLM",
     "TIDERouters",
     "UnsupportedModelError",

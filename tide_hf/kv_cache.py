@@ -76,12 +76,3 @@ def find_cache(model_kwargs: dict[str, Any], mode: str) -> Cache:
             )
         )
     return cache
-
-
-def crop_layers(cache: Cache, num_tokens: int, num_layers: int | None = None) -> None:
-    """Remove the last `num_tokens` tokens from the first `num_layers` layers (all by default).
-
-    Called with 0 it still lets sliding-window layers drop what has left the window.
-    """
-    for layer in cache.layers[:num_layers]:
-        layer.crop(-num_tokens)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .configuration_tide import NEVER_EXIT, check_exit_layers, check_exit_threshold, check_mode
+from .configuration_tide import NEVER_EXIT, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
 from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
 from .modeling_tide import TIDERouters
@@ -111,24 +111,29 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """
         check_mode(mode)
         loaded = _load_routers(routers)
-        if isinstance(model, cls):
-            cls.detach(model)
         structure = find_structure(model)
         threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
         if exit_threshold is not None:
             threshold = check_exit_threshold(exit_threshold)
         if loaded is not None:
-            check_exit_layers(loaded.exit_layers, structure.num_layers)
             loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
-        unembed = Unembed(model, structure)
-        costs = CostTable(structure.num_layers)
-        attachment = Attachment(type(model), structure, unembed, loaded, mode, threshold, costs, hybrid_drafter)
+        attachment = Attachment(
+            base_class=model._tide.base_class if isinstance(model, cls) else type(model),
+            structure=structure,
+            unembed=Unembed(model, structure),
+            routers=loaded,
+            mode=mode,
+            exit_threshold=threshold,
+            costs=CostTable(structure.num_layers),
+            make_drafter=hybrid_drafter,
+        )
         attachment.check_mode(mode)
         check_parity(model, structure)
         if loaded is not None:
             _place_routers(loaded, model)
+        cls.detach(model)
         open_gates(structure)
-        model.__class__ = attached_class(type(model))
+        model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
         model.last_exit_stats = None
         return model

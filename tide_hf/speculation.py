@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .drafting import Draft, Drafter
-from .kv_cache import crop_layers
 from .policy import CostTable
 from .skipping import FixedDepthRun, LayerRun, active
 from .stats import ExitStats
@@ -76,6 +75,9 @@ class SelfSpeculativeDecoder:
             drafter.observe(Draft(), new_tokens, 0)
             while not self.finished:
                 self._round(drafter)
+        for layer in self.cache.layers:  # a returned cache must not hoard what leaves its window in a next prefill
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
         if self.streamer is not None:
             self.streamer.end()
         self.stats.layers_executed = self.run.layers_executed + self.shallow.layers_executed
@@ -92,7 +94,8 @@ class SelfSpeculativeDecoder:
         start = perf_counter()
         outputs = self.forward(draft.tokens)
         new_tokens = self._accept(outputs.logits[:, -len(draft.tokens) - 1 :], draft)
-        crop_layers(self.cache, len(draft.tokens) + 1 - len(new_tokens))
+        # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
+        self.cache.crop(len(new_tokens) - len(draft.tokens) - 1)
         self._advance(outputs, len(new_tokens))
         self.costs.record(("verify", len(draft.tokens) + 1), (perf_counter() - start) * 1000)
         n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, new_tokens, strict=False))
@@ -186,6 +189,8 @@ class _Shallow:
 
     def rollback(self) -> None:
         """Take the draft tokens' K/V out of the shallow layers."""
-        for exit_layer in self.depths:
-            crop_layers(self.decoder.cache, 1, exit_layer)
+        # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
+        for layer_idx in range(max(self.depths, default=0)):
+            num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
+            self.decoder.cache.layers[layer_idx].crop(-num_steps)
         self.depths.clear()

@@ -1,0 +1,122 @@
+"""Tiny random models of every supported family, from configs alone."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 96
+LAYERS = 4
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_HYBRID = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_WINDOW = {"sliding_window": 8, "layer_types": _HYBRID}
+_TOKENS = {name: _COMMON[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+
+FAMILIES: dict[str, dict] = {
+    "llama": _COMMON,
+    "qwen2": _COMMON,
+    "qwen3": _COMMON,
+    "qwen3_moe": {**_COMMON, **_MOE},
+    "mistral": {**_COMMON, "sliding_window": 8},
+    "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {**_COMMON, "original_max_position_embeddings": 256},
+    "olmo2": _COMMON,
+    "smollm3": {**_COMMON, "use_sliding_window": False},
+    "starcoder2": _COMMON,
+    "deepseek_v3": {
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 2,
+    },
+    "phi": _COMMON,
+    "gemma2": {**_COMMON, **_WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**_COMMON, **_WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "granite": {**_COMMON, "logits_scaling": 4.0},
+    "cohere2": {**_COMMON, **_WINDOW, "logit_scale": 0.25},
+    "gpt_oss": {**_COMMON, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "stablelm": _COMMON,
+    "llama4_text": {
+        **_COMMON,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "attention_chunk_size": 16,
+    },
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, **_TOKENS},
+    "gpt_neox": {**_COMMON, "rotary_pct": 0.5},
+    "falcon": {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4, **_TOKENS},
+    "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16},
+    "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4, **_TOKENS},
+    "jamba": {
+        **_COMMON,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+    },
+    "bamba": {
+        **_COMMON,
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+        "mamba_n_groups": 1,
+    },
+    "qwen3_next": {
+        **_COMMON,
+        **_MOE,
+        "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "decoder_sparse_step": 1,
+    },
+}
+RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
+ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
+
+
+def tiny_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A random model whose head is its own and whose weights are large, so that its greedy text is varied."""
+    torch.manual_seed(seed)
+    settings = {**FAMILIES[family], "tie_word_embeddings": False, **overrides}
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "norm" not in name:
+                parameter.mul_(12.0)
+    return model

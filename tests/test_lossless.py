@@ -1,0 +1,209 @@
+"""`self_speculative` gives the base model's own tokens, whatever the drafts are worth."""
+
+import pytest
+import torch
+from drafters import KINDS, use_drafter
+from families import ATTENTION, VOCAB, tiny_model
+from transformers import DynamicCache
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+
+PROMPT, NEW = 12, 28
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+
+
+def prompt(seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ATTENTION)
+def test_greedy_output_equals_the_base_model(family, kind):
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, kind, expected[0, PROMPT:].tolist())
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+    stats = model.last_exit_stats
+    assert stats.total_tokens == NEW
+    if kind == "right":
+        assert stats.acceptance_rate == 1.0
+        assert stats.rounds == pytest.approx((NEW - 1) / 4, abs=1)
+    if kind == "wrong":
+        assert stats.accepted == 0
+        assert stats.rounds == NEW - 1
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+def test_drafts_from_exit_heads_leave_no_trace(family):
+    """Shallow draft steps write K/V of the shallow layers only; after the rollback nothing of it is left."""
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
+    TIDEModelForCausalLM.attach(model, routers)
+
+    class HeadDrafter:
+        def __init__(self, _attachment, _prompt, shallow):
+            self.shallow, self.rounds = shallow, 0
+
+        def draft(self, limit):
+            from tide_hf.drafting import Draft
+
+            self.rounds += 1
+            exit_layer = 1 if self.rounds % 2 else 3
+            draft = Draft(source="head", exit_layer=exit_layer)
+            for _ in range(min(3, limit)):
+                token, score = self.shallow.step(exit_layer, draft.tokens)
+                assert 0.0 <= score <= 1.0
+                draft.tokens.append(token)
+            self.shallow.rollback()
+            return draft
+
+        def observe(self, draft, new_tokens, n_matches):
+            pass
+
+    model._tide.make_drafter = HeadDrafter
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_returned_cache_is_that_of_the_accepted_tokens(family, kind):
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, kind, expected[0, PROMPT:].tolist())
+    cache = model.generate(prompt(), return_dict_in_generate=True, **OPTIONS).past_key_values
+    fresh = DynamicCache(config=model.config)
+    fresh.activate_past_recording()
+    with torch.no_grad():
+        TIDEModelForCausalLM.detach(model)(input_ids=expected[:, :-1], past_key_values=fresh)
+    fresh.crop(0)
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        assert layer.get_seq_length() == other.get_seq_length()
+        torch.testing.assert_close(layer.keys, other.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layer.values, other.values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 9, "eos_token_id": [5, 9, 11, 40, 41, 42, 43]},
+        {"bad_words_ids": [[7], [9, 10]]},
+        {"do_sample": True, "temperature": 0.9, "top_k": 20},
+        {"do_sample": True, "top_p": 0.8},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_generate(kind, options):
+    """The same seed gives the same sample, since random numbers are drawn for output tokens alone."""
+    model = tiny_model("llama")
+    options = {**OPTIONS, **options}
+    torch.manual_seed(7)
+    expected = model.generate(prompt(), **options)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, kind, expected[0, PROMPT:].tolist())
+    torch.manual_seed(7)
+    assert torch.equal(model.generate(prompt(), **options), expected)
+
+
+def test_eos_inside_a_draft_ends_the_output_there():
+    model = tiny_model("llama")
+    expected = model.generate(prompt(), **OPTIONS)[0, PROMPT:].tolist()
+    eos = next(token for position, token in enumerate(expected) if position > 4 and token not in expected[:position])
+    options = {**OPTIONS, "eos_token_id": eos}
+    plain = model.generate(prompt(), **options)
+    assert plain.shape[1] < PROMPT + NEW
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "right", expected, width=7)
+    result = model.generate(prompt(), return_dict_in_generate=True, **options)
+    assert torch.equal(result.sequences, plain)
+    assert result.past_key_values.get_seq_length() == plain.shape[1] - 1
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 5])
+def test_a_draft_never_passes_max_length(new_tokens):
+    model = tiny_model("llama")
+    options = {**OPTIONS, "max_new_tokens": new_tokens}
+    expected = model.generate(prompt(), **options)
+    continuation = model.generate(prompt(), **OPTIONS)[0, PROMPT:].tolist()
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "right", continuation, width=9)
+    assert torch.equal(model.generate(prompt(), **options), expected)
+
+
+def test_scores_and_logits_of_each_token_are_returned():
+    model = tiny_model("llama")
+    options = {**OPTIONS, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    options["repetition_penalty"] = 1.2
+    expected = model.generate(prompt(), **options)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "wrong at the last position", expected.sequences[0, PROMPT:].tolist())
+    result = model.generate(prompt(), **options)
+    torch.testing.assert_close(torch.stack(result.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+
+
+def test_stateful_criteria_and_processors_see_every_prefix_once():
+    from transformers import LogitsProcessor, StoppingCriteria
+
+    class Processor(LogitsProcessor):
+        def __init__(self):
+            self.prefixes = []
+
+        def __call__(self, input_ids, scores):
+            self.prefixes.append(input_ids[0].tolist())
+            return scores
+
+    class Criterion(Processor, StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            super().__call__(input_ids, scores)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    model = tiny_model("llama")
+    seen = []
+    for kind in (None, *KINDS):
+        processor, criterion = Processor(), Criterion()
+        if kind is not None:
+            TIDEModelForCausalLM.attach(model)
+            use_drafter(model, kind, continuation)
+        out = model.generate(prompt(), logits_processor=[processor], stopping_criteria=[criterion], **OPTIONS)
+        continuation = out[0, PROMPT:].tolist()
+        seen.append((processor.prefixes, criterion.prefixes))
+    assert all(other == seen[0] for other in seen[1:])
+
+
+def test_left_padding_of_a_single_sequence():
+    model = tiny_model("llama")
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt()], dim=1)
+    mask = (torch.arange(padded.shape[1]) >= 4).long()[None]
+    expected = model.generate(padded, attention_mask=mask, **OPTIONS)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "wrong at the last position", expected[0, PROMPT + 4 :].tolist())
+    assert torch.equal(model.generate(padded, attention_mask=mask, **OPTIONS), expected)
+
+
+def test_inputs_embeds():
+    model = tiny_model("llama")
+    embeds = model.get_input_embeddings()(prompt())
+    expected = model.generate(inputs_embeds=embeds, **OPTIONS)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "wrong at the last position", expected[0].tolist())
+    assert torch.equal(model.generate(inputs_embeds=embeds, **OPTIONS), expected)
+
+
+def test_going_on_from_a_returned_cache():
+    model = tiny_model("mistral")
+    options = {**OPTIONS, "return_dict_in_generate": True}
+
+    def two_turns():
+        first = model.generate(prompt(), **options)
+        second_prompt = torch.cat([first.sequences, prompt(1)], dim=1)
+        return model.generate(second_prompt, past_key_values=first.past_key_values, **options).sequences
+
+    expected = two_turns()
+    TIDEModelForCausalLM.attach(model)
+    assert torch.equal(two_turns(), expected)

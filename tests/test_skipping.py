@@ -1,0 +1,205 @@
+"""Layers that a token does not need do not run, and what they leave in the cache is right."""
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
+from transformers import DynamicCache
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
+from tide_hf.skipping import EarlyExitRun, active
+from tide_hf.structure import find_structure
+
+OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+
+def prompt(rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
+
+
+@contextmanager
+def layer_calls(model):
+    """Count the decoder layers' own forward: how often entered and how often run to the end, by position."""
+    layers = find_structure(model).layers
+    counts = {"entered": Counter(), "finished": Counter()}
+    position = {id(layer): index for index, layer in enumerate(layers)}
+    natives = {layer_class: layer_class.forward for layer_class in {type(layer) for layer in layers}}
+
+    def counting(native):
+        def forward(self, *args, **kwargs):
+            counts["entered"][position[id(self)]] += 1
+            output = native(self, *args, **kwargs)
+            counts["finished"][position[id(self)]] += 1
+            return output
+
+        return forward
+
+    for layer_class, native in natives.items():
+        layer_class.forward = counting(native)
+    try:
+        yield counts
+    finally:
+        for layer_class, native in natives.items():
+            layer_class.forward = native
+
+
+def attached(family: str, exit_layers: list[int], **options):
+    model = tiny_model(family)
+    routers = TIDERouters.for_model(model, exit_layers=exit_layers, exit_strategy="linear")
+    torch.manual_seed(1)
+    for exit_layer in exit_layers:
+        torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+    return TIDEModelForCausalLM.attach(model, routers, mode="early_exit", **options)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_a_decode_step_executes_exactly_the_exit_layers(family, exit_layer):
+    model = attached(family, [exit_layer], exit_threshold=0.0)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **OPTIONS)
+    steps = OPTIONS["max_new_tokens"] - 1
+    for layer_idx in range(LAYERS):
+        assert counts["entered"][layer_idx] == 1 + steps  # a filled layer is entered for its norm, q, k and v ...
+        assert counts["finished"][layer_idx] == 1 + (steps if layer_idx < exit_layer else 0)  # ... and left there
+    assert model.last_exit_stats.layers_executed == LAYERS + steps * exit_layer
+    assert model.last_exit_stats.exits_per_layer == {exit_layer: steps}
+
+
+def teacher_forced_logits(model, tokens, exit_layer_of_token, routers):
+    """The oracle: one pass over all tokens in which deeper layers return their input for exited ones."""
+    structure, handles = find_structure(model), []
+
+    def freeze(layer_idx):
+        def hook(_module, args, kwargs, output):
+            before = args[0] if args else kwargs["hidden_states"]
+            exited = (exit_layer_of_token <= layer_idx)[:, :, None]
+            state = torch.where(exited, before, output[0] if isinstance(output, tuple) else output)
+            if layer_idx == LAYERS - 1:
+                for exit_layer in routers.exit_layers:
+                    rows = (exit_layer_of_token == exit_layer)[:, :, None]
+                    state = torch.where(rows, routers[exit_layer].head(state), state)
+            return (state, *output[1:]) if isinstance(output, tuple) else state
+
+        return hook
+
+    for layer_idx, layer in enumerate(structure.layers):
+        handles.append(layer.register_forward_hook(freeze(layer_idx), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            return model(input_ids=tokens).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_logits_equal_the_teacher_forced_oracle(family, rows):
+    """Rows of a batch leave at layers of their own, as the routers say."""
+    model = attached(family, [1, 2, 3])
+    result = model.generate(
+        prompt(rows), exit_threshold=0.5, return_dict_in_generate=True, output_logits=True, **OPTIONS
+    )
+    per_token = torch.tensor(model.last_exit_stats.per_token)
+    assert (per_token < LAYERS).any()
+    routers = model._tide.routers
+    TIDEModelForCausalLM.detach(model)
+    prompt_length = prompt().shape[1]
+    fed = result.sequences[:, :-1]
+    depth = torch.full(fed.shape, LAYERS)
+    depth[:, prompt_length - 1 :] = per_token
+    oracle = teacher_forced_logits(model, fed, depth, routers)[:, prompt_length - 1 :]
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), oracle, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_threshold_above_one_is_the_base_model(rows):
+    model = tiny_model("llama")
+    expected = model.generate(prompt(rows), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    assert torch.equal(model.generate(prompt(rows), exit_threshold=1.1, **OPTIONS), expected)
+    assert model.last_exit_stats.depth_fraction == 1.0
+
+
+def test_a_row_that_exits_does_not_disturb_the_others():
+    model = attached("llama", [1])
+    expected = TIDEModelForCausalLM.detach(copy_of := tiny_model("llama")).generate(prompt(2)[1:], **OPTIONS)
+    router = model._tide.routers[1].router
+    model._tide.routers[1].router.forward = lambda state: torch.tensor([1.0, 0.0])  # row 0 leaves, row 1 never does
+    result = model.generate(prompt(2), exit_threshold=0.5, **OPTIONS)
+    del model._tide.routers[1].router.forward
+    assert copy_of is not model
+    assert router is model._tide.routers[1].router
+    assert torch.equal(result[1:], expected)
+    assert model.last_exit_stats.per_token[0][1:] == [1] * 9
+    assert model.last_exit_stats.per_token[1] == [LAYERS] * 10
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_models_are_refused_with_the_reason(family):
+    model = tiny_model(family)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    for mode in ("early_exit", "self_speculative"):
+        with pytest.raises(UnsupportedModelError, match=r"recurrent state.*Expected tide_mode='post_hoc'"):
+            TIDEModelForCausalLM.attach(model, routers, mode=mode)
+    assert not isinstance(model, TIDEModelForCausalLM)
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
+    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+        model.generate(prompt(), tide_mode="early_exit", **OPTIONS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_post_hoc_runs_all_layers_and_selects_early_states(family):
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[2], exit_strategy="linear")
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
+    assert torch.equal(model.generate(prompt(), exit_threshold=1.5, **OPTIONS), expected)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), exit_threshold=0.0, **OPTIONS)
+    assert counts["finished"] == {layer_idx: 10 for layer_idx in range(LAYERS)}
+    assert model.last_exit_stats.exits_per_layer == {2: 9}
+
+
+def test_other_threads_do_not_see_an_active_run():
+    model = attached("llama", [1], exit_threshold=0.0)
+    tokens = prompt()
+    plain = model(input_ids=tokens).logits
+    run = EarlyExitRun(model._tide.structure, model._tide.routers, model._tide.unembed, 0.0)
+    seen = []
+    with active(run):
+        thread = threading.Thread(target=lambda: seen.append(model(input_ids=tokens).logits))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(seen[0], plain)
+    assert run.layers_executed == 0
+
+
+def test_two_threads_generate_in_different_modes_at_once():
+    model = attached("llama", [1], exit_threshold=0.0)
+    modes = ("early_exit", "self_speculative") * 3
+    expected = {mode: model.generate(prompt(), tide_mode=mode, **OPTIONS) for mode in set(modes)}
+    results = [None] * len(modes)
+
+    def work(index):
+        results[index] = model.generate(prompt(), tide_mode=modes[index], **OPTIONS)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(modes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(result, expected[mode]) for result, mode in zip(results, modes, strict=True))
+
+
+def test_every_cache_layer_has_the_same_length_after_a_skip():
+    model = attached("llama", [2], exit_threshold=0.0)
+    cache = DynamicCache(config=model.config)
+    model.generate(prompt(), past_key_values=cache, **OPTIONS)
+    assert {layer.get_seq_length() for layer in cache.layers} == {prompt().shape[1] + 9}

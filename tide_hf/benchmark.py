@@ -1,0 +1,299 @@
+"""Measure ways of decoding against the base model's own ``generate``: same weights, prompts, dtype and process.
+
+The runs are interleaved, prompt by prompt, so that whatever else the machine does falls on all of them alike, and
+tokens are compared between runs that were timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from .configuration_tide import NEVER_EXIT, check_exit_threshold
+from .errors import ConfigurationError, describe
+from .model import TIDEModelForCausalLM
+from .modeling_tide import TIDERouters
+from .stats import ExitStats
+
+DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, where the calibrated threshold never exits
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of decoding.
+
+    Attributes:
+        name: What to call it.
+        model: The model whose `generate` is called.
+        options: Keyword arguments that make `generate` decode this way.
+        lossless: Whether it claims the plain model's own tokens.
+        exit_threshold: The threshold it runs with, where it has one.
+    """
+
+    name: str
+    model: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    lossless: bool = True
+    exit_threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed `generate` call."""
+
+    seconds: float
+    new_tokens: list[int]
+    stats: ExitStats | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second, the prompt's pass included."""
+        return len(self.new_tokens) / self.seconds
+
+
+@dataclass
+class PromptResult:
+    """One contender on one prompt.
+
+    Attributes:
+        runs: Its runs, one per repeat.
+        equal: Whether its tokens were the plain model's in every repeat.
+        same_start: Share of the plain model's tokens up to the first that differs, the least of all repeats.
+        speedup: Median tokens per second over the plain model's.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    equal: bool = True
+    same_start: float = 1.0
+    speedup: float = 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median over the repeats."""
+        return median(run.tokens_per_s for run in self.runs)
+
+
+@dataclass
+class Result:
+    """One contender on all prompts.
+
+    Attributes:
+        contender: Who.
+        prompts: Its result per prompt.
+        speedup: Tokens per second over the plain model's; `None` where it claims to be lossless and is not.
+    """
+
+    contender: Contender
+    prompts: list[PromptResult]
+    speedup: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all prompts over the seconds they take at each prompt's median rate."""
+        tokens = [len(prompt.runs[0].new_tokens) for prompt in self.prompts]
+        seconds = [count / prompt.tokens_per_s for count, prompt in zip(tokens, self.prompts, strict=True)]
+        return sum(tokens) / sum(seconds)
+
+    @property
+    def num_equal(self) -> int:
+        """Prompts whose tokens equal the plain model's."""
+        return sum(prompt.equal for prompt in self.prompts)
+
+    @property
+    def same_start(self) -> float:
+        """Mean share of the plain model's tokens up to the first that differs."""
+        return sum(prompt.same_start for prompt in self.prompts) / len(self.prompts)
+
+    @property
+    def layers_per_token(self) -> float | None:
+        """Decoder layers executed per new token, over all runs; `None` for plain decoding, which counts nothing."""
+        stats = self._stats()
+        tokens = sum(one.total_tokens for one in stats)
+        return sum(one.layers_executed for one in stats) / tokens if tokens else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the draft tokens that were accepted, over all runs; `None` where nothing was drafted."""
+        stats = self._stats()
+        drafted = sum(one.drafted for one in stats)
+        return sum(one.accepted for one in stats) / drafted if drafted else None
+
+    def _stats(self) -> list[ExitStats]:
+        return [run.stats for prompt in self.prompts for run in prompt.runs if run.stats is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        names = ("tokens_per_s", "speedup", "layers_per_token", "acceptance_rate", "num_equal", "same_start")
+        prompts = [
+            {
+                "seconds": [run.seconds for run in prompt.runs],
+                "num_new_tokens": len(prompt.runs[0].new_tokens),
+                "tokens_per_s": prompt.tokens_per_s,
+                "speedup": prompt.speedup if self.speedup is not None else None,
+                "equal": prompt.equal,
+                "same_start": prompt.same_start,
+            }
+            for prompt in self.prompts
+        ]
+        contender = {name: getattr(self.contender, name) for name in ("name", "lossless", "exit_threshold")}
+        return contender | {name: getattr(self, name) for name in names} | {"prompts": prompts}
+
+
+def weight_sharing_copy(model: nn.Module) -> Any:
+    """Copy a model's modules but not its tensors, so that attaching to one leaves the other as it is.
+
+    Args:
+        model: The model, not attached.
+
+    Returns:
+        The copy; parameters and buffers are `model`'s own.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def tide_contenders(
+    model: Any, routers: TIDERouters | None, modes: Sequence[str], *, exit_threshold: float | None = None
+) -> list[Contender]:
+    """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
+
+    Args:
+        model: The base model, not attached. It is not touched, so its `generate` runs no code of this library.
+        routers: Its routers; `None` leaves `self_speculative` alone.
+        modes: The modes.
+        exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 where that never exits.
+
+    Returns:
+        The contenders, plain `generate` first.
+    """
+    if isinstance(model, TIDEModelForCausalLM):
+        raise ConfigurationError(
+            describe(
+                "there is nothing to compare with",
+                got="a model with TIDE attached",
+                expected="the plain base model",
+                do="Call TIDEModelForCausalLM.detach(model) first.",
+            )
+        )
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0])
+    threshold = usable_threshold(routers, exit_threshold)
+    contenders = [Contender("generate", model)]
+    for mode in modes:
+        lossless = mode == "self_speculative"
+        options = {"tide_mode": mode} if lossless else {"tide_mode": mode, "exit_threshold": threshold}
+        contenders.append(Contender(mode, attached, options, lossless, None if lossless else threshold))
+    return contenders
+
+
+def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
+    """The threshold for the approximate modes: the one asked for, the calibrated one, or one at which tokens exit."""
+    if exit_threshold is not None:
+        return check_exit_threshold(exit_threshold)
+    calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
+    return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> dict[str, torch.Tensor]:
+    """Tokenize one user message, through the chat template where there is one."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": prompt}]
+        return dict(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        )
+    return dict(tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
+
+
+def compare(
+    contenders: Sequence[Contender],
+    inputs: Sequence[dict[str, torch.Tensor]],
+    *,
+    max_new_tokens: int,
+    repeats: int = 3,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    """Run all contenders on all prompts, greedily.
+
+    Args:
+        contenders: The first is the plain model, which the others are compared with.
+        inputs: Keyword arguments of `generate` for each prompt (one sequence each).
+        max_new_tokens: Most tokens per answer.
+        repeats: Timed runs of each contender on each prompt.
+        progress: Called after each of the `count_runs` runs.
+
+    Returns:
+        One result per contender, in order.
+    """
+    for contender in contenders:  # the first run of each pays for buffers and kernel choices: not counted
+        timed_run(contender, inputs[0], max_new_tokens)
+        progress()
+    results = [Result(contender, [PromptResult() for _ in inputs]) for contender in contenders]
+    for _ in range(repeats):
+        for position, prompt in enumerate(inputs):
+            for result in results:
+                result.prompts[position].runs.append(timed_run(result.contender, prompt, max_new_tokens))
+                progress()
+    for result in results:
+        _compare_with(results[0], result)
+    return results
+
+
+def count_runs(num_contenders: int, num_prompts: int, repeats: int) -> int:
+    """How many runs `compare` makes."""
+    return num_contenders * (1 + num_prompts * repeats)
+
+
+def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None) -> Run:
+    """Generate greedily, once.
+
+    Args:
+        contender: Who.
+        inputs: Keyword arguments of `generate`, `input_ids` among them (one sequence).
+        max_new_tokens: Most new tokens.
+        streamer: Gets the tokens as they come.
+
+    Returns:
+        The run.
+    """
+    model = contender.model
+    device = model.device
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    synchronize(device)
+    start = perf_counter()
+    output = model.generate(
+        **inputs, **contender.options, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer
+    )
+    synchronize(device)
+    seconds = perf_counter() - start
+    new_tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return Run(seconds, new_tokens, getattr(model, "last_exit_stats", None))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done what it was given."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def _compare_with(plain: Result, result: Result) -> None:
+    """Fill in what follows from the plain model's runs."""
+    for reference, prompt in zip(plain.prompts, result.prompts, strict=True):
+        pairs = list(zip(reference.runs, prompt.runs, strict=True))
+        prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
+        prompt.same_start = min(same_start(expected.new_tokens, run.new_tokens) for expected, run in pairs)
+        prompt.speedup = prompt.tokens_per_s / reference.tokens_per_s
+    if not result.contender.lossless or result.num_equal == len(result.prompts):
+        result.speedup = result.tokens_per_s / plain.tokens_per_s
+
+
+def same_start(expected: Sequence[int], got: Sequence[int]) -> float:
+    """Share of `expected` up to the first token that differs in `got`."""
+    matches = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False))
+    return sum(1 for _ in matches) / len(expected) if expected else 1.0

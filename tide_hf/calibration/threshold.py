@@ -1,0 +1,162 @@
+"""Choose the exit threshold so that its disagreement stays below a tolerance with a stated confidence.
+
+Learn then Test (Angelopoulos et al., arXiv 2110.01052) with a fixed sequence: the thresholds of a grid that is fixed
+beforehand are tested from the most careful one on, each at the full level, until one cannot be shown to be safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..configuration_tide import NEVER_EXIT
+
+GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What each exit layer would do at N positions of the certifying documents.
+
+    Attributes:
+        exit_layers: The E exit layers, ascending.
+        num_layers: Decoder layers of the base model.
+        scores: (N, E) float32 exit scores.
+        agrees: (N, E) bool, whether the exit head's top token is the full model's.
+        document_ids: (N,) document of each position.
+    """
+
+    exit_layers: Sequence[int]
+    num_layers: int
+    scores: Tensor
+    agrees: Tensor
+    document_ids: Tensor
+
+    def exits_at(self, threshold: float) -> tuple[Tensor, Tensor]:
+        """Apply the rule of `early_exit`: the first exit layer whose score reaches `threshold`.
+
+        Returns:
+            (N,) whether a position leaves, and (N,) the index of the exit layer where it does.
+        """
+        reached = self.scores >= threshold
+        return reached.any(dim=1), reached.int().argmax(dim=1)
+
+    def disagreement_per_document(self, threshold: float) -> Tensor:
+        """Share of each document's positions at which another token comes out, (documents,) float64."""
+        leaves, index = self.exits_at(threshold)
+        wrong = leaves & ~self.agrees.gather(1, index[:, None])[:, 0]
+        _, document = self.document_ids.unique(return_inverse=True)
+        return torch.bincount(document, weights=wrong.double()) / torch.bincount(document)
+
+    def depth_fraction(self, threshold: float) -> float:
+        """Mean depth at which tokens are read, over the number of layers."""
+        leaves, index = self.exits_at(threshold)
+        depth = torch.where(leaves, torch.tensor(self.exit_layers)[index], self.num_layers)
+        return float(depth.double().mean()) / self.num_layers
+
+    def exit_rates(self, threshold: float) -> dict[int, float]:
+        """Share of the positions that leave at each exit layer."""
+        leaves, index = self.exits_at(threshold)
+        return {layer: float((leaves & (index == i)).double().mean()) for i, layer in enumerate(self.exit_layers)}
+
+
+@dataclass(frozen=True)
+class ThresholdRow:
+    """One threshold of the grid.
+
+    Attributes:
+        exit_threshold: The threshold.
+        disagreement: Mean share of a document's tokens that differ from the full model's.
+        depth_fraction: Mean depth over the number of layers.
+        p_value: Of the hypothesis that the true disagreement exceeds the tolerance.
+        certified: Whether this threshold and all more careful ones were shown to be within it.
+    """
+
+    exit_threshold: float
+    disagreement: float
+    depth_fraction: float
+    p_value: float
+    certified: bool
+
+
+@dataclass(frozen=True)
+class ThresholdChoice:
+    """The outcome: the chosen threshold, `NEVER_EXIT` where none could be certified, and all that were looked at."""
+
+    tolerance: float
+    confidence: float
+    chosen: float
+    table: list[ThresholdRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the calibration record."""
+        return asdict(self)
+
+
+def choose_threshold(
+    decisions: Decisions, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
+) -> ThresholdChoice:
+    """Find the most aggressive threshold whose disagreement is below `tolerance` with probability `confidence`.
+
+    Documents are the exchangeable unit. Rows behind the first one that fails stay in the table, uncertified: they are
+    measured all the same, and show what more tolerance would buy.
+
+    Args:
+        decisions: On documents that neither heads nor routers have seen.
+        tolerance: Bound on the expected share of a document's tokens that differ, in (0, 1).
+        confidence: Probability with which the bound holds, in (0, 1).
+        grid: Thresholds, descending, fixed before looking at the data.
+    """
+    table: list[ThresholdRow] = []
+    certified = True
+    for threshold in grid:
+        losses = decisions.disagreement_per_document(threshold)
+        mean = float(losses.mean())
+        p_value = hoeffding_bentkus_p_value(mean, len(losses), tolerance)
+        certified = certified and p_value <= 1 - confidence
+        table.append(ThresholdRow(threshold, mean, decisions.depth_fraction(threshold), p_value, certified))
+    chosen = min((row.exit_threshold for row in table if row.certified), default=NEVER_EXIT)
+    return ThresholdChoice(tolerance, confidence, chosen, table)
+
+
+def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) -> float:
+    """P-value of "the expected loss exceeds `tolerance`", for losses in [0, 1] (Bates et al., arXiv 2101.02703).
+
+    Args:
+        mean_loss: Mean of the losses.
+        count: Number of exchangeable losses.
+        tolerance: In (0, 1).
+
+    Returns:
+        The smaller of Hoeffding's and Bentkus' bounds, at most 1.
+    """
+    below = min(mean_loss, tolerance)
+    hoeffding = math.exp(-count * _bernoulli_divergence(below, tolerance))
+    bentkus = math.e * _binomial_cdf(math.ceil(count * mean_loss - 1e-9), count, tolerance)
+    return min(1.0, hoeffding, bentkus)
+
+
+def _bernoulli_divergence(p: float, q: float) -> float:
+    """Kullback-Leibler divergence of a coin with `p` from one with `q`."""
+    divergence = (1 - p) * math.log((1 - p) / (1 - q))
+    return divergence + (p * math.log(p / q) if p > 0 else 0.0)
+
+
+def _binomial_cdf(successes: int, count: int, probability: float) -> float:
+    """Probability of at most `successes` in `count` trials."""
+    if successes >= count:
+        return 1.0
+    log_terms = [
+        math.lgamma(count + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(count - k + 1)
+        + k * math.log(probability)
+        + (count - k) * math.log1p(-probability)
+        for k in range(successes + 1)
+    ]
+    return min(1.0, math.fsum(map(math.exp, log_terms)))

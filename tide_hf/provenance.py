@@ -1,0 +1,49 @@
+"""What one has to know about figures to measure them again."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("tide-hf", "torch", "transformers", "accelerate", "huggingface-hub", "safetensors")
+
+
+def provenance(model: Any) -> dict[str, Any]:
+    """Where, when and with what figures of `model` are measured, ready for JSON."""
+    device = model.device
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "model": model.config._name_or_path,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "weights_origin": getattr(model, "weights_origin", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, as well as the system tells it."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from the source tree
+        return None
