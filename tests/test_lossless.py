@@ -4,9 +4,10 @@ import pytest
 import torch
 from drafters import KINDS, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.drafting import Draft
 
 PROMPT, NEW = 12, 28
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -47,8 +48,6 @@ def test_drafts_from_exit_heads_leave_no_trace(family):
             self.shallow, self.rounds = shallow, 0
 
         def draft(self, limit):
-            from tide_hf.drafting import Draft
-
             self.rounds += 1
             exit_layer = 1 if self.rounds % 2 else 3
             draft = Draft(source="head", exit_layer=exit_layer)
@@ -148,8 +147,6 @@ def test_scores_and_logits_of_each_token_are_returned():
 
 
 def test_stateful_criteria_and_processors_see_every_prefix_once():
-    from transformers import LogitsProcessor, StoppingCriteria
-
     class Processor(LogitsProcessor):
         def __init__(self):
             self.prefixes = []
@@ -164,7 +161,8 @@ def test_stateful_criteria_and_processors_see_every_prefix_once():
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     model = tiny_model("llama")
-    seen = []
+    seen: list[tuple[list, list]] = []
+    continuation: list[int] = []
     for kind in (None, *KINDS):
         processor, criterion = Processor(), Criterion()
         if kind is not None:

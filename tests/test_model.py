@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from families import ATTENTION, FAMILIES, RECURRENT, VOCAB, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -88,7 +90,9 @@ def test_an_exception_inside_generate_leaves_the_model_at_full_depth(mode):
     assert torch.equal(model.generate(tokens, tide_mode="self_speculative", **OPTIONS), plain)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
 def test_copies_are_attached_and_independent(clone):
     model = attached("gpt2", exit_threshold=0.0)  # some other families cannot be pickled without TIDE either
     twin = clone(model)
@@ -233,7 +237,7 @@ def test_a_batch_is_refused_in_self_speculative_only():
 def test_an_unbuilt_kv_cache_strategy_is_refused():
     model = tiny_model("llama")
     routers = TIDERouters.for_model(model, exit_layers=[1], kv_cache_strategy="recompute")
-    with pytest.raises(UnsupportedOptionError, match="got 'recompute'. Expected 'propagate'"):
+    with pytest.raises(UnsupportedOptionError, match=r"got 'recompute'\. Expected 'propagate'"):
         TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
 
 
@@ -283,8 +287,6 @@ def test_what_is_no_language_model():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon"])
 def test_an_accelerate_hook_stays_in_place(family):
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
     class Counting(ModelHook):
         calls = 0
 
@@ -307,8 +309,6 @@ def test_an_accelerate_hook_stays_in_place(family):
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     vocab = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -163,7 +163,7 @@ def test_post_hoc_runs_all_layers_and_selects_early_states(family):
     assert torch.equal(model.generate(prompt(), exit_threshold=1.5, **OPTIONS), expected)
     with layer_calls(model) as counts:
         model.generate(prompt(), exit_threshold=0.0, **OPTIONS)
-    assert counts["finished"] == {layer_idx: 10 for layer_idx in range(LAYERS)}
+    assert counts["finished"] == dict.fromkeys(range(LAYERS), 10)
     assert model.last_exit_stats.exits_per_layer == {2: 9}
 
 

@@ -83,11 +83,11 @@ def default_exit_layers(num_layers: int, interval: int, min_layers: int) -> list
     return layers or [max(1, num_layers // 2)]
 
 
-def check_exit_layers(exit_layers: object, num_layers: int) -> list[int]:
+def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
     """Return `exit_layers` sorted and without repeats, or raise [`ConfigurationError`]."""
     expected = f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})"
     valid = isinstance(exit_layers, (list, tuple)) and len(exit_layers) > 0
-    valid = valid and all(type(layer) is int and 1 <= layer < num_layers for layer in exit_layers)  # type: ignore[union-attr]
+    valid = valid and all(type(layer) is int and 1 <= layer < num_layers for layer in exit_layers)
     if not valid:
         raise ConfigurationError(
             describe(
@@ -97,10 +97,10 @@ def check_exit_layers(exit_layers: object, num_layers: int) -> list[int]:
                 do="Name other exit_layers, or leave them out to have them placed.",
             )
         )
-    return sorted(set(exit_layers))  # type: ignore[call-overload]
+    return sorted(set(exit_layers))
 
 
-def check_exit_threshold(value: object) -> float:
+def check_exit_threshold(value: Any) -> float:
     """Return `value` as a float, or raise [`ConfigurationError`] where it is no finite, non-negative number."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not number:
@@ -112,7 +112,7 @@ def check_exit_threshold(value: object) -> float:
                 do="Pass exit_threshold=0.9, say, or leave it out for the calibrated value.",
             )
         )
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def check_mode(mode: object) -> str:
@@ -132,5 +132,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 def _check_positive(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise ConfigurationError(
-            describe(f"{name} is too small", got=repr(value), expected="a whole number of at least 1", do=f"Set {name}.")
+            describe(
+                f"{name} is too small", got=repr(value), expected="a whole number of at least 1", do=f"Set {name}."
+            )
         )

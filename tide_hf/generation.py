@@ -12,7 +12,7 @@ from .configuration_tide import NEVER_EXIT, check_exit_threshold, check_mode
 from .drafting import Drafter, HybridDrafter
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import find_cache
-from .modeling_tide import TIDERouters
+from .modeling_tide import ExitPoint, TIDERouters
 from .policy import CostTable
 from .skipping import EarlyExitRun, PostHocRun, RouterRun, active
 from .speculation import SelfSpeculativeDecoder
@@ -46,6 +46,23 @@ class Attachment:
     exit_threshold: float
     costs: CostTable
     make_drafter: Callable[[Attachment, list[int], Any], Drafter]
+
+    def exit_point(self, exit_layer: int) -> ExitPoint:
+        """Router and head at `exit_layer`."""
+        return self.require_routers("an exit head")[exit_layer]
+
+    def require_routers(self, needed_by: str) -> TIDERouters:
+        """The routers, or an error that says what needs them."""
+        if self.routers is None:
+            raise UnsupportedOptionError(
+                describe(
+                    f"{needed_by} needs routers",
+                    got="routers=None",
+                    expected="routers made for this model",
+                    do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
+                )
+            )
+        return self.routers
 
     def check_mode(self, mode: str) -> None:
         """Raise where this model cannot run in `mode`."""
@@ -178,19 +195,11 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
 
 
 def _router_run(attachment: Attachment, mode: str, threshold: float, model_kwargs: dict[str, Any]) -> RouterRun:
-    if attachment.routers is None:
-        raise UnsupportedOptionError(
-            describe(
-                f"tide_mode={mode!r} needs routers",
-                got="routers=None",
-                expected="routers made for this model",
-                do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
-            )
-        )
+    routers = attachment.require_routers(f"tide_mode={mode!r}")
     if mode == "early_exit":
         find_cache(model_kwargs, mode)
     run_class = EarlyExitRun if mode == "early_exit" else PostHocRun
-    return run_class(attachment.structure, attachment.routers, attachment.unembed, threshold)
+    return run_class(attachment.structure, routers, attachment.unembed, threshold)
 
 
 def _router_stats(mode: str, run: RouterRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:

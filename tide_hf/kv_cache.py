@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from .errors import UnsupportedOptionError, describe
 
 
-class _Stored(BaseException):  # noqa: N818 - a signal, not an error; no `except Exception` of a layer may eat it
+class _Stored(BaseException):
     """Raised by a storing view once the K/V are in the cache."""
 
 
@@ -23,8 +23,8 @@ class _StoreAndStop:
         raise _Stored
 
 
-@lru_cache(maxsize=None)
-def _view_class(cache_class: type[Cache]) -> type[Cache]:
+@cache
+def _view_class(cache_class: Any) -> Any:
     return type(cache_class.__name__, (_StoreAndStop, cache_class), {})
 
 

@@ -81,8 +81,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         hub_kwargs = {name: auto_model_kwargs[name] for name in ("token", "cache_dir") if name in auto_model_kwargs}
         loaded = _load_routers(routers, revision=routers_revision, **hub_kwargs)
         model = AutoModelForCausalLM.from_pretrained(base, **auto_model_kwargs)
-        options = {"mode": mode, "exit_threshold": exit_threshold, "ignore_base_mismatch": ignore_base_mismatch}
-        return cls.attach(model, loaded, **options)
+        return cls.attach(
+            model, loaded, mode=mode, exit_threshold=exit_threshold, ignore_base_mismatch=ignore_base_mismatch
+        )
 
     @classmethod
     def attach(
@@ -118,7 +119,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if loaded is not None:
             loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
         attachment = Attachment(
-            base_class=model._tide.base_class if isinstance(model, cls) else type(model),
+            base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
             unembed=Unembed(model, structure),
             routers=loaded,
@@ -148,12 +149,16 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         Returns:
             `model` itself, as it was before `attach`.
         """
-        if isinstance(model, cls):
+        if _is_attached(model):
             attachment = model._tide
             remove_gates(attachment.structure)
             model.__class__ = attachment.base_class
             del model._tide, model.last_exit_stats
         return model
+
+
+def _is_attached(model: Any) -> bool:
+    return isinstance(model, TIDEGenerationMixin)
 
 
 def _load_routers(routers: Routers, **hub_kwargs: Any) -> TIDERouters | None:

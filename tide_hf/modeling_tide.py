@@ -34,6 +34,8 @@ class ExitRouter(nn.Module):
         super().__init__()
         self.down = nn.Linear(hidden_size, bottleneck_dim)
         self.up = nn.Linear(bottleneck_dim, 1)
+        nn.init.zeros_(self.up.weight)  # a fresh router is undecided: its score is one half
+        nn.init.zeros_(self.up.bias)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
         """(..., D) states after the final norm -> (...) router logits in float32."""
@@ -60,12 +62,11 @@ class ExitHead(nn.Module):
     def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:
         super().__init__()
         self.translator: nn.Module | None = None
-        if strategy == "linear" and rank is None:
-            self.translator = nn.Linear(hidden_size, hidden_size)
-        elif strategy == "linear":
-            self.translator = nn.Sequential(
-                nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, hidden_size)
-            )
+        if strategy == "linear":
+            last = nn.Linear(hidden_size if rank is None else rank, hidden_size)
+            nn.init.zeros_(last.weight)  # a fresh head is the identity
+            nn.init.zeros_(last.bias)
+            self.translator = last if rank is None else nn.Sequential(nn.Linear(hidden_size, rank, bias=False), last)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., D) before the final norm -> (..., D) before the final norm, same dtype."""
@@ -107,18 +108,8 @@ class TIDERouters(PreTrainedModel):
     def __getitem__(self, exit_layer: int) -> ExitPoint:
         return self.exits[str(exit_layer)]  # type: ignore[return-value]
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fresh heads start as the identity, fresh routers at a score of one half."""
-        if isinstance(module, ExitHead) and module.translator is not None:
-            last = module.translator[-1] if isinstance(module.translator, nn.Sequential) else module.translator
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
-        elif isinstance(module, ExitRouter):
-            nn.init.kaiming_uniform_(module.down.weight, a=5**0.5)
-            nn.init.zeros_(module.down.bias)
-            nn.init.zeros_(module.up.weight)
-            nn.init.zeros_(module.up.bias)
+        """Do nothing: the modules initialise themselves, and loading refuses files that lack a tensor."""
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, **config: Any) -> TIDERouters:
@@ -180,9 +171,7 @@ class TIDERouters(PreTrainedModel):
         return routers
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, name_or_path: str | os.PathLike[str], **kwargs: Any
-    ) -> TIDERouters:
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> TIDERouters:
         """Load routers from a folder or a Hub repository. Only safetensors and JSON are read.
 
         Args:
@@ -218,7 +207,7 @@ class TIDERouters(PreTrainedModel):
             raise RoutersFileError(_file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
         return routers.eval()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write config and safetensors; a reader sees the old files or the new ones, never half a file.
 
         Args:
@@ -262,9 +251,7 @@ class TIDERouters(PreTrainedModel):
                     f"at most {MAX_HASH_DISTANCE:.0%}",
                 )
         elif self.config.base_model_name_or_path not in (None, model.config._name_or_path):
-            raise _mismatch(
-                self.config, repr(model.config._name_or_path), repr(self.config.base_model_name_or_path)
-            )
+            raise _mismatch(self.config, repr(model.config._name_or_path), repr(self.config.base_model_name_or_path))
 
 
 def _read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("tide-hf", "torch", "transformers", "accelerate", "huggingface-hub", "safetensors")
+import tide_hf
+
+PACKAGES = ("torch", "transformers", "accelerate", "huggingface-hub", "safetensors")
 
 
 def provenance(model: Any) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def provenance(model: Any) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {"tide-hf": tide_hf.__version__} | {name: metadata.version(name) for name in PACKAGES},
     }
 
 
@@ -40,10 +42,3 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # run from the source tree
-        return None

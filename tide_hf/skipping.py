@@ -45,6 +45,7 @@ class LayerGate:
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the active run decide; without one, run the layer."""
         run = _ACTIVE.get()
         return self.native(*args, **kwargs) if run is None else run.run_layer(self, args, kwargs)
 

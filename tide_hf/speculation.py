@@ -177,7 +177,7 @@ class _Shallow:
     def step(self, exit_layer: int, tokens: list[int]) -> tuple[int, float]:
         """Decode the token after the sequence and `tokens` at `exit_layer`."""
         attachment, start = self.attachment, perf_counter()
-        exit_point = attachment.routers[exit_layer]
+        exit_point = attachment.exit_point(exit_layer)
         run = FixedDepthRun(attachment.structure, exit_layer, exit_point, attachment.unembed)
         with active(run):
             outputs = self.decoder.forward(tokens, logits_to_keep=1)

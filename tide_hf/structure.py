@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -89,7 +89,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
     head = model.get_output_embeddings()
     if layout is None or head is None:
         raise _unsupported(model, "no decoder layers" if layout is None else "no output head (get_output_embeddings())")
-    layers = tuple(_resolve(model, layout.layers))  # type: ignore[arg-type]
+    layers = tuple(_resolve(model, layout.layers))
     return DecoderStructure(
         layers=layers,
         norm=_resolve(model, layout.norm),
@@ -106,8 +106,8 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
 _ABSENT = object()
 
 
-def _resolve(model: nn.Module, path: str, default: object = None):  # noqa: ANN202 - a module, None or `default`
-    found: object = model
+def _resolve(model: nn.Module, path: str, default: object = None) -> Any:
+    found: Any = model
     for name in path.split("."):
         found = getattr(found, name, _ABSENT)
         if found is _ABSENT:

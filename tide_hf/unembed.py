@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
     Raises:
         UnsupportedModelError: The logits differ, or a layer returns another kind than the structure says.
     """
-    last: list[object] = []
+    last: list[Any] = []
     device = model.get_input_embeddings().weight.device
     probe = torch.arange(PROBE_LENGTH, device=device if device.type != "meta" else model.device)[None]
     handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))

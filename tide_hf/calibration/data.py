@@ -80,6 +80,14 @@ def full_depth(model: PreTrainedModel) -> Iterator[None]:
         model.train(was_training)
 
 
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators and give them their old state back afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
 def draw_prompts(count: int, seed: int) -> list[str]:
     """Draw different prompts from the package's own, every kind of prompt as often as it can be.
 
@@ -117,7 +125,7 @@ def write_documents(
         samples: Number of documents.
         max_length: Tokens that the model may add to a prompt.
         batch_size: Prompts a `generate` call.
-        seed: Of the prompts and the sampling.
+        seed: Of the prompts. Sampling draws from torch's own generator (see [`seeded`]).
         advance: Told the number of documents after each batch.
 
     Returns:
@@ -126,15 +134,13 @@ def write_documents(
     prompts = [_encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples, seed)]
     halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
     documents = []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for half, temperatures in zip(halves, ((None,), TEMPERATURES), strict=True):
-            rows = sorted(half, key=len)  # little padding
-            for number, start in enumerate(range(0, len(rows), batch_size)):
-                batch = rows[start : start + batch_size]
-                temperature = temperatures[number % len(temperatures)]
-                documents += _write_batch(model, _pad_token(tokenizer), batch, max_length, temperature)
-                advance(len(batch))
+    for half, temperatures in zip(halves, ((None,), TEMPERATURES), strict=True):
+        rows = sorted(half, key=len)  # little padding
+        for number, start in enumerate(range(0, len(rows), batch_size)):
+            batch = rows[start : start + batch_size]
+            temperature = temperatures[number % len(temperatures)]
+            documents += _write_batch(model, _pad_token(tokenizer), batch, max_length, temperature)
+            advance(len(batch))
     return documents
 
 

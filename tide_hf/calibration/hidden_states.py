@@ -82,38 +82,44 @@ class Reservoir:
         )
 
 
-def read_states(
-    model: PreTrainedModel,
-    structure: DecoderStructure,
-    unembed: Unembed,
-    batches: Iterable[TokenBatch],
-    exit_layers: Sequence[int],
-) -> Iterator[StateBatch]:
-    """Run the base model over `batches`; nothing outlives its batch.
+class StateReader:
+    """Runs a base model over text and yields what its layers compute.
 
     Args:
         model: The base model, at full depth and in evaluation mode.
         structure: Its structure.
         unembed: Its unembedding.
-        batches: Of tokens. Only positions that count are yielded.
         exit_layers: Numbers of executed layers after which states are wanted.
-
-    Raises:
-        CalibrationError: A state is NaN or infinite.
     """
-    takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": False, **({"logits_to_keep": 1} if takes_logits_to_keep else {})}
-    for batch in batches:
-        with torch.no_grad(), _capture(structure, exit_layers) as captured:
+
+    def __init__(
+        self, model: PreTrainedModel, structure: DecoderStructure, unembed: Unembed, exit_layers: Sequence[int]
+    ) -> None:
+        self.model = model
+        self.structure = structure
+        self.unembed = unembed
+        self.exit_layers = list(exit_layers)
+        self._options: dict[str, Any] = {"use_cache": False}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            self._options["logits_to_keep"] = 1  # logits are computed from the states, a slice at a time
+
+    def read(self, batches: Iterable[TokenBatch]) -> Iterator[StateBatch]:
+        """Yield the states of `batches`, one by one, at the positions that count; nothing outlives its batch.
+
+        Raises:
+            CalibrationError: A state is NaN or infinite.
+        """
+        for batch in batches:
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-            model(**{name: value.to(model.device) for name, value in inputs.items()}, **options)
-        device = captured[structure.num_layers].device
-        counts = batch.counts.to(device)
-        states = {depth: state.to(device)[counts] for depth, state in captured.items()}
-        final_states = states.pop(structure.num_layers)
-        _check_finite({**states, structure.num_layers: final_states})
-        document_ids = batch.document_ids[:, None].expand_as(batch.counts)[batch.counts].to(device)
-        yield StateBatch(states, final_states, top_tokens(unembed, final_states), document_ids)
+            with torch.no_grad(), _capture(self.structure, self.exit_layers) as captured:
+                self.model(**{name: ids.to(self.model.device) for name, ids in inputs.items()}, **self._options)
+            device = captured[self.structure.num_layers].device
+            counts = batch.counts.to(device)
+            states = {depth: state.to(device)[counts] for depth, state in captured.items()}
+            _check_finite(states)
+            final_states = states.pop(self.structure.num_layers)
+            document_ids = batch.document_ids[:, None].expand_as(batch.counts)[batch.counts].to(device)
+            yield StateBatch(states, final_states, top_tokens(self.unembed, final_states), document_ids)
 
 
 @torch.no_grad()

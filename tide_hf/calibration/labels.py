@@ -9,6 +9,7 @@ from ..errors import CalibrationError, describe
 from ..unembed import Unembed
 from .hidden_states import top_tokens
 
+
 def check_labels(labels: object) -> None:
     """Refuse labels that are not built."""
     if labels != "agreement":

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ..modeling_tide import ExitRouter
+from ..modeling_tide import ExitHead, ExitRouter, TIDERouters
 from ..unembed import Unembed
+from .hidden_states import StateBatch
+from .labels import agreement_labels
+from .threshold import Decisions
 
 RIDGE_PENALTIES = (1e-3, 1e-2, 1e-1)  # in units of each input's variance
+# The final norm takes the scale away, so an error counts for less where the final state is large.
+WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "uniform": lambda final_states: torch.ones_like(final_states[:, 0]),
+    "unit_rms": lambda final_states: final_states.square().mean(dim=-1).clamp_min(1e-12).reciprocal(),
+}
 EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
 
 
@@ -63,8 +73,94 @@ class Moments:
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         covariance = self.sum_xx / self.weight - torch.outer(mean_x, mean_x)
         cross = self.sum_xy / self.weight - torch.outer(mean_x, mean_y)
-        variance = covariance.diagonal().clamp_min(1e-12)
+        variance = covariance.diagonal()
+        variance = variance.clamp_min(max(1e-6 * float(variance.mean()), 1e-12))
         solution = torch.linalg.solve(covariance + torch.diag(penalty * variance), cross - covariance).T
         origin_x, origin_y = (origin.double().cpu() for origin in self.origin)  # type: ignore[union-attr]
         mean_x, mean_y = mean_x + origin_x, mean_y + origin_y
         return solution.float(), (mean_y - mean_x - solution @ mean_x).float()
+
+
+def train_router(router: ExitRouter, fit: tuple[Tensor, Tensor], tune: tuple[Tensor, Tensor], seed: int) -> None:
+    """Train `router` in place to score how likely the exit head is right.
+
+    Binary cross-entropy on standardised states (the standardisation is folded into the weights at the end), keeping
+    the epoch that is best on `tune`, and then Platt scaling on `tune`, so that scores are probabilities.
+
+    Args:
+        router: Fresh, in float32.
+        fit: States after the final norm (N, D) in float32, and whether the head agrees (N,).
+        tune: The same, of other documents.
+        seed: Of the weights and the order of the positions.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mean, std = fit[0].mean(dim=0), fit[0].std(dim=0, correction=0)
+    std = std.clamp_min(1e-3 * float(std.mean()) + 1e-8)
+    bound = fit[0].shape[1] ** -0.5
+    with torch.no_grad():
+        router.down.weight.uniform_(-bound, bound, generator=generator)
+        router.up.weight.uniform_(-0.05, 0.05, generator=generator)
+    states, labels = (fit[0] - mean) / std, fit[1].float()
+    tune_states, tune_labels = (tune[0] - mean) / std, tune[1].float()
+    optimizer = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    best_loss, best = math.inf, {name: value.clone() for name, value in router.state_dict().items()}
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(labels), generator=generator).split(ROWS_PER_STEP):
+            loss = nn.functional.binary_cross_entropy_with_logits(router.logits(states[rows]), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            tune_logits = router.logits(tune_states)
+            tune_loss = float(nn.functional.binary_cross_entropy_with_logits(tune_logits, tune_labels))
+        if tune_loss < best_loss:
+            best_loss, best = tune_loss, {name: value.clone() for name, value in router.state_dict().items()}
+    router.load_state_dict(best)
+    with torch.no_grad():
+        scale, shift = platt_scaling(router.logits(tune_states), tune[1])
+        router.up.weight.mul_(scale)
+        router.up.bias.mul_(scale).add_(shift)
+        router.down.weight.div_(std)
+        router.down.bias.sub_(router.down.weight @ mean)
+
+
+def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Find (a, c) so that `sigmoid(a * logits + c)` are probabilities (Platt 1999, with his smoothed targets).
+
+    Args:
+        logits: (N,).
+        labels: (N,) bool.
+    """
+    x = logits.double()
+    positives, negatives = float(labels.sum()), float((~labels).sum())
+    target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
+    features = torch.stack([x, torch.ones_like(x)], dim=1)
+    coefficients = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    for _ in range(50):  # Newton's method on a convex function of two numbers
+        probability = torch.sigmoid(features @ coefficients)
+        gradient = features.T @ (probability - target)
+        curvature = features.T @ (features * (probability * (1 - probability))[:, None])
+        step = torch.linalg.solve(curvature + 1e-6 * torch.eye(2, dtype=torch.float64), gradient)
+        coefficients = coefficients - step.clamp(-1.0, 1.0)
+        if float(step.abs().max()) < 1e-9:
+            break
+    scale, shift = coefficients.tolist()
+    return max(scale, 0.0), shift  # a router that is worse than chance must not be turned round
+
+
+def area_under_curve(scores: Tensor, labels: Tensor) -> float:
+    """Probability that a position that agrees scores higher than one that does not; 0.5 where one kind is missing."""
+    positives, negatives = int(labels.sum()), int((~labels).sum())
+    if positives == 0 or negatives == 0:
+        return 0.5
+    _, order, counts = scores.unique(return_inverse=True, return_counts=True)
+    mean_rank = counts.cumsum(0).double() - (counts.double() - 1) / 2  # ties share their mean rank
+    rank_sum = float(mean_rank[order][labels].sum())
+    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def expected_calibration_error(scores: Tensor, labels: Tensor, num_bins: int = 15) -> float:
+    """Mean gap between score and share of agreement over bins of equal width, weighted by their size."""
+    bins = (scores * num_bins).long().clamp(0, num_bins - 1)
+    gaps = torch.bincount(bins, weights=(scores.double() - labels.double()), minlength=num_bins)
+    return float(gaps.abs().sum()) / len(scores)

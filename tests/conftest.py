@@ -1,0 +1,84 @@
+"""Settings and models that tests share.
+
+The default run needs the Hub or PyPI once, for the real model; `pytest -m "not real_model"` needs no network.
+"""
+
+import os
+
+# Read when the libraries are imported, so they are set before. The telemetry switches are taken away because
+# kernels sends an illegal header when it finds one of them.
+for _name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+    os.environ.pop(_name, None)
+os.environ.update(
+    HF_HUB_USER_AGENT_ORIGIN="tide_hf",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    HF_HUB_DISABLE_XET="1",
+    DISABLE_SAFETENSORS_CONVERSION="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import pytest  # noqa: E402
+import tokenizers  # noqa: E402
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+from tide_hf.demo_model import load_demo_model  # noqa: E402
+
+NUM_BYTES = 256
+EOS_TOKEN_ID = 257
+CHAT_TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}<answer>"
+
+
+def pytest_configure(config):
+    """Share the cores between the workers; without this each would use all of them."""
+    transformers_logging.disable_progress_bar()
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // workers)))
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32 and its tokenizer; what is attached to it has to be detached again.
+
+    Tests that use it carry `@pytest.mark.real_model` and `@pytest.mark.xdist_group("real_model")`.
+    """
+    return load_demo_model(dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """A function that makes a small random Llama; keyword arguments go to its config."""
+
+    def make(seed=0, **config):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        tokens = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": EOS_TOKEN_ID, "pad_token_id": EOS_TOKEN_ID}
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**(sizes | heads | tokens | {"initializer_range": 0.2} | config))).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """One token per byte, with a chat template. It fits `tiny_llama()`."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert len(alphabet) == NUM_BYTES
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture
+def tiny_model_folder(tmp_path, tiny_llama, tiny_tokenizer):
+    """A folder with a small random Llama and its tokenizer, as a user may have one."""
+    folder = tmp_path / "tiny-llama"
+    tiny_llama().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,174 @@
+"""Measuring: fair order, honest ratios, and a plain model that is really plain."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, benchmark, provenance
+from tide_hf.benchmark import Contender
+from tide_hf.configuration_tide import MODES, NEVER_EXIT
+from tide_hf.errors import ConfigurationError
+from tide_hf.skipping import LayerGate
+from tide_hf.stats import ExitStats
+
+PROMPT_LENGTH = 3
+
+
+class Stub:
+    """A model that answers with fixed tokens and takes a fixed time on a clock that only it moves."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name, tokens, seconds, clock, calls):
+        self.name, self.tokens, self.seconds, self.clock, self.calls = name, tokens, seconds, clock, calls
+
+    def generate(self, input_ids, max_new_tokens, do_sample, streamer):
+        assert not do_sample
+        self.calls.append((self.name, int(input_ids[0, 0])))
+        self.clock.now += next(self.seconds)
+        self.last_exit_stats = ExitStats("self_speculative", 10, 25, [[10] * len(self.tokens)], drafted=4, accepted=3)
+        return torch.cat([input_ids, torch.tensor([self.tokens[:max_new_tokens]])], dim=-1)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A function that makes contenders of stubs; its `calls` are the calls in order."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(benchmark, "perf_counter", lambda: clock.now)
+
+    def make(name, tokens, seconds, **options):
+        return Contender(name, Stub(name, tokens, itertools.cycle(seconds), clock, make.calls), **options)
+
+    make.calls = []
+    return make
+
+
+def prompts(count):
+    return [{"input_ids": torch.full((1, PROMPT_LENGTH), index)} for index in range(count)]
+
+
+def test_runs_are_interleaved_after_one_warm_up_each(stub):
+    progress = []
+    contenders = [stub(name, [1, 2], [1.0]) for name in "ab"]
+    benchmark.compare(contenders, prompts(2), max_new_tokens=2, repeats=2, progress=lambda: progress.append(1))
+    assert stub.calls == [("a", 0), ("b", 0), *2 * [("a", 0), ("b", 0), ("a", 1), ("b", 1)]]
+    assert len(progress) == benchmark.count_runs(2, 2, 2) == 10
+
+
+def test_ratios_are_of_medians_and_leave_the_warm_up_out(stub):
+    plain = stub("plain", [1, 2, 3, 4], [100.0, 2.0, 1.0, 2.0])
+    fast = stub("fast", [1, 2, 3, 4], [100.0, 1.0, 0.5, 50.0])
+    results = benchmark.compare([plain, fast], prompts(1), max_new_tokens=4, repeats=3)
+    assert [result.tokens_per_s for result in results] == [2.0, 4.0]
+    assert [result.speedup for result in results] == [1.0, 2.0]
+    assert results[1].prompts[0].speedup == 2.0
+    assert results[1].layers_per_token == 25 / 4
+    assert results[1].acceptance_rate == 3 / 4
+
+
+def test_rates_are_pooled_over_prompts_by_time(stub):
+    plain = stub("plain", [1, 2], [1.0, 1.0, 3.0])
+    results = benchmark.compare([plain], prompts(2), max_new_tokens=2, repeats=1)
+    assert results[0].tokens_per_s == 4 / (1.0 + 3.0)
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_a_lossless_contender_with_other_tokens_gets_no_speedup(stub, lossless):
+    plain = stub("plain", [1, 2, 3, 4], [1.0])
+    other = stub("other", [1, 2, 9, 4], [0.5], lossless=lossless)
+    result = benchmark.compare([plain, other], prompts(1), max_new_tokens=4, repeats=1)[1]
+    assert result.num_equal == 0
+    assert result.same_start == 0.5
+    assert result.speedup == (None if lossless else 2.0)
+    assert result.to_dict()["prompts"][0]["speedup"] == result.speedup
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "share"),
+    [([1, 2], [1, 2], 1.0), ([1, 2], [1, 2, 3], 1.0), ([1, 2], [1], 0.5), ([1, 2], [2, 2], 0.0), ([], [1], 1.0)],
+)
+def test_same_start(expected, got, share):
+    assert benchmark.same_start(expected, got) == share
+
+
+def test_a_weight_sharing_copy_shares_every_tensor_and_no_module(tiny_llama):
+    model = tiny_llama()
+    twin = benchmark.weight_sharing_copy(model)
+    for tensors in ("parameters", "buffers"):
+        ours, theirs = (list(getattr(one, tensors)()) for one in (model, twin))
+        assert [id(tensor) for tensor in ours] == [id(tensor) for tensor in theirs]
+    assert not {id(module) for module in model.modules()} & {id(module) for module in twin.modules()}
+
+
+def test_the_plain_contender_runs_nothing_of_this_library(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    plain, attached = benchmark.tide_contenders(model, routers, ["self_speculative"])
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("a layer gate ran")
+
+    monkeypatch.setattr(LayerGate, "__call__", refuse)
+    assert plain.model is model
+    assert benchmark.timed_run(plain, prompts(1)[0], 4).stats is None
+    with pytest.raises(RuntimeError, match="a layer gate ran"):
+        benchmark.timed_run(attached, prompts(1)[0], 4)
+
+
+def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2])
+    contenders = benchmark.tide_contenders(model, routers, MODES, exit_threshold=0.0)
+    inputs = [benchmark.encode_prompt(tiny_tokenizer, text) for text in ("hello", "abcabcabc")]
+    results = {
+        result.contender.name: result for result in benchmark.compare(contenders, inputs, max_new_tokens=12, repeats=2)
+    }
+    assert list(results) == ["generate", *MODES]
+    assert results["generate"].layers_per_token is None
+    assert results["self_speculative"].num_equal == 2
+    assert results["self_speculative"].speedup is not None
+    assert results["early_exit"].layers_per_token < 4 <= results["post_hoc"].layers_per_token
+    assert results["early_exit"].speedup is not None
+    json.dumps([result.to_dict() for result in results.values()])
+
+
+def test_an_attached_model_is_no_plain_model(tiny_llama):
+    model = TIDEModelForCausalLM.attach(tiny_llama())
+    with pytest.raises(ConfigurationError, match="detach"):
+        benchmark.tide_contenders(model, None, ["self_speculative"])
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "asked", "used"),
+    [(0.7, None, 0.7), (NEVER_EXIT, None, 0.9), (NEVER_EXIT, 0.4, 0.4), (0.7, 0.4, 0.4), (0.7, 1.5, 1.5)],
+)
+def test_threshold_of_the_approximate_modes(tiny_llama, calibrated, asked, used):
+    routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], exit_threshold=calibrated)
+    assert benchmark.usable_threshold(routers, asked) == used
+    by_name = {one.name: one for one in benchmark.tide_contenders(tiny_llama(), routers, MODES, exit_threshold=asked)}
+    assert by_name["early_exit"].options == {"tide_mode": "early_exit", "exit_threshold": used}
+    assert by_name["self_speculative"].exit_threshold is None
+
+
+def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer, monkeypatch):
+    encoded = benchmark.encode_prompt(tiny_tokenizer, "hi")
+    assert tiny_tokenizer.decode(encoded["input_ids"][0]) == "<user>hi<answer>"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
+    encoded = benchmark.encode_prompt(tiny_tokenizer, "hi")
+    assert set(encoded) == {"input_ids", "attention_mask"}
+    assert tiny_tokenizer.decode(encoded["input_ids"][0]) == "hi"
+
+
+def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):
+    record = provenance.provenance(tiny_llama().to(torch.bfloat16))
+    assert record["dtype"] == "bfloat16"
+    assert record["torch_threads"] == torch.get_num_threads()
+    assert record["versions"]["torch"] == torch.__version__
+    json.dumps(record)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
+    assert provenance.cpu_name(tmp_path / "none")

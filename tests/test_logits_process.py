@@ -1,0 +1,57 @@
+"""`TIDELogitsProcessor` is `post_hoc` without attaching."""
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, tiny_model
+
+from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
+from tide_hf.errors import BaseModelMismatchError, ConfigurationError, UnsupportedOptionError
+
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+def prompt(rows: int = 2) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
+
+
+def random_routers(model):
+    torch.manual_seed(1)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
+    for exit_layer in routers.exit_layers:
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+        torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
+    return routers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_gives_what_post_hoc_gives(family):
+    model = tiny_model(family)
+    routers = random_routers(model)
+    plain = model.generate(prompt(), **OPTIONS)
+    with TIDELogitsProcessor(model, routers) as processor:
+        result = model.generate(prompt(), logits_processor=[processor], **OPTIONS)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), plain)
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
+    assert torch.equal(model.generate(prompt(), **OPTIONS), result)
+    assert model.last_exit_stats.exit_rate > 0
+
+
+def test_close_removes_the_hooks():
+    model = tiny_model("llama")
+    processor = TIDELogitsProcessor(model, random_routers(model))
+    assert model.model.layers[0]._forward_hooks
+    processor.close()
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+def test_bad_input():
+    model = tiny_model("llama")
+    with pytest.raises(ConfigurationError, match="exit_threshold is no usable number"):
+        TIDELogitsProcessor(model, random_routers(model), exit_threshold="high")
+    with pytest.raises(BaseModelMismatchError):
+        TIDELogitsProcessor(tiny_model("llama", seed=4), random_routers(model))
+    with TIDELogitsProcessor(model, random_routers(model)) as processor:
+        cache = model(input_ids=prompt(), use_cache=True).past_key_values
+        model(input_ids=prompt()[:, :1], past_key_values=cache)
+        with pytest.raises(UnsupportedOptionError, match="got 3 rows of scores for 2 rows of states"):
+            processor(prompt(3), torch.zeros(3, VOCAB))

@@ -1,0 +1,285 @@
+"""Routers and heads: what they compute, how they are stored, and which files are refused."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import torch
+from families import tiny_model
+from safetensors.torch import load_file, save_file
+
+from tide_hf import TIDERouters
+from tide_hf.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+def routers_of(model, **config):
+    torch.manual_seed(0)
+    routers = TIDERouters.for_model(model, **{"exit_layers": [1, 3], "exit_strategy": "linear", **config})
+    with torch.no_grad():
+        for parameter in routers.parameters():
+            parameter.normal_()
+    return routers
+
+
+@pytest.mark.parametrize("config", [{}, {"translator_rank": 4}, {"exit_strategy": "identity"}])
+def test_save_and_load(model, tmp_path, config):
+    routers = routers_of(model, calibration={"exit_layers": {"1": {"agreement": 0.5}}}, **config)
+    routers.save_pretrained(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    loaded = TIDERouters.from_pretrained(tmp_path)
+    assert loaded.config.calibration == routers.config.calibration
+    assert loaded.config.unembed_hash == routers.config.unembed_hash
+    for name, parameter in routers.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], parameter)
+
+
+def test_bfloat16_is_kept(model, tmp_path):
+    routers_of(model).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert TIDERouters.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_a_failed_save_leaves_the_old_files(model, tmp_path, monkeypatch):
+    old = routers_of(model)
+    old.save_pretrained(tmp_path)
+
+    def fail(*_args, **_kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert TIDERouters.from_pretrained(tmp_path).exit_layers == old.exit_layers
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_fresh_head_is_the_identity_and_a_fresh_router_undecided(model, rank):
+    routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear", translator_rank=rank)
+    state = torch.randn(2, 5, 32)
+    assert torch.equal(routers[1].head(state), state)
+    scores = routers[1].router(state.to(torch.bfloat16))
+    assert scores.shape == (2, 5)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, torch.full((2, 5), 0.5))
+
+
+def test_exit_layers_are_placed_by_interval_and_floor(model):
+    deep = tiny_model("llama", num_hidden_layers=30)
+    assert TIDERouters.for_model(deep).exit_layers == [8, 12, 16, 20, 24, 28]
+    assert TIDERouters.for_model(deep, checkpoint_interval=10, min_layers=20).exit_layers == [20]
+    assert TIDERouters.for_model(deep, exit_layers=[3, 1, 3]).exit_layers == [1, 3]  # named ones are honoured
+    assert TIDERouters.for_model(model).exit_layers == [2]
+
+
+@pytest.mark.parametrize("layers", [[0], [4], [-1], [1.5], ["1"], [True], []])
+def test_exit_layers_out_of_range(model, layers):
+    with pytest.raises(
+        (ConfigurationError, Exception), match=r"(exit layer out of range: got .* Expected|exit_layers)"
+    ):
+        TIDERouters.for_model(model, exit_layers=layers)
+    if all(type(layer) is int for layer in layers):
+        with pytest.raises(ConfigurationError, match="Expected whole numbers from 1 to 3"):
+            TIDERouters.for_model(model, exit_layers=layers)
+
+
+def test_no_routers_there(tmp_path):
+    with pytest.raises(RoutersNotFoundError, match=r"no routers at .*got .*Expected config.json and model.safetensors"):
+        TIDERouters.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        TIDERouters.from_router_pt(tmp_path / "router.pt", tiny_model("llama"))
+
+
+def test_a_pickle_in_place_of_safetensors_is_not_read(model, tmp_path):
+    routers_of(model).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(RoutersNotFoundError, match=r"Expected config\.json and model\.safetensors"):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+def test_a_corrupt_safetensors_file(model, tmp_path):
+    routers_of(model).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"\xff" * 64, b""):
+        file.write_bytes(damaged)
+        with pytest.raises(RoutersFileError, match=r"cannot be used: got .*Expected the config and tensors"):
+            TIDERouters.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape"])
+def test_tensors_that_do_not_fit_the_config(model, tmp_path, damage):
+    routers_of(model).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "exits.1.router.down.weight"
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "unexpected":
+        tensors["exits.2.router.down.weight"] = tensors[name].clone()
+    else:
+        tensors[name] = torch.zeros(3, 3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RoutersFileError, match=r"cannot be used: got .*Expected the config and tensors"):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exit_layers": [99]},
+        {"exit_layers": "all"},
+        {"exit_threshold": "high"},
+        {"exit_threshold": None},
+        {"exit_strategy": "magic"},
+        {"kv_cache_strategy": "forget"},
+        {"hidden_size": -3},
+        {"router_bottleneck_dim": 0},
+        {"translator_rank": 0},
+        {"checkpoint_interval": 0},
+    ],
+    ids=str,
+)
+def test_a_config_with_impossible_values(model, tmp_path, change):
+    routers_of(model).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigurationError, match=r"got .*Expected"):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+def test_a_config_that_is_no_json(model, tmp_path):
+    routers_of(model).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(RoutersNotFoundError, match="not a valid JSON"):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+class _Code:
+    def __reduce__(self):
+        return os.mkdir, ("code-ran",)
+
+
+def published(hidden_size=32, bottleneck=16, positions=(1, 2)):
+    layers = {
+        position: {"down.weight": torch.randn(bottleneck, hidden_size), "up.weight": torch.randn(1, bottleneck)}
+        for position in positions
+    }
+    return {"hidden_dim": hidden_size, "bottleneck_dim": bottleneck, "router_layers": layers}
+
+
+def test_published_positions_become_exit_layers(model, tmp_path):
+    torch.save(published(), tmp_path / "router.pt")
+    routers = TIDERouters.from_router_pt(tmp_path / "router.pt", base_model=model)
+    assert routers.exit_layers == [2, 3]
+    assert routers.config.exit_strategy == "identity"
+    assert routers.config.exit_threshold == 0.85
+
+
+def test_a_router_pt_with_code_in_it_is_refused_and_the_code_does_not_run(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({**published(), "extra": _Code()}, tmp_path / "router.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(_Code()))
+    for name in ("router.pt", "plain.pt"):
+        with pytest.raises(
+            RoutersFileError, match=r"cannot be used as a published router.pt: got .*Expected hidden_dim"
+        ):
+            TIDERouters.from_router_pt(tmp_path / name, model)
+    assert not (tmp_path / "code-ran").exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        published(hidden_size=31),
+        {**published(), "bottleneck_dim": 8},
+        {"router_layers": {1: {}}, "bottleneck_dim": 16},
+        {"hidden_dim": 32},
+        {**published(), "router_layers": {"a": {}}},
+        [1, 2],
+        torch.zeros(3),
+    ],
+    ids=range(7),
+)
+def test_router_pt_of_the_wrong_shape(model, tmp_path, state):
+    torch.save(state, tmp_path / "router.pt")
+    with pytest.raises(RoutersFileError, match=r"got .*Expected hidden_dim, bottleneck_dim and router_layers"):
+        TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+
+
+def test_router_pt_with_layers_out_of_range(model, tmp_path):
+    torch.save(published(positions=(1, 7)), tmp_path / "router.pt")
+    with pytest.raises(ConfigurationError, match="exit layer out of range"):
+        TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+
+
+WRITE_WITH_THE_PUBLISHED_PACKAGE = """
+import sys, torch
+from TIDE.router import RouterCheckpoint, TokenRouter
+torch.manual_seed(0)
+routers = {position: TokenRouter(32, 16) for position in (0, 2)}
+RouterCheckpoint(routers, 32, 16).save(sys.argv[1])
+states = torch.load(sys.argv[2], weights_only=True)
+torch.save({position: router(states).detach() for position, router in routers.items()}, sys.argv[3])
+"""
+
+
+def test_scores_equal_those_of_the_published_package(model, tmp_path):
+    """`tide-inference` 0.2.1 writes a router.pt and scores; ours are the same, one layer number higher."""
+    download = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+        + ["--no-binary", ":all:", "--dest", str(tmp_path), "tide-inference==0.2.1"],
+        env={**os.environ, "TIDE_NO_CUDA": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if download.returncode:
+        pytest.skip(f"tide-inference 0.2.1 cannot be had here: {download.stderr.splitlines()[-1:]}")
+    with tarfile.open(tmp_path / "tide_inference-0.2.1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    unembed = Unembed(model, find_structure(model))
+    states = torch.randn(5, 32)
+    normed = unembed.normalize(states)
+    torch.save(normed, tmp_path / "states.pt")
+    files = [str(tmp_path / name) for name in ("router.pt", "states.pt", "scores.pt")]
+    subprocess.run(
+        [sys.executable, "-c", WRITE_WITH_THE_PUBLISHED_PACKAGE, *files],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "tide_inference-0.2.1" / "python")},
+        check=True,
+    )
+    routers = TIDERouters.from_router_pt(files[0], base_model=model)
+    scores = torch.load(files[2], weights_only=True)
+    assert routers.exit_layers == [1, 3]
+    for position, expected in scores.items():
+        torch.testing.assert_close(routers[position + 1].router(normed), expected)
+
+
+def test_a_quantised_head_counts_as_the_same_base_and_another_does_not(model):
+    routers = routers_of(model)
+    rounded = tiny_model("llama")
+    with torch.no_grad():
+        weight = rounded.lm_head.weight
+        scale = weight.abs().amax(dim=1, keepdim=True) / 7
+        weight.copy_((weight / scale).round() * scale)
+    routers.check_base_model(rounded)
+    routers.check_base_model(tiny_model("llama").to(torch.float16))
+    with pytest.raises(BaseModelMismatchError, match="fingerprint"):
+        routers.check_base_model(tiny_model("llama", seed=5))
+
+
+def test_without_a_fingerprint_the_name_decides(model):
+    routers = routers_of(model)
+    routers.config.unembed_hash, routers.config.base_model_name_or_path = None, "org/other"
+    with pytest.raises(BaseModelMismatchError, match=r"got ''\. Expected 'org/other'"):
+        routers.check_base_model(model)
+    routers.check_base_model(model, ignore_base_mismatch=True)

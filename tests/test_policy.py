@@ -1,0 +1,102 @@
+"""The drafting policy: pure functions of costs and acceptances."""
+
+import pytest
+
+from tide_hf.policy import AcceptanceTable, Candidate, CostTable, choose, expected_tokens, worth_another_draft
+
+
+def costs(samples: dict, num_layers: int = 30) -> CostTable:
+    table = CostTable(num_layers)
+    for key, milliseconds in samples.items():
+        for _ in range(6):
+            table.record(key, milliseconds)
+    return table
+
+
+def test_expected_tokens():
+    assert expected_tokens(0.0, 5) == 1.0
+    assert expected_tokens(1.0, 5) == 6.0
+    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
+
+
+def test_plain_decoding_until_it_is_measured():
+    sure = AcceptanceTable({"5-gram": 0.99})
+    assert choose([Candidate("5-gram", 8)], CostTable(30), sure).source == "none"
+
+
+def test_the_first_sample_of_a_width_is_dropped():
+    table = CostTable(30)
+    table.record(("verify", 1), 1000.0)
+    assert not table.ready
+    table.record(("verify", 1), 10.0)
+    assert table.ready
+    assert table.verify(1) == 10.0
+
+
+def test_unmeasured_widths_are_tried_and_measured_ones_believed():
+    table = costs({("verify", 1): 10.0})
+    assert table.verify(2) == pytest.approx(11.0)
+    assert table.verify(4) == pytest.approx(13.0)
+    table = costs({("verify", 1): 10.0, ("verify", 4): 25.0})
+    assert table.verify(4) == 25.0
+    assert table.verify(2) == pytest.approx(15.0)
+    assert table.verify(8) == pytest.approx(29.0)
+
+
+def test_one_bad_sample_does_not_settle_a_width():
+    table = costs({("verify", 1): 10.0})
+    table.record(("verify", 2), 0.0)
+    table.record(("verify", 2), 90.0)
+    assert table.verify(2) < 90.0
+    for _ in range(5):
+        table.record(("verify", 2), 12.0)
+    assert table.verify(2) == 12.0
+
+
+def test_it_turns_itself_off_when_verification_costs_too_much():
+    table = costs({("verify", 1): 10.0, ("verify", 2): 30.0, ("verify", 16): 400.0})
+    assert choose([Candidate("3-gram", 15)], table, AcceptanceTable({"3-gram": 0.9})).source == "none"
+
+
+def test_it_comes_back_when_the_text_becomes_predictable():
+    table = costs({("verify", 1): 10.0, ("verify", 2): 14.0, ("verify", 16): 30.0})
+    acceptances = AcceptanceTable({"3-gram": 0.5})
+    candidates = [Candidate("3-gram", 15)]
+    for _ in range(10):
+        acceptances.record("3-gram", 3, 0)
+    assert choose(candidates, table, acceptances).source == "none"
+    for _ in range(10):
+        acceptances.record("3-gram", 3, 3)
+    choice = choose(candidates, table, acceptances)
+    assert choice.source == "3-gram"
+    assert choice.num_assistant_tokens > 3
+
+
+def test_the_better_source_wins_and_the_limit_holds():
+    table = costs({("verify", 1): 10.0, ("verify", 16): 12.0, ("draft", 8): 1.0})
+    acceptances = AcceptanceTable({"2-gram": 0.2, "exit layer 8": 0.8})
+    candidates = [Candidate("2-gram", 15), Candidate("exit layer 8", 4, exit_layer=8)]
+    choice = choose(candidates, table, acceptances)
+    assert choice.source == "exit layer 8"
+    assert choice.num_assistant_tokens <= 4
+    assert choose(candidates[:1], table, acceptances).source == "2-gram"
+
+
+def test_an_expensive_head_is_not_asked():
+    table = costs({("verify", 1): 10.0, ("verify", 2): 11.0, ("draft", 24): 9.0})
+    acceptances = AcceptanceTable({"exit layer 24": 0.7})
+    assert choose([Candidate("exit layer 24", 15, 24)], table, acceptances).source == "none"
+
+
+def test_drafting_goes_on_only_while_it_pays():
+    table = costs({("verify", 1): 10.0, ("verify", 8): 11.0, ("draft", 4): 2.0})
+    assert worth_another_draft(0.9, 1, 4, table)
+    assert not worth_another_draft(0.1, 1, 4, table)
+
+
+def test_acceptance_counts_up_to_the_first_rejection():
+    table = AcceptanceTable({"a": 0.5}, weight=2.0, decay=1.0)
+    table.record("a", 5, 1)  # one accepted, one rejected, three that say nothing
+    assert table.probability("a") == pytest.approx(2 / 4)
+    table.record("a", 2, 2)
+    assert table.probability("a") == pytest.approx(4 / 6)

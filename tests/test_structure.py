@@ -1,0 +1,94 @@
+"""The structure of every family is found, proved on a probe, and refused where it is not right."""
+
+import dataclasses
+
+import pytest
+import torch
+from families import FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
+from torch import nn
+
+from tide_hf import UnsupportedModelError
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed, check_parity, hash_distance, unembed_hash
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_structure_and_unembedding(family):
+    model = tiny_model(family)
+    structure = find_structure(model)
+    assert structure.num_layers == LAYERS
+    assert structure.hidden_size == 32
+    assert structure.vocab_size == VOCAB
+    assert structure.is_recurrent == (family in RECURRENT)
+    expected = {"falcon": "layer_past", "bloom": "layer_past", "gpt_neox": "layer_past", "mamba": "cache_params"}
+    assert structure.cache_argument == expected.get(family, "past_key_values")
+    assert structure.returns_tuple == (family in ("falcon", "bloom", "bamba"))
+    check_parity(model, structure)
+    states = []
+    handle = structure.layers[-1].register_forward_hook(lambda _m, _a, output: states.append(output))
+    tokens = torch.randint(3, VOCAB, (2, 7))
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+        handle.remove()
+        state = states[0][0] if structure.returns_tuple else states[0]
+        torch.testing.assert_close(Unembed(model, structure)(state), logits)
+
+
+def test_parity_refuses_what_it_cannot_reproduce():
+    model = tiny_model("granite")
+    structure = find_structure(model)
+    wrong_kind = dataclasses.replace(structure, returns_tuple=True)
+    with pytest.raises(UnsupportedModelError, match=r"got layers that return Tensor\. Expected the kind"):
+        check_parity(model, wrong_kind)
+    wrong_norm = dataclasses.replace(structure, norm=None)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be reproduced.*got a difference of .*Expected at most"):
+        check_parity(model, wrong_norm)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(UnsupportedModelError, match="got a difference of nan"):
+        check_parity(model, structure)
+    assert not structure.layers[-1]._forward_hooks
+
+
+def test_the_probe_leaves_training_mode_alone():
+    model = tiny_model("llama").train()
+    check_parity(model, find_structure(model))
+    assert model.training
+
+
+def test_a_model_without_decoder_layers():
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(UnsupportedModelError) as error:
+        find_structure(model)
+    for looked_for in ("model.layers with model.norm", "transformer.h", "gpt_neox.layers", "backbone.layers"):
+        assert looked_for in str(error.value)
+    assert isinstance(error.value, NotImplementedError)
+
+
+def test_a_model_without_head():
+    model = tiny_model("llama")
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(UnsupportedModelError, match="no output head"):
+        find_structure(model)
+
+
+def test_a_layer_without_a_cache_argument():
+    class Layer(nn.Module):
+        def forward(self, hidden_states):
+            return hidden_states
+
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+    with pytest.raises(UnsupportedModelError, match=r"takes none of past_key_values"):
+        find_structure(model)
+
+
+def test_the_fingerprint_of_a_head():
+    torch.manual_seed(0)
+    head = nn.Linear(64, 1000, bias=False)
+    own = unembed_hash(head)
+    assert len(own) == 64
+    assert hash_distance(own, unembed_hash(head.to(torch.bfloat16))) < 0.02
+    assert hash_distance(own, unembed_hash(nn.Linear(64, 1000, bias=False))) > 0.3
+    assert unembed_hash(head.to("meta")) is None
