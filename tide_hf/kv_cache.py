@@ -30,7 +30,7 @@ def _view_class(cache_class: Any) -> Any:
 
 def storing_view(cache: Cache) -> Cache:
     """A view of `cache` that shares its contents; it is an instance of the same class."""
-    view_class = _view_class(type(cache))
+    view_class = _view_class(type(cache))  # type: ignore[arg-type]
     view = object.__new__(view_class)
     view.__dict__ = cache.__dict__
     return view

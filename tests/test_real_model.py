@@ -1,0 +1,109 @@
+"""The main path on SmolLM2-135M-Instruct, 30 layers, float32, with the routers that this repository ships."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.benchmark import encode_prompt
+
+pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
+
+ROUTERS = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
+NEW_TOKENS = 64
+PROMPTS = (
+    "Why does bread rise?",
+    "Tell me a story about a fox who wanted to learn to swim.",
+    "What should I pack for a week in the mountains in October?",
+    "Write a Python function that counts the vowels in a string.",
+    "Translate into French: The library closes at six, and the cafe next door at eight.",
+    "A train travels 180 kilometres in two hours. How far does it go in five hours at the same speed?",
+    "Say the days of the week three times in a row.",
+    "Give me five names for a bakery.",
+    "Explain what a black hole is to someone who has never heard of one.",
+    "Summarise: The council met on Monday to decide about the bridge. The bridge is old and needs repairs, but the "
+    "council has no money this year. The council decided to close the bridge to lorries and to meet again in spring.",
+    "Write a polite letter to a neighbour whose dog barks at night.",
+    "List the planets of the solar system in order, with one fact for each.",
+    "Correct the mistakes: Me and him goes to school every days by the bus.",
+    "What is the difference between weather and climate?",
+    "Repeat after me: one two three four five, one two three four five, one two three four five.",
+    "Write a short poem about rain on a tin roof.",
+    "How do I boil an egg so that the yolk stays soft?",
+    "Write a JSON object with the keys name, age and city for three people.",
+    "Is it better to learn the piano or the guitar first?",
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "Continue the list: red, orange, yellow,",
+    "Describe a day in the life of a lighthouse keeper.",
+)
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2):
+    """The plain model, a copy with TIDE attached, and the encoded prompts with the plain model's answers."""
+    model, tokenizer = smollm2
+    attached = TIDEModelForCausalLM.attach(copy.deepcopy(model), ROUTERS)
+    inputs = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
+    answers = [model.generate(**one, max_new_tokens=NEW_TOKENS, do_sample=False) for one in inputs]
+    return attached, inputs, answers
+
+
+def force_drafts(model, exit_layer: int | None) -> None:
+    """Let every round draft: from one exit head, or from n-grams whatever they are thought to be worth."""
+    make = model._tide.make_drafter
+
+    def make_forced(attachment, prompt, shallow):
+        drafter = make(attachment, prompt, shallow)
+        propose, head = drafter.draft, drafter._draft_with_head
+
+        def from_ngrams(limit):
+            draft, (length, position) = propose(0), drafter.index.match()
+            if length and limit > 0:
+                draft.tokens, draft.source = drafter.index.continuation(position, min(5, limit)), f"{length}-gram"
+            return draft
+
+        drafter.draft = from_ngrams
+        if exit_layer is not None:
+            drafter.draft = lambda limit: head(f"exit layer {exit_layer}", min(3, limit))
+        return drafter
+
+    model._tide.make_drafter = make_forced
+
+
+@pytest.mark.parametrize("source", ["policy", "n-grams", "head"])
+def test_self_speculative_equals_generate_token_for_token(pair, source):
+    model, inputs, answers = pair
+    if source != "policy":
+        model = copy.deepcopy(model)
+        force_drafts(model, model._tide.routers.exit_layers[0] if source == "head" else None)
+    accepted = 0
+    assert len(inputs) >= 20
+    for one, answer in zip(inputs, answers, strict=True):
+        result = model.generate(**one, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert torch.equal(result, answer)
+        accepted += model.last_exit_stats.accepted
+    if source != "policy":  # what the policy drafts depends on measured time
+        assert accepted > 0
+
+
+def test_early_exit_skips_layers(pair):
+    model, inputs, _ = pair
+    exit_layer = model._tide.routers.exit_layers[-1]
+    model.generate(**inputs[0], max_new_tokens=8, do_sample=False, tide_mode="early_exit", exit_threshold=0.0)
+    stats = model.last_exit_stats
+    first = model._tide.routers.exit_layers[0]
+    assert stats.exits_per_layer == {first: stats.total_tokens - 1}
+    assert stats.layers_executed == 30 + first * (stats.total_tokens - 1)
+    assert first < exit_layer < 30
+
+
+def test_the_shipped_routers_fit_the_model_and_the_limit(pair):
+    model, _, _ = pair
+    routers = TIDERouters.from_pretrained(ROUTERS)
+    routers.check_base_model(model)
+    assert sum(file.stat().st_size for file in ROUTERS.iterdir()) <= 8 * 2**20
+    assert {file.name for file in ROUTERS.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
+    record = routers.config.calibration
+    assert sorted(map(int, record["exit_layers"])) == routers.exit_layers
