@@ -11,36 +11,40 @@ class ScriptedDrafter:
     """Drafts `width` tokens a round that follow, defy or ignore the base model's own continuation.
 
     Args:
-        kind: "right", "wrong", "random", or "wrong at the last position".
-        continuation: What plain decoding gives after the prompt.
+        kind: "right", "wrong", "random", "wrong at the last position", or "mixed" (another kind in each row).
+        continuations: What plain decoding gives after each row's prompt.
         vocab_size: Range of the tokens.
         width: Tokens per draft.
     """
 
-    def __init__(self, kind: str, continuation: list[int], vocab_size: int, width: int = 3) -> None:
-        self.kind, self.continuation, self.vocab_size, self.width = kind, continuation, vocab_size, width
-        self.done = 0
+    def __init__(self, kind: str, continuations: list[list[int]], vocab_size: int, width: int = 3) -> None:
+        self.kind, self.continuations, self.vocab_size, self.width = kind, continuations, vocab_size, width
+        self.done = [0] * len(continuations)
         self.random = random.Random(0)
 
-    def draft(self, limit: int) -> Draft:
-        right = self.continuation[self.done : self.done + min(self.width, limit)]
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        return [self._draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
+
+    def _draft(self, row: int, limit: int) -> Draft:
+        done = self.done[row]
+        right = self.continuations[row][done : done + min(self.width, limit)]
         wrong = [(token + 1) % self.vocab_size for token in right]
         tokens = {
             "right": right,
             "wrong": wrong,
             "random": [self.random.randrange(self.vocab_size) for _ in right],
             "wrong at the last position": right[:-1] + wrong[-1:],
-        }[self.kind]
+        }[KINDS[row % len(KINDS)] if self.kind == "mixed" else self.kind]
         return Draft(tokens, source="script")
 
-    def observe(self, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        self.done += len(new_tokens)
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        self.done[row] += len(new_tokens)
 
 
 KINDS = ("right", "wrong", "random", "wrong at the last position")
 
 
-def use_drafter(model, kind: str, continuation: list[int], width: int = 3) -> None:
+def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:
     """Let an attached model draft by script."""
     vocab_size = model._tide.structure.vocab_size
-    model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuation, vocab_size, width)
+    model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuations, vocab_size, width)

@@ -23,7 +23,7 @@ def test_greedy_output_equals_the_base_model(family, kind):
     model = tiny_model(family)
     expected = model.generate(prompt(), **OPTIONS)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, kind, expected[0, PROMPT:].tolist())
+    use_drafter(model, kind, expected[:, PROMPT:].tolist())
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
     stats = model.last_exit_stats
     assert stats.total_tokens == NEW
@@ -44,21 +44,21 @@ def test_drafts_from_exit_heads_leave_no_trace(family):
     TIDEModelForCausalLM.attach(model, routers)
 
     class HeadDrafter:
-        def __init__(self, _attachment, _prompt, shallow):
+        def __init__(self, _attachment, _prompts, shallow):
             self.shallow, self.rounds = shallow, 0
 
-        def draft(self, limit):
+        def draft(self, rows, limits):
             self.rounds += 1
             exit_layer = 1 if self.rounds % 2 else 3
-            draft = Draft(source="head", exit_layer=exit_layer)
-            for _ in range(min(3, limit)):
-                token, score = self.shallow.step(exit_layer, draft.tokens)
-                assert 0.0 <= score <= 1.0
-                draft.tokens.append(token)
+            drafted = [[] for _ in rows]
+            for _ in range(min(3, min(limits))):
+                tokens, scores = self.shallow.step(exit_layer, drafted)
+                assert all(0.0 <= score <= 1.0 for score in scores)
+                drafted = [[*before, token] for before, token in zip(drafted, tokens, strict=True)]
             self.shallow.rollback()
-            return draft
+            return [Draft(tokens, "head", exit_layer) for tokens in drafted]
 
-        def observe(self, draft, new_tokens, n_matches):
+        def observe(self, row, draft, new_tokens, n_matches):
             pass
 
     model._tide.make_drafter = HeadDrafter
@@ -71,7 +71,7 @@ def test_the_returned_cache_is_that_of_the_accepted_tokens(family, kind):
     model = tiny_model(family)
     expected = model.generate(prompt(), **OPTIONS)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, kind, expected[0, PROMPT:].tolist())
+    use_drafter(model, kind, expected[:, PROMPT:].tolist())
     cache = model.generate(prompt(), return_dict_in_generate=True, **OPTIONS).past_key_values
     fresh = DynamicCache(config=model.config)
     fresh.activate_past_recording()
@@ -104,7 +104,7 @@ def test_options_of_generate(kind, options):
     torch.manual_seed(7)
     expected = model.generate(prompt(), **options)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, kind, expected[0, PROMPT:].tolist())
+    use_drafter(model, kind, expected[:, PROMPT:].tolist())
     torch.manual_seed(7)
     assert torch.equal(model.generate(prompt(), **options), expected)
 
@@ -117,7 +117,7 @@ def test_eos_inside_a_draft_ends_the_output_there():
     plain = model.generate(prompt(), **options)
     assert plain.shape[1] < PROMPT + NEW
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "right", expected, width=7)
+    use_drafter(model, "right", [expected], width=7)
     result = model.generate(prompt(), return_dict_in_generate=True, **options)
     assert torch.equal(result.sequences, plain)
     assert result.past_key_values.get_seq_length() == plain.shape[1] - 1
@@ -128,7 +128,7 @@ def test_a_draft_never_passes_max_length(new_tokens):
     model = tiny_model("llama")
     options = {**OPTIONS, "max_new_tokens": new_tokens}
     expected = model.generate(prompt(), **options)
-    continuation = model.generate(prompt(), **OPTIONS)[0, PROMPT:].tolist()
+    continuation = model.generate(prompt(), **OPTIONS)[:, PROMPT:].tolist()
     TIDEModelForCausalLM.attach(model)
     use_drafter(model, "right", continuation, width=9)
     assert torch.equal(model.generate(prompt(), **options), expected)
@@ -140,7 +140,7 @@ def test_scores_and_logits_of_each_token_are_returned():
     options["repetition_penalty"] = 1.2
     expected = model.generate(prompt(), **options)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "wrong at the last position", expected.sequences[0, PROMPT:].tolist())
+    use_drafter(model, "wrong at the last position", expected.sequences[:, PROMPT:].tolist())
     result = model.generate(prompt(), **options)
     torch.testing.assert_close(torch.stack(result.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
@@ -162,14 +162,14 @@ def test_stateful_criteria_and_processors_see_every_prefix_once():
 
     model = tiny_model("llama")
     seen: list[tuple[list, list]] = []
-    continuation: list[int] = []
+    continuation: list[list[int]] = []
     for kind in (None, *KINDS):
         processor, criterion = Processor(), Criterion()
         if kind is not None:
             TIDEModelForCausalLM.attach(model)
             use_drafter(model, kind, continuation)
         out = model.generate(prompt(), logits_processor=[processor], stopping_criteria=[criterion], **OPTIONS)
-        continuation = out[0, PROMPT:].tolist()
+        continuation = out[:, PROMPT:].tolist()
         seen.append((processor.prefixes, criterion.prefixes))
     assert all(other == seen[0] for other in seen[1:])
 
@@ -180,7 +180,7 @@ def test_left_padding_of_a_single_sequence():
     mask = (torch.arange(padded.shape[1]) >= 4).long()[None]
     expected = model.generate(padded, attention_mask=mask, **OPTIONS)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "wrong at the last position", expected[0, PROMPT + 4 :].tolist())
+    use_drafter(model, "wrong at the last position", expected[:, PROMPT + 4 :].tolist())
     assert torch.equal(model.generate(padded, attention_mask=mask, **OPTIONS), expected)
 
 
@@ -189,7 +189,7 @@ def test_inputs_embeds():
     embeds = model.get_input_embeddings()(prompt())
     expected = model.generate(inputs_embeds=embeds, **OPTIONS)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "wrong at the last position", expected[0].tolist())
+    use_drafter(model, "wrong at the last position", expected.tolist())
     assert torch.equal(model.generate(inputs_embeds=embeds, **OPTIONS), expected)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from .configuration_tide import NEVER_EXIT, check_exit_threshold, check_mode
+from .configuration_tide import NEVER_EXIT, TIDEConfig, check_exit_threshold, check_mode
 from .drafting import Drafter, HybridDrafter
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import find_cache
@@ -34,8 +34,8 @@ class Attachment:
         routers: Routers and exit heads; `None` where drafts come from n-grams alone.
         mode: The mode of a call that names none.
         exit_threshold: The threshold of a call that names none.
-        costs: Measured costs of this model on this machine.
-        make_drafter: Builds the drafter of a call from the attachment, the prompt and the shallow layers.
+        make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
+        costs: Measured costs of this model on this machine, by number of rows.
     """
 
     base_class: type
@@ -44,8 +44,22 @@ class Attachment:
     routers: TIDERouters | None
     mode: str
     exit_threshold: float
-    costs: CostTable
-    make_drafter: Callable[[Attachment, list[int], Any], Drafter]
+    make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
+    costs: dict[int, CostTable] = field(default_factory=dict)
+
+    @property
+    def compaction_threshold(self) -> float:
+        """Share of holes in a batch's cache above which it is compacted."""
+        config = self.routers.config if self.routers is not None else TIDEConfig()
+        return float(config.compaction_threshold)
+
+    def costs_of(self, num_rows: int) -> CostTable:
+        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess."""
+        if num_rows not in self.costs:
+            larger = [known for known in self.costs if known > num_rows]
+            table = self.costs[min(larger)].resized() if larger else CostTable(self.structure.num_layers)
+            self.costs[num_rows] = table
+        return self.costs[num_rows]
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
@@ -88,11 +102,11 @@ class Attachment:
             )
 
 
-def hybrid_drafter(attachment: Attachment, prompt: list[int], shallow: Any) -> HybridDrafter:
+def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
     record = (attachment.routers.config.calibration or {}) if attachment.routers is not None else {}
     priors = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
-    return HybridDrafter(prompt, attachment.costs, priors, shallow if priors else None)
+    return HybridDrafter(prompts, attachment.costs_of, priors, shallow if priors else None)
 
 
 class TIDEGenerationMixin:
@@ -136,10 +150,10 @@ class TIDEGenerationMixin:
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
         if mode == "self_speculative":
-            _check_speculative(input_ids, generation_config, synced_gpus)
+            _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             find_cache(model_kwargs, mode)
             decoder = SelfSpeculativeDecoder(self, attachment, input_ids, model_kwargs=model_kwargs, **common)
-            result = decoder.decode(attachment.make_drafter(attachment, input_ids[0].tolist(), decoder.shallow))
+            result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             self.last_exit_stats = decoder.stats
             return result
         threshold = getattr(generation_config, "exit_threshold", None)
@@ -173,10 +187,10 @@ def _new_attached(base_class: type) -> Any:
     return object.__new__(attached_class(base_class))
 
 
-def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: bool) -> None:
+def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: bool, streamer: Any) -> None:
     """Refuse what self-speculation cannot do yet."""
     problems = {
-        f"a batch of {input_ids.shape[0]}": input_ids.shape[0] != 1,
+        f"a streamer with a batch of {input_ids.shape[0]}": streamer is not None and input_ids.shape[0] != 1,
         "synced_gpus=True": synced_gpus,
         "output_attentions=True": generation_config.output_attentions,
         "output_hidden_states=True": generation_config.output_hidden_states,
@@ -187,9 +201,8 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
                 describe(
                     "tide_mode='self_speculative' cannot do this yet",
                     got=got,
-                    expected="one sequence a call, on one process, without output_attentions and output_hidden_states",
-                    do="Generate the sequences one by one, choose another tide_mode, or "
-                    "TIDEModelForCausalLM.detach(model) for plain decoding.",
+                    expected="one process, no output_attentions and output_hidden_states, and streamers for one sequence",
+                    do="Leave it out, choose another tide_mode, or TIDEModelForCausalLM.detach(model) for plain decoding.",
                 )
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -76,3 +77,116 @@ def find_cache(model_kwargs: dict[str, Any], mode: str) -> Cache:
             )
         )
     return cache
+
+
+class CacheSlots:
+    """The slots of a batch's cache when every row accepts as many tokens as it likes.
+
+    A pass writes one slot per row and token. What a row rejects is cut off where all rows reject it; elsewhere it stays
+    as a hole, which the attention mask hides and which positions step over. When holes are more than
+    `compaction_threshold` of the cache, or where masks cannot hide them (a sliding window counts slots), the rows are
+    moved together, so that each ends at the last slot.
+
+    Args:
+        cache: The cache after the prompt's pass.
+        attention_mask: (rows, cached) of the prompt; `None` where nothing is padded.
+        compaction_threshold: Share of holes that is put up with.
+    """
+
+    def __init__(self, cache: Cache, attention_mask: Tensor | None, compaction_threshold: float) -> None:
+        self.cache = cache
+        self.mask = attention_mask
+        self.holes: Tensor | None = None
+        self.compaction_threshold = compaction_threshold
+        self.num_compactions = 0
+
+    def mask_for(self, width: int) -> Tensor | None:
+        """(rows, cached + width) attention mask of a pass over `width` tokens; `None` where all is visible."""
+        return None if self.mask is None else _append(self.mask, width, 1)
+
+    def commit(self, width: int, accepted: list[int]) -> None:
+        """Keep the first `accepted[row]` of the `width` slots that the last pass wrote."""
+        longest = max(accepted)
+        if min(accepted) == longest and self.holes is None:
+            self.mask = self.mask_for(longest)
+            # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
+            self.cache.crop(longest - width)
+            return
+        device = self.cache.layers[0].keys.device
+        kept = torch.arange(width, device=device) < torch.tensor(accepted, device=device)[:, None]
+        self._hide(kept, width)
+        if any(self.cache.is_sliding):
+            self._compact()
+            return
+        self.cache.crop(longest - width)
+        surplus = width - longest
+        if surplus:
+            self.mask, self.holes = self.mask[:, :-surplus], self.holes[:, :-surplus]
+        if float(self.holes.float().mean()) > self.compaction_threshold:
+            self._compact()
+
+    def settle(self) -> None:
+        """Remove all holes."""
+        if self.holes is not None:
+            self._compact()
+
+    def select(self, rows: list[int]) -> Tensor:
+        """Keep only these rows; return their positions as a tensor."""
+        index = torch.tensor(rows, device=self.cache.layers[0].keys.device)
+        self.cache.batch_select_indices(index)
+        if self.mask is not None:
+            self.mask = self.mask[index.to(self.mask.device)]
+        if self.holes is not None:
+            self.holes = self.holes[index.to(self.holes.device)]
+        return index
+
+    def close(self) -> None:
+        """Let a cache that is returned drop what leaves its window again in a next prompt's pass."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def _hide(self, kept: Tensor, width: int) -> None:
+        """Append `width` slots to mask and holes, of which those not `kept` are holes."""
+        rows = kept.shape[0]
+        cached = self.cache.get_seq_length() - width
+        if self.mask is None:
+            self.mask = torch.ones(rows, cached, dtype=torch.long, device=kept.device)
+        if self.holes is None:
+            self.holes = torch.zeros(rows, cached, dtype=torch.bool, device=kept.device)
+        self.mask = torch.cat([self.mask, kept.to(self.mask)], dim=-1)
+        self.holes = torch.cat([self.holes, ~kept], dim=-1)
+
+    def _compact(self) -> None:
+        """Move the rows together by one gather per layer, each ending at the last slot."""
+        self.num_compactions += 1
+        kept = ~self.holes
+        total, width = kept.shape[1], int(kept.sum(dim=1).max())
+        # A stable sort puts holes first and leaves the tokens in order; what is left of a longer row's holes goes.
+        order = torch.argsort(kept.to(torch.uint8), dim=1, stable=True)[:, -width:]
+        self.mask, self.holes = self.mask.gather(1, order), self.holes.gather(1, order)
+        if not self.holes.any():
+            self.holes = None
+        for layer in self.cache.layers:
+            _gather_slots(layer, order, total)
+
+
+def _gather_slots(layer: Any, order: Tensor, total: int) -> None:
+    """Replace a layer's slots by those that `order` (rows, kept) names, counted from the sequence's first.
+
+    A sliding-window layer holds only the last slots, and needs no more of them than the window.
+    """
+    width = order.shape[1]
+    stored = layer.keys.shape[-2]
+    if layer.is_sliding:
+        order = order[:, -min(width, layer.sliding_window - 1) :] - (total - stored)
+        layer.cumulative_length = width
+    index = order.clamp(min=0)[:, None, :, None].to(layer.keys.device)
+    rows, heads, _, size = layer.keys.shape
+    layer.keys = layer.keys.gather(2, index.expand(rows, heads, -1, size))
+    heads, size = layer.values.shape[1], layer.values.shape[3]
+    layer.values = layer.values.gather(2, index.expand(rows, heads, -1, size))
+
+
+def _append(mask: Tensor, width: int, value: int) -> Tensor:
+    return torch.cat([mask, mask.new_full((mask.shape[0], width), value)], dim=-1)

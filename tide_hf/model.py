@@ -11,7 +11,6 @@ from .configuration_tide import NEVER_EXIT, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
 from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
 from .modeling_tide import TIDERouters
-from .policy import CostTable
 from .skipping import open_gates, remove_gates
 from .structure import find_structure
 from .unembed import Unembed, check_parity
@@ -125,7 +124,6 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             routers=loaded,
             mode=mode,
             exit_threshold=threshold,
-            costs=CostTable(structure.num_layers),
             make_drafter=hybrid_drafter,
         )
         attachment.check_mode(mode)

@@ -11,6 +11,7 @@ DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # verify widths one more than th
 MIN_GAIN = 1.05  # a draft must promise this much over plain decoding, since the figures are noisy
 PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
 TRUSTED_SAMPLES = 4
+SAMPLES = 15
 
 CostKey = tuple[str, int]
 
@@ -30,10 +31,18 @@ class CostTable:
         self.num_layers = num_layers
         self._samples: dict[CostKey, deque[float]] = {}
 
+    def resized(self) -> CostTable:
+        """A table for a batch of another size, which takes these costs for a first guess."""
+        table = CostTable(self.num_layers)
+        for key, samples in self._samples.items():
+            if samples:
+                table._samples[key] = deque([median(samples)], maxlen=SAMPLES)
+        return table
+
     def record(self, key: CostKey, milliseconds: float) -> None:
         """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
         if key not in self._samples:
-            self._samples[key] = deque(maxlen=15)
+            self._samples[key] = deque(maxlen=SAMPLES)
         else:
             self._samples[key].append(milliseconds)
 
@@ -107,33 +116,35 @@ class AcceptanceTable:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What to do in one round.
-
-    Attributes:
-        source: Name of the draft source; `"none"` for plain decoding.
-        num_assistant_tokens: Draft tokens to ask for.
-        tokens_per_ms: Expected rate.
-    """
-
-    source: str
-    num_assistant_tokens: int
-    tokens_per_ms: float
-
-
-@dataclass(frozen=True)
-class Candidate:
+class Option:
     """A source that could draft in this round.
 
     Attributes:
-        source: Its name, as in the acceptance table.
-        limit: The most tokens it has to offer.
+        source: Its name.
+        rows: For each row of the batch, the probability that a draft token is accepted and the most tokens on offer.
         exit_layer: The layer that drafts, 0 where no layer runs.
     """
 
     source: str
-    limit: int
+    rows: tuple[tuple[float, int], ...]
     exit_layer: int = 0
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """Expected new tokens of a round in which each row drafts `num_drafts` tokens or as many as it can."""
+        return sum(expected_tokens(acceptance, min(num_drafts, limit)) for acceptance, limit in self.rows)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do in one round.
+
+    Attributes:
+        option: The source; `None` for plain decoding.
+        num_assistant_tokens: Draft tokens per row to ask for.
+    """
+
+    option: Option | None = None
+    num_assistant_tokens: int = 0
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
@@ -143,43 +154,41 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return (1.0 - acceptance ** (num_drafts + 1)) / (1.0 - acceptance)
 
 
-def choose(candidates: list[Candidate], costs: CostTable, acceptances: AcceptanceTable) -> Choice:
+def choose(options: list[Option], costs: CostTable) -> Choice:
     """Pick the source and draft length with the best expected tokens per millisecond.
 
-    Plain decoding is always a candidate, and the choice until it has been measured.
+    Plain decoding is always an option, and the choice until it has been measured.
 
     Args:
-        candidates: The sources on offer.
-        costs: Measured costs.
-        acceptances: Running acceptances.
+        options: The sources on offer.
+        costs: Measured costs of a batch of this size.
 
     Returns:
         The choice.
     """
-    plain = Choice("none", 0, 1.0 / costs.verify(1))
-    if not costs.ready:
-        return plain
-    best = Choice("none", 0, plain.tokens_per_ms * MIN_GAIN)
-    for candidate in candidates:
-        acceptance = acceptances.probability(candidate.source)
-        per_draft = costs.draft(candidate.exit_layer) if candidate.exit_layer else 0.0
-        for length in {min(length, candidate.limit) for length in DRAFT_LENGTHS} - {0}:
-            cost = per_draft * length + costs.verify(length + 1)
-            rate = expected_tokens(acceptance, length) / cost
-            if rate > best.tokens_per_ms:
-                best = Choice(candidate.source, length, rate)
-    return best if best.source != "none" else plain
+    best = Choice()
+    if not costs.ready or not options:
+        return best
+    best_rate = MIN_GAIN * len(options[0].rows) / costs.verify(1)
+    for option in options:
+        most = max(limit for _, limit in option.rows)
+        per_draft = costs.draft(option.exit_layer) if option.exit_layer else 0.0
+        for length in {min(length, most) for length in DRAFT_LENGTHS} - {0}:
+            rate = option.expected_tokens(length) / (per_draft * length + costs.verify(length + 1))
+            if rate > best_rate:
+                best, best_rate = Choice(option, length), rate
+    return best
 
 
-def worth_another_draft(survival: float, drafted: int, exit_layer: int, costs: CostTable) -> bool:
-    """Whether one more draft token pays for itself, given how sure the ones so far are.
+def worth_another_draft(survivals: list[float], drafted: int, exit_layer: int, costs: CostTable) -> bool:
+    """Whether one more draft token for each row pays for itself, given how sure the ones so far are.
 
     Args:
-        survival: Probability that all tokens drafted so far are accepted (product of exit scores), which bounds
-            that of the next.
+        survivals: For each row the probability that all tokens drafted so far are accepted (the product of their exit
+            scores), which bounds that of the next.
         drafted: Tokens drafted so far.
         exit_layer: The layer that drafts.
-        costs: Measured costs.
+        costs: Measured costs of a batch of this size.
     """
     extra = costs.draft(exit_layer) + costs.verify(drafted + 2) - costs.verify(drafted + 1)
-    return survival * costs.verify(1) > extra
+    return sum(survivals) * costs.verify(1) > extra * len(survivals)

@@ -13,7 +13,7 @@ import torch
 
 import tide_hf
 
-PACKAGES = ("torch", "transformers", "accelerate", "huggingface-hub", "safetensors")
+PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
 
 
 def provenance(model: Any) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def provenance(model: Any) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {"tide-hf": tide_hf.__version__} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"tide-hf": tide_hf.__version__, "torch": torch.__version__}
+        | {name: metadata.version(name) for name in PACKAGES},
     }
 
 

@@ -1,21 +1,26 @@
 """The self-speculative loop: cheap drafts, one full-depth pass to verify them, roll back what was wrong.
 
-Every token that leaves this loop was chosen from the base model's own full-depth logits, after the same processors,
-with the same random draws; drafts only decide how many positions one pass covers. Since a draft names one token,
-"draw from p and compare" is speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192).
+Every token that leaves this loop was chosen from the base model's own full-depth logits, after the same processors;
+drafts only decide how many positions one pass covers. Since a draft names one token, "draw from p and compare" is
+speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192), and a single row draws the same random numbers
+in the same order as plain decoding.
+
+The rows of a batch draft to a common width and keep accepted lengths of their own; see `kv_cache.CacheSlots`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .drafting import Draft, Drafter
-from .policy import CostTable
+from .kv_cache import CacheSlots
 from .skipping import FixedDepthRun, LayerRun, active
 from .stats import ExitStats
 
@@ -23,15 +28,45 @@ if TYPE_CHECKING:
     from .generation import Attachment
 
 
+@dataclass
+class Row:
+    """One sequence of the call.
+
+    Attributes:
+        index: Its place in the output.
+        prompt: (1, length), padding included.
+        tokens: The new tokens.
+        last: The last token, which the next pass feeds.
+        stopped_at: Number of new tokens with which a criterion stopped it; `None` before.
+        depths: The layer that each new token was read from.
+        scores: Processed scores of each new token, (1, vocabulary), where asked for.
+        logits: Its raw logits, where asked for.
+    """
+
+    index: int
+    prompt: Tensor
+    last: int = 0
+    tokens: list[int] = field(default_factory=list)
+    stopped_at: int | None = None
+    depths: list[int] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def ids(self) -> Tensor:
+        """(1, length) prompt and new tokens, as processors and criteria see them."""
+        return torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=-1) if self.tokens else self.prompt
+
+
 class SelfSpeculativeDecoder:
-    """Decodes one sequence.
+    """Decodes the sequences of one call.
 
     Args:
         model: The attached model.
         attachment: What TIDE added to it.
-        input_ids: (1, prompt length).
-        logits_processor: Applied to every position's scores, once, in order.
-        stopping_criteria: Asked after every token.
+        input_ids: (rows, prompt length).
+        logits_processor: Applied to every position's scores, once, in order, row by row.
+        stopping_criteria: Asked after every token, row by row.
         generation_config: Of this call.
         streamer: Gets the tokens one by one, as plain decoding gives them.
         model_kwargs: What `generate` prepared, the cache among it.
@@ -49,148 +84,249 @@ class SelfSpeculativeDecoder:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.model = model
+        self.attachment = attachment
         self.input_ids = input_ids
         self.logits_processor = logits_processor
-        self.stopping_criteria = stopping_criteria
+        self.stopping = Stopping(stopping_criteria, generation_config)
         self.config = generation_config
         self.streamer = streamer
         self.model_kwargs = model_kwargs
-        self.cache = model_kwargs["past_key_values"]
-        self.costs: CostTable = attachment.costs
         self.run = LayerRun(attachment.structure)
-        self.shallow = _Shallow(self, attachment)
-        self.finished = False
-        keep = generation_config.return_dict_in_generate
-        self.scores: tuple[Tensor, ...] | None = () if keep and generation_config.output_scores else None
-        self.raw_logits: tuple[Tensor, ...] | None = () if keep and generation_config.output_logits else None
-        self.stats = ExitStats("self_speculative", attachment.structure.num_layers, per_token=[[]])
+        self.shallow = _Shallow(self)
+        returned = generation_config.return_dict_in_generate
+        self.keeps_scores = bool(returned and generation_config.output_scores)
+        self.keeps_logits = bool(returned and generation_config.output_logits)
+        cache = model_kwargs["past_key_values"]
+        # Rows that are stopped leave the batch, unless nothing pads them or the caller gets to see their padding.
+        self.drops_stopped = self.stopping.pads and not returned and not getattr(cache, "_is_user_defined", False)
+        self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
+        self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
+        self.stats = ExitStats("self_speculative", attachment.structure.num_layers)
 
     def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate until a criterion stops it."""
+        """Generate until every row is stopped."""
         with active(self.run):
-            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
-            self.cache.activate_past_recording()
-            new_tokens = self._accept(outputs.logits[:, -1:], Draft())
-            self._advance(outputs, len(new_tokens))
-            drafter.observe(Draft(), new_tokens, 0)
-            while not self.finished:
+            self._prefill(drafter)
+            while not self._is_done():
                 self._round(drafter)
-        for layer in self.cache.layers:  # a returned cache must not hoard what leaves its window in a next prefill
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
+        self.slots.close()
         if self.streamer is not None:
             self.streamer.end()
-        self.stats.layers_executed = self.run.layers_executed + self.shallow.layers_executed
-        if not self.config.return_dict_in_generate:
-            return self.input_ids
-        return GenerateDecoderOnlyOutput(
-            sequences=self.input_ids, scores=self.scores, logits=self.raw_logits, past_key_values=self.cache
-        )
+        return self._result()
 
-    def _round(self, drafter: Drafter) -> None:
-        limit = self.config.max_length - self.input_ids.shape[1] - 1
-        draft = drafter.draft(limit)
-        draft.tokens = draft.tokens[: max(limit, 0)]
-        start = perf_counter()
-        outputs = self.forward(draft.tokens)
-        new_tokens = self._accept(outputs.logits[:, -len(draft.tokens) - 1 :], draft)
-        # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
-        self.cache.crop(len(new_tokens) - len(draft.tokens) - 1)
-        self._advance(outputs, len(new_tokens))
-        self.costs.record(("verify", len(draft.tokens) + 1), (perf_counter() - start) * 1000)
-        n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, new_tokens, strict=False))
-        drafter.observe(draft, new_tokens, n_matches)
-        self.stats.rounds += 1
-        self.stats.drafted += len(draft.tokens)
-        self.stats.accepted += n_matches
+    def forward(self, tokens: list[list[int]], start: int = 0) -> Any:
+        """One pass over as many new tokens for each row.
 
-    def forward(self, tokens: list[int], logits_to_keep: int | None = None) -> Any:
-        """One pass over the last token and `tokens`, whose cached length is that of the sequence without them."""
-        ids, kwargs = self.input_ids, self.model_kwargs
-        if tokens:
-            ids = torch.cat([ids, ids.new_tensor([tokens])], dim=-1)
-            kwargs = self.model._update_model_kwargs_for_generation({}, dict(kwargs), num_new_tokens=len(tokens))
-        width = len(tokens) + 1 if logits_to_keep is None else logits_to_keep
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=width, **kwargs)
+        Args:
+            tokens: Tokens by row, all of one length.
+            start: How many tokens behind the row's accepted ones the cache already holds.
+
+        Returns:
+            The model's output, with logits (rows, len(tokens[0]), vocabulary).
+        """
+        ids = self.input_ids.new_tensor(tokens)
+        rows, width = ids.shape
+        kwargs = {**self.model_kwargs, "past_key_values": self.slots.cache}
+        kwargs["attention_mask"] = self.slots.mask_for(start + width)
+        if self.positions is not None:
+            steps = torch.arange(start, start + width, device=self.positions.device)
+            kwargs["position_ids"] = self.positions[:, None] + steps
+        if (types := kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = types[:1, -1:].expand(rows, width)
+        inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
         return self.model(**inputs, return_dict=True)
 
-    def _advance(self, outputs: Any, num_new_tokens: int) -> None:
-        self.model_kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=num_new_tokens
-        )
+    def _prefill(self, drafter: Drafter) -> None:
+        outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
+        outputs.past_key_values.activate_past_recording()
+        mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
+        for name in ("inputs_embeds", "past_key_values"):
+            self.model_kwargs.pop(name, None)
+        self.slots = CacheSlots(outputs.past_key_values, mask, self.attachment.compaction_threshold)
+        self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
+        drafts = [Draft() for _ in self.batch]
+        for row, tokens in zip(self.batch, self._accept(outputs.logits[:, -1:], drafts), strict=True):
+            drafter.observe(row.index, Draft(), tokens, 0)
+        self._drop_stopped()
 
-    def _accept(self, logits: Tensor, draft: Draft) -> list[int]:
-        """Choose tokens position by position until one differs from the draft or a criterion stops.
+    def _round(self, drafter: Drafter) -> None:
+        batch, costs = self.batch, self.attachment.costs_of(len(self.batch))
+        drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
+        width = 1 + max(len(draft.tokens) for draft in drafts)
+        start = perf_counter()
+        fed = [[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)]
+        # What stands behind a shorter draft is never looked at.
+        outputs = self.forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed])
+        new_tokens = self._accept(outputs.logits, drafts)
+        self.slots.commit(width, [len(tokens) for tokens in new_tokens])
+        costs.record(("verify", width), (perf_counter() - start) * 1000)
+        for row, draft, tokens in zip(batch, drafts, new_tokens, strict=True):
+            n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, tokens, strict=False))
+            drafter.observe(row.index, draft, tokens, n_matches)
+            self.stats.rounds += 1
+            self.stats.drafted += len(draft.tokens)
+            self.stats.accepted += n_matches
+        self._drop_stopped()
+
+    def _accept(self, logits: Tensor, drafts: list[Draft]) -> list[list[int]]:
+        """Choose tokens for each row, position by position, until one differs from its draft.
 
         Args:
-            logits: (1, drafts + 1, vocabulary) of the full-depth pass.
-            draft: The draft that it verified.
+            logits: (rows, width, vocabulary) of the full-depth pass.
+            drafts: The draft of each row.
 
         Returns:
-            The new tokens: the accepted drafts and one more.
+            The new tokens of each row: the accepted drafts and one more.
         """
-        greedy = self._choose_all(logits)
-        new_tokens: list[int] = []
-        for position in range(logits.shape[1]):
-            token = greedy[position] if greedy is not None else self._choose(logits[:, position])
-            new_tokens.append(token)
-            self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor([[token]])], dim=-1)
-            if self.streamer is not None:
-                self.streamer.put(self.input_ids[:, -1].cpu())
-            matched = position < len(draft.tokens) and token == draft.tokens[position]
-            self.stats.per_token[0].append(draft.exit_layer if matched else self.stats.num_layers)
-            self.finished = bool(self.stopping_criteria(self.input_ids, self.scores).all())
-            if self.finished or not matched:
-                break
+        greedy = None
+        if not (self.config.do_sample or len(self.logits_processor) or self.keeps_scores or self.keeps_logits):
+            greedy = logits.argmax(dim=-1).tolist()  # the round's one synchronisation
+        new_tokens = []
+        for position, (row, draft) in enumerate(zip(self.batch, drafts, strict=True)):
+            chosen = greedy[position] if greedy is not None else None
+            new_tokens.append(self._accept_row(row, logits[position], chosen, draft))
+        if self.positions is not None:
+            self.positions += self.positions.new_tensor([len(tokens) for tokens in new_tokens])
         return new_tokens
 
-    def _choose_all(self, logits: Tensor) -> list[int] | None:
-        """All greedy choices with one transfer to the host, where no processor has to see each prefix."""
-        plain = not self.config.do_sample and len(self.logits_processor) == 0
-        if not plain or self.scores is not None or self.raw_logits is not None:
-            return None
-        return logits[0].argmax(dim=-1).tolist()
+    def _room(self, row: Row) -> int:
+        """How many tokens `row` may still add: a stopped one that is kept only keeps pace with the others."""
+        end = self.config.max_length - self.input_ids.shape[1]
+        if row.stopped_at is not None:
+            end = max(len(other.tokens) for other in self.rows)
+        return end - len(row.tokens)
 
-    def _choose(self, logits: Tensor) -> int:
-        logits = logits.to(copy=True, dtype=torch.float32, device=self.input_ids.device)
-        scores = self.logits_processor(self.input_ids, logits)
-        if self.scores is not None:
-            self.scores += (scores,)
-        if self.raw_logits is not None:
-            self.raw_logits += (logits,)
+    def _accept_row(self, row: Row, logits: Tensor, greedy: list[int] | None, draft: Draft) -> list[int]:
+        before = len(row.tokens)
+        for position in range(min(len(draft.tokens) + 1, self._room(row))):
+            token = greedy[position] if greedy is not None else self._choose(row, logits[position : position + 1])
+            if row.stopped_at is not None and self.stopping.pads:
+                token = self.stopping.pad_token_id
+            matched = position < len(draft.tokens) and token == draft.tokens[position]
+            row.tokens.append(token)
+            row.depths.append(draft.exit_layer if matched else self.stats.num_layers)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            if row.stopped_at is None and self.stopping(row):
+                row.stopped_at = len(row.tokens)
+                break
+            if not matched:
+                break
+        row.last = row.tokens[-1] if row.tokens else row.last
+        return row.tokens[before:]
+
+    def _choose(self, row: Row, logits: Tensor) -> int:
+        ids = row.ids
+        logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+        scores = self.logits_processor(ids, logits)
+        if self.keeps_scores:
+            row.scores.append(scores)
+        if self.keeps_logits:
+            row.logits.append(logits)
         if self.config.do_sample:
             return int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))
         return int(scores.argmax(dim=-1))
+
+    def _drop_stopped(self) -> None:
+        """Let rows that are stopped cost nothing more."""
+        going = [position for position, row in enumerate(self.batch) if row.stopped_at is None]
+        if not self.drops_stopped or len(going) in (0, len(self.batch)):
+            return
+        self.batch = [self.batch[position] for position in going]
+        index = self.slots.select(going)
+        if self.positions is not None:
+            self.positions = self.positions[index.to(self.positions.device)]
+
+    def _is_done(self) -> bool:
+        """Whether all are stopped; rows that were kept must have caught up with the one that stopped last."""
+        if any(row.stopped_at is None for row in self.rows):
+            return False
+        return self.drops_stopped or all(len(row.tokens) >= self._length() for row in self.rows)
+
+    def _length(self) -> int:
+        return max(row.stopped_at or 0 for row in self.rows)
+
+    def _result(self) -> Tensor | GenerateDecoderOnlyOutput:
+        length = self._length()
+        pad = self.stopping.pad_token_id
+        tokens = [row.tokens[:length] + [pad] * (length - len(row.tokens)) for row in self.rows]
+        sequences = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)], dim=-1)
+        self.stats.layers_executed = self.run.layers_executed + self.shallow.layers_executed
+        self.stats.per_token = [row.depths[: row.stopped_at] for row in self.rows]
+        if not self.drops_stopped:
+            self.slots.settle()
+        if not self.config.return_dict_in_generate:
+            return sequences
+        steps = range(length)
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=tuple(torch.cat([row.scores[i] for row in self.rows]) for i in steps) if self.keeps_scores else None,
+            logits=tuple(torch.cat([row.logits[i] for row in self.rows]) for i in steps) if self.keeps_logits else None,
+            past_key_values=self.slots.cache,
+        )
+
+
+class Stopping:
+    """The call's stopping criteria, the two common ones of them without a tensor.
+
+    Args:
+        criteria: What `generate` prepared.
+        generation_config: Of this call.
+    """
+
+    def __init__(self, criteria: Any, generation_config: Any) -> None:
+        self.eos_tokens: set[int] = set()
+        self.max_length: int | None = None
+        self.others = []
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos_tokens |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = criterion.max_length
+            else:
+                self.others.append(criterion)
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
+        pad = generation_config._pad_token_tensor
+        self.pad_token_id = int(pad) if pad is not None else 0
+
+    def __call__(self, row: Row) -> bool:
+        """Whether `row` ends with its last token."""
+        stops = row.tokens[-1] in self.eos_tokens
+        stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
+        if self.others:
+            ids, scores = row.ids, tuple(row.scores) or None
+            stops |= any([bool(criterion(ids, scores).all()) for criterion in self.others])
+        return stops
 
 
 class _Shallow:
     """The exit heads' view of a decoder: steps through the shallow layers, in the same cache."""
 
-    def __init__(self, decoder: SelfSpeculativeDecoder, attachment: Attachment) -> None:
+    def __init__(self, decoder: SelfSpeculativeDecoder) -> None:
         self.decoder = decoder
-        self.attachment = attachment
         self.layers_executed = 0
         self.depths: list[int] = []
 
-    def step(self, exit_layer: int, tokens: list[int]) -> tuple[int, float]:
-        """Decode the token after the sequence and `tokens` at `exit_layer`."""
-        attachment, start = self.attachment, perf_counter()
-        exit_point = attachment.exit_point(exit_layer)
-        run = FixedDepthRun(attachment.structure, exit_layer, exit_point, attachment.unembed)
+    def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
+        """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
+        decoder, start = self.decoder, perf_counter()
+        attachment = decoder.attachment
+        run = FixedDepthRun(attachment.structure, exit_layer, attachment.exit_point(exit_layer), attachment.unembed)
+        fed = [[(row.last, *drafted)[-1]] for row, drafted in zip(decoder.batch, tokens, strict=True)]
         with active(run):
-            outputs = self.decoder.forward(tokens, logits_to_keep=1)
-        token, score = int(outputs.logits[0, -1].argmax()), float(run.exit_scores)  # type: ignore[arg-type]
+            outputs = decoder.forward(fed, start=len(self.depths))
+        drafted = outputs.logits[:, -1].argmax(dim=-1).tolist()
         self.layers_executed += run.layers_executed
         self.depths.append(exit_layer)
-        self.decoder.costs.record(("draft", exit_layer), (perf_counter() - start) * 1000)
-        return token, score
+        attachment.costs_of(len(fed)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
+        return drafted, run.exit_scores.tolist()  # type: ignore[union-attr]
 
     def rollback(self) -> None:
         """Take the draft tokens' K/V out of the shallow layers."""
         # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
         for layer_idx in range(max(self.depths, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
-            self.decoder.cache.layers[layer_idx].crop(-num_steps)
+            self.decoder.slots.cache.layers[layer_idx].crop(-num_steps)
         self.depths.clear()
