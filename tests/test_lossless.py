@@ -8,6 +8,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.drafting import Draft
+from tide_hf.errors import UnsupportedOptionError
 
 PROMPT, NEW = 12, 28
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -205,3 +206,30 @@ def test_going_on_from_a_returned_cache():
     expected = two_turns()
     TIDEModelForCausalLM.attach(model)
     assert torch.equal(two_turns(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt", "granite", "qwen3", "phi"])
+def test_a_static_cache(family, kind):
+    model = tiny_model(family)
+    options = {**OPTIONS, "cache_implementation": "static"}
+    expected = model.generate(prompt(), **options)
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1], exit_threshold=0.0))
+    use_drafter(model, kind, expected[:, PROMPT:].tolist())
+    assert torch.equal(model.generate(prompt(), **options), expected)
+    early = [model.generate(prompt(), tide_mode="early_exit", **one) for one in (OPTIONS, options)]
+    assert torch.equal(*early)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "options", "got"),
+    [
+        ("llama", 2, {"cache_implementation": "static"}, "StaticCache with 2 sequences"),
+        ("gemma3_text", 1, {"cache_implementation": "static"}, "StaticCache with sliding-window layers"),
+        ("llama", 1, {"use_cache": False}, "no cache"),
+    ],
+)
+def test_caches_that_cannot_be_rolled_back(family, rows, options, got):
+    model = TIDEModelForCausalLM.attach(tiny_model(family))
+    with pytest.raises(UnsupportedOptionError, match=f"got {got}.*Expected a DynamicCache"):
+        model.generate(prompt().expand(rows, -1), **OPTIONS, **options)

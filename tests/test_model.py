@@ -215,8 +215,7 @@ def test_as_an_assistant_and_with_an_assistant_the_output_is_plain():
     ("options", "got"),
     [
         ({"use_cache": False}, "no cache"),
-        ({"cache_implementation": "static"}, "StaticCache"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+                ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
     ],
 )
@@ -226,12 +225,9 @@ def test_what_is_not_there_yet_is_said(options, got):
         model.generate(prompt(), **OPTIONS, **options)
 
 
-def test_a_batch_is_refused_in_self_speculative_only():
-    model = attached(exit_threshold=0.0)
-    with pytest.raises(UnsupportedOptionError, match=r"got a batch of 3\. Expected one sequence a call"):
-        model.generate(prompt(3), **OPTIONS)
-    for mode in ("early_exit", "post_hoc"):
-        assert model.generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 19)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_runs_in_every_mode(mode):
+    assert attached(exit_threshold=0.0).generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 19)
 
 
 def test_an_unbuilt_kv_cache_strategy_is_refused():

@@ -151,7 +151,7 @@ class TIDEGenerationMixin:
         attachment.check_mode(mode)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
-            find_cache(model_kwargs, mode)
+            find_cache(model_kwargs, mode, input_ids.shape[0])
             decoder = SelfSpeculativeDecoder(self, attachment, input_ids, model_kwargs=model_kwargs, **common)
             result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             self.last_exit_stats = decoder.stats
@@ -159,6 +159,7 @@ class TIDEGenerationMixin:
         threshold = getattr(generation_config, "exit_threshold", None)
         threshold = attachment.exit_threshold if threshold is None else check_exit_threshold(threshold)
         run = _router_run(attachment, mode, threshold, model_kwargs)
+        generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
         with active(run):
             result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         sequences = result if isinstance(result, Tensor) else result.sequences
@@ -210,7 +211,7 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
 def _router_run(attachment: Attachment, mode: str, threshold: float, model_kwargs: dict[str, Any]) -> RouterRun:
     routers = attachment.require_routers(f"tide_mode={mode!r}")
     if mode == "early_exit":
-        find_cache(model_kwargs, mode)
+        find_cache(model_kwargs, mode, 1)
     run_class = EarlyExitRun if mode == "early_exit" else PostHocRun
     return run_class(attachment.structure, routers, attachment.unembed, threshold)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedCache, StaticLayer
 
 from .errors import UnsupportedOptionError, describe
 
@@ -56,27 +56,45 @@ def fill_skipped(native_forward: Any, args: tuple[Any, ...], kwargs: dict[str, A
     raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug of ours, not of a user
 
 
-def find_cache(model_kwargs: dict[str, Any], mode: str) -> Cache:
+def find_cache(model_kwargs: dict[str, Any], mode: str, rows: int) -> Cache:
     """Return the call's cache, or say why `mode` cannot run with it.
 
     Args:
         model_kwargs: Keyword arguments that `generate` prepared.
-        mode: The mode, for the message.
+        mode: The mode.
+        rows: Sequences in the batch.
 
     Raises:
-        UnsupportedOptionError: There is no cache, or one of a fixed size.
+        UnsupportedOptionError: There is no cache, or one that cannot be rolled back.
     """
     cache = model_kwargs.get("past_key_values") if model_kwargs.get("use_cache", True) else None
-    if not isinstance(cache, Cache) or cache.is_compileable or type(cache).__name__ == "QuantizedCache":
+    got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
+    supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
+    if supported and any(isinstance(layer, StaticLayer) for layer in cache.layers) and mode == "self_speculative":
+        got += f" with {rows} sequences" if rows > 1 else " with sliding-window layers"
+        supported = rows == 1 and not any(cache.is_sliding)
+    if not supported:
         raise UnsupportedOptionError(
             describe(
                 f"tide_mode={mode!r} cannot use this cache",
-                got=type(cache).__name__ if cache is not None else "no cache (use_cache=False)",
-                expected="a DynamicCache, which is the default of generate()",
+                got=got,
+                expected="a DynamicCache, which is the default of generate(), or a StaticCache without sliding windows "
+                "for a single sequence",
                 do="Leave cache_implementation and use_cache at their defaults, or detach TIDE for this call.",
             )
         )
     return cache
+
+
+def crop(layer: Any, num_tokens: int) -> None:
+    """Remove the last `num_tokens` tokens from one layer of a cache.
+
+    Called with 0 it still lets a sliding-window layer drop what has left the window.
+    """
+    if isinstance(layer, StaticLayer):
+        layer.cumulative_length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
+    else:
+        layer.crop(-num_tokens)
 
 
 class CacheSlots:
@@ -110,7 +128,7 @@ class CacheSlots:
         if min(accepted) == longest and self.holes is None:
             self.mask = self.mask_for(longest)
             # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
-            self.cache.crop(longest - width)
+            self._crop(width - longest)
             return
         device = self.cache.layers[0].keys.device
         kept = torch.arange(width, device=device) < torch.tensor(accepted, device=device)[:, None]
@@ -118,7 +136,7 @@ class CacheSlots:
         if any(self.cache.is_sliding):
             self._compact()
             return
-        self.cache.crop(longest - width)
+        self._crop(width - longest)
         surplus = width - longest
         if surplus:
             self.mask, self.holes = self.mask[:, :-surplus], self.holes[:, :-surplus]
@@ -145,6 +163,10 @@ class CacheSlots:
         for layer in self.cache.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+
+    def _crop(self, num_tokens: int) -> None:
+        for layer in self.cache.layers:
+            crop(layer, num_tokens)
 
     def _hide(self, kept: Tensor, width: int) -> None:
         """Append `width` slots to mask and holes, of which those not `kept` are holes."""

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .drafting import Draft, Drafter
-from .kv_cache import CacheSlots
+from .kv_cache import CacheSlots, crop
 from .skipping import FixedDepthRun, LayerRun, active
 from .stats import ExitStats
 
@@ -328,5 +328,5 @@ class _Shallow:
         # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
         for layer_idx in range(max(self.depths, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
-            self.decoder.slots.cache.layers[layer_idx].crop(-num_steps)
+            crop(self.decoder.slots.cache.layers[layer_idx], num_steps)
         self.depths.clear()
