@@ -52,7 +52,7 @@ def test_drafts_from_exit_heads_leave_no_trace(family):
             self.rounds += 1
             exit_layer = 1 if self.rounds % 2 else 3
             drafted = [[] for _ in rows]
-            for _ in range(min(3, min(limits))):
+            for _ in range(min(3, *limits)):
                 tokens, scores = self.shallow.step(exit_layer, drafted)
                 assert all(0.0 <= score <= 1.0 for score in scores)
                 drafted = [[*before, token] for before, token in zip(drafted, tokens, strict=True)]

@@ -215,7 +215,7 @@ def test_as_an_assistant_and_with_an_assistant_the_output_is_plain():
     ("options", "got"),
     [
         ({"use_cache": False}, "no cache"),
-                ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
     ],
 )

@@ -202,8 +202,8 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
                 describe(
                     "tide_mode='self_speculative' cannot do this yet",
                     got=got,
-                    expected="one process, no output_attentions and output_hidden_states, and streamers for one sequence",
-                    do="Leave it out, choose another tide_mode, or TIDEModelForCausalLM.detach(model) for plain decoding.",
+                    expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
+                    do="Leave it out, choose another tide_mode, or detach TIDE for plain decoding.",
                 )
             )
 

@@ -67,7 +67,7 @@ def find_cache(model_kwargs: dict[str, Any], mode: str, rows: int) -> Cache:
     Raises:
         UnsupportedOptionError: There is no cache, or one that cannot be rolled back.
     """
-    cache = model_kwargs.get("past_key_values") if model_kwargs.get("use_cache", True) else None
+    cache: Any = model_kwargs.get("past_key_values") if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
     supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
     if supported and any(isinstance(layer, StaticLayer) for layer in cache.layers) and mode == "self_speculative":
@@ -132,21 +132,20 @@ class CacheSlots:
             return
         device = self.cache.layers[0].keys.device
         kept = torch.arange(width, device=device) < torch.tensor(accepted, device=device)[:, None]
-        self._hide(kept, width)
+        mask, holes = self._with_holes(kept)
         if any(self.cache.is_sliding):
-            self._compact()
+            self._compact(mask, holes)
             return
         self._crop(width - longest)
-        surplus = width - longest
-        if surplus:
-            self.mask, self.holes = self.mask[:, :-surplus], self.holes[:, :-surplus]
+        length = mask.shape[1] - (width - longest)
+        self.mask, self.holes = mask[:, :length], holes[:, :length]
         if float(self.holes.float().mean()) > self.compaction_threshold:
-            self._compact()
+            self._compact(self.mask, self.holes)
 
     def settle(self) -> None:
         """Remove all holes."""
-        if self.holes is not None:
-            self._compact()
+        if self.mask is not None and self.holes is not None:
+            self._compact(self.mask, self.holes)
 
     def select(self, rows: list[int]) -> Tensor:
         """Keep only these rows; return their positions as a tensor."""
@@ -168,27 +167,22 @@ class CacheSlots:
         for layer in self.cache.layers:
             crop(layer, num_tokens)
 
-    def _hide(self, kept: Tensor, width: int) -> None:
-        """Append `width` slots to mask and holes, of which those not `kept` are holes."""
-        rows = kept.shape[0]
-        cached = self.cache.get_seq_length() - width
-        if self.mask is None:
-            self.mask = torch.ones(rows, cached, dtype=torch.long, device=kept.device)
-        if self.holes is None:
-            self.holes = torch.zeros(rows, cached, dtype=torch.bool, device=kept.device)
-        self.mask = torch.cat([self.mask, kept.to(self.mask)], dim=-1)
-        self.holes = torch.cat([self.holes, ~kept], dim=-1)
+    def _with_holes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask and holes, (rows, cached) each, after a pass that wrote as many slots as `kept` (rows, width) has."""
+        rows, width = kept.shape
+        shape = (rows, self.cache.get_seq_length() - width)
+        mask = torch.ones(shape, dtype=torch.long, device=kept.device) if self.mask is None else self.mask
+        holes = torch.zeros(shape, dtype=torch.bool, device=kept.device) if self.holes is None else self.holes
+        return torch.cat([mask, kept.to(mask)], dim=-1), torch.cat([holes, ~kept], dim=-1)
 
-    def _compact(self) -> None:
+    def _compact(self, mask: Tensor, holes: Tensor) -> None:
         """Move the rows together by one gather per layer, each ending at the last slot."""
         self.num_compactions += 1
-        kept = ~self.holes
-        total, width = kept.shape[1], int(kept.sum(dim=1).max())
+        total, width = holes.shape[1], int((~holes).sum(dim=1).max())
         # A stable sort puts holes first and leaves the tokens in order; what is left of a longer row's holes goes.
-        order = torch.argsort(kept.to(torch.uint8), dim=1, stable=True)[:, -width:]
-        self.mask, self.holes = self.mask.gather(1, order), self.holes.gather(1, order)
-        if not self.holes.any():
-            self.holes = None
+        order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
+        self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
+        self.holes = remaining if bool(remaining.any()) else None
         for layer in self.cache.layers:
             _gather_slots(layer, order, total)
 

@@ -297,7 +297,8 @@ class Stopping:
         stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
         if self.others:
             ids, scores = row.ids, tuple(row.scores) or None
-            stops |= any([bool(criterion(ids, scores).all()) for criterion in self.others])
+            for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
+                stops |= bool(criterion(ids, scores).all())
         return stops
 
 
