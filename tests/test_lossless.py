@@ -214,7 +214,8 @@ def test_a_static_cache(family, kind):
     model = tiny_model(family)
     options = {**OPTIONS, "cache_implementation": "static"}
     expected = model.generate(prompt(), **options)
-    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1], exit_threshold=0.0))
+    routers = TIDERouters.for_model(model, exit_layers=[1], exit_threshold=0.0, kv_cache_strategy="propagate")
+    TIDEModelForCausalLM.attach(model, routers)
     use_drafter(model, kind, expected[:, PROMPT:].tolist())
     assert torch.equal(model.generate(prompt(), **options), expected)
     early = [model.generate(prompt(), tide_mode="early_exit", **one) for one in (OPTIONS, options)]
@@ -224,12 +225,12 @@ def test_a_static_cache(family, kind):
 @pytest.mark.parametrize(
     ("family", "rows", "options", "got"),
     [
-        ("llama", 2, {"cache_implementation": "static"}, "StaticCache with 2 sequences"),
+        ("llama", 2, {"cache_implementation": "static"}, "StaticCache"),
         ("gemma3_text", 1, {"cache_implementation": "static"}, "StaticCache with sliding-window layers"),
         ("llama", 1, {"use_cache": False}, "no cache"),
     ],
 )
 def test_caches_that_cannot_be_rolled_back(family, rows, options, got):
     model = TIDEModelForCausalLM.attach(tiny_model(family))
-    with pytest.raises(UnsupportedOptionError, match=f"got {got}.*Expected a DynamicCache"):
+    with pytest.raises(UnsupportedOptionError, match=f"self_speculative.*got {got}.*Expected a DynamicCache"):
         model.generate(prompt().expand(rows, -1), **OPTIONS, **options)

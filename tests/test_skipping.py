@@ -10,7 +10,9 @@ from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.skipping import EarlyExitRun, active
+from tide_hf.early_exit import PropagateRun
+from tide_hf.errors import ConfigurationError
+from tide_hf.skipping import active
 from tide_hf.structure import find_structure
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
@@ -46,9 +48,9 @@ def layer_calls(model):
             layer_class.forward = native
 
 
-def attached(family: str, exit_layers: list[int], **options):
+def attached(family: str, exit_layers: list[int], strategy: str = "propagate", **options):
     model = tiny_model(family)
-    routers = TIDERouters.for_model(model, exit_layers=exit_layers, exit_strategy="linear")
+    routers = TIDERouters.for_model(model, exit_layers=exit_layers, exit_strategy="linear", kv_cache_strategy=strategy)
     torch.manual_seed(1)
     for exit_layer in exit_layers:
         torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
@@ -117,6 +119,82 @@ def test_logits_equal_the_teacher_forced_oracle(family, rows):
     torch.testing.assert_close(torch.stack(result.logits, dim=1), oracle, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
+    """Both read exits from the same states and keep exact K/V; one leaves out what it does not need."""
+    model = attached(family, [1, 2, 3], "recompute", exit_threshold=0.5)
+    options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(prompt(rows), tide_mode="post_hoc", **options)
+    post_hoc = model.last_exit_stats
+    result = model.generate(prompt(rows), **options)
+    stats = model.last_exit_stats
+    assert torch.equal(result.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+    assert stats.per_token == post_hoc.per_token
+    for layer, other in zip(result.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert layer.get_seq_length() == other.get_seq_length()
+        kept = other.keys.shape[-2]
+        torch.testing.assert_close(layer.keys[:, :, -kept:], other.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layer.values[:, :, -kept:], other.values, atol=1e-4, rtol=1e-4)
+    if rows == 1:
+        assert stats.exit_rate > 0
+        assert stats.layers_executed < post_hoc.layers_executed
+
+
+def test_recompute_runs_deep_layers_once_for_several_tokens():
+    """Nine tokens that all leave after layer 1 never run the others, unless the cache is asked for."""
+    model = attached("llama", [1], "recompute", exit_threshold=0.0)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **OPTIONS)
+    assert counts["finished"] == {0: 10, 1: 1, 2: 1, 3: 1}
+    with layer_calls(model) as counts:
+        model.generate(prompt(), return_dict_in_generate=True, **OPTIONS)
+    assert counts["finished"] == {0: 10, 1: 2, 2: 2, 3: 2}
+
+
+def test_zero_pad_leaves_zeros_for_skipped_layers():
+    model = attached("llama", [2], "zero_pad", exit_threshold=0.0)
+    cache = DynamicCache(config=model.config)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), past_key_values=cache, **OPTIONS)
+    assert counts["entered"] == {0: 10, 1: 10, 2: 1, 3: 1}
+    for layer_idx, layer in enumerate(cache.layers):
+        assert layer.get_seq_length() == prompt().shape[1] + 9
+        assert bool((layer.keys[:, :, -9:] == 0).all()) == (layer_idx >= 2)
+
+
+def test_min_layers_raises_the_floor_at_run_time():
+    model = attached("llama", [1, 3], exit_threshold=0.0)
+    model.generate(prompt(), min_layers=2, **OPTIONS)
+    assert model.last_exit_stats.exits_per_layer == {3: 9}
+    model.generate(prompt(), min_layers=4, **OPTIONS)
+    assert model.last_exit_stats.exits_per_layer == {}
+
+
+def test_the_fixed_criterion_leaves_at_the_first_exit_layer():
+    model = attached("llama", [2, 3])
+    model.generate(prompt(), exit_criterion="fixed", exit_threshold=1.0, **OPTIONS)
+    assert model.last_exit_stats.exits_per_layer == {2: 9}
+
+
+def test_the_confidence_criterion_is_the_heads_largest_probability():
+    model = attached("llama", [2], "recompute")
+    result = model.generate(prompt(), exit_criterion="confidence", exit_threshold=0.0,
+        return_dict_in_generate=True, output_logits=True, **OPTIONS)  # fmt: skip
+    largest = [float(logits.softmax(-1).max()) for logits in result.logits[1:]]
+    threshold = sorted(largest)[4]
+    first = next(position for position, value in enumerate(largest) if value < threshold)
+    model.generate(prompt(), exit_criterion="confidence", exit_threshold=threshold, **OPTIONS)
+    per_token = model.last_exit_stats.per_token[0]
+    assert per_token[1 : first + 2] == [2] * first + [LAYERS]
+
+
+def test_an_unknown_criterion():
+    with pytest.raises(ConfigurationError, match=r"unknown exit_criterion: got 'mood'\. Expected one of 'router'"):
+        attached("llama", [2]).generate(prompt(), exit_criterion="mood", **OPTIONS)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_threshold_above_one_is_the_base_model(rows):
     model = tiny_model("llama")
@@ -171,7 +249,7 @@ def test_other_threads_do_not_see_an_active_run():
     model = attached("llama", [1], exit_threshold=0.0)
     tokens = prompt()
     plain = model(input_ids=tokens).logits
-    run = EarlyExitRun(model._tide.structure, model._tide.routers, model._tide.unembed, 0.0)
+    run = PropagateRun(model._tide.structure, model._tide.routers, model._tide.unembed, 0.0)
     seen = []
     with active(run):
         thread = threading.Thread(target=lambda: seen.append(model(input_ids=tokens).logits))

@@ -11,6 +11,7 @@ from .errors import ConfigurationError, describe
 
 EXIT_STRATEGIES = ("identity", "linear")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
+EXIT_CRITERIA = ("router", "confidence", "fixed")
 MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 
@@ -34,7 +35,9 @@ class TIDEConfig(PreTrainedConfig):
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token leaves where its exit score is at least this. Above 1 nothing leaves.
-        kv_cache_strategy (`str`): What fills the K/V of skipped layers.
+        kv_cache_strategy (`str`): What becomes of the K/V of layers that a token skips in `early_exit`: `"recompute"`
+            (exact: computed together with the next token that goes deep), `"propagate"` (computed at once from the
+            early state) or `"zero_pad"` (zeros).
         compaction_threshold (`float`): Share of holes above which a batch's cache is compacted.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
     """
@@ -54,15 +57,15 @@ class TIDEConfig(PreTrainedConfig):
     translator_rank: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
-    kv_cache_strategy: str = "propagate"
+    kv_cache_strategy: str = "recompute"
     compaction_threshold: float | int = 0.25
     calibration: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the exit layers and refuse values that cannot work."""
         super().__post_init__(**kwargs)
-        _check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
-        _check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
+        check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
+        check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
         check_exit_threshold(self.exit_threshold)
         for name in ("checkpoint_interval", "min_layers", "router_bottleneck_dim"):
             _check_positive(name, getattr(self, name))
@@ -117,10 +120,11 @@ def check_exit_threshold(value: Any) -> float:
 
 def check_mode(mode: object) -> str:
     """Return `mode`, or raise [`ConfigurationError`] where there is no such mode."""
-    return _check_choice("tide_mode", mode, MODES)
+    return check_choice("tide_mode", mode, MODES)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `choices`, or raise [`ConfigurationError`]."""
     if not isinstance(value, str) or value not in choices:
         expected = "one of " + ", ".join(repr(choice) for choice in choices)
         raise ConfigurationError(

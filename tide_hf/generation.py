@@ -8,19 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .configuration_tide import NEVER_EXIT, TIDEConfig, check_exit_threshold, check_mode
+from .configuration_tide import EXIT_CRITERIA, TIDEConfig, check_choice, check_exit_threshold, check_mode
 from .drafting import Drafter, HybridDrafter
+from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
-from .kv_cache import find_cache
+from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .modeling_tide import ExitPoint, TIDERouters
 from .policy import CostTable
-from .skipping import EarlyExitRun, PostHocRun, RouterRun, active
+from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import DecoderStructure
 from .unembed import Unembed
 
-OPTIONS = ("tide_mode", "exit_threshold")
+OPTIONS = ("tide_mode", "exit_threshold", "exit_criterion", "min_layers")
 
 
 @dataclass
@@ -90,16 +91,6 @@ class Attachment:
                     do="Attach with mode='post_hoc', or use the model without TIDE.",
                 )
             )
-        strategy = self.routers.config.kv_cache_strategy if self.routers is not None else "propagate"
-        if mode == "early_exit" and strategy != "propagate":
-            raise UnsupportedOptionError(
-                describe(
-                    "this kv_cache_strategy is not built yet",
-                    got=repr(strategy),
-                    expected="'propagate'",
-                    do="Set routers.config.kv_cache_strategy = 'propagate'.",
-                )
-            )
 
 
 def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
@@ -151,20 +142,30 @@ class TIDEGenerationMixin:
         attachment.check_mode(mode)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
-            find_cache(model_kwargs, mode, input_ids.shape[0])
+            rows = input_ids.shape[0]
+            user = f"tide_mode={mode!r}" + (f" with {rows} sequences" if rows > 1 else "")
+            find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
             decoder = SelfSpeculativeDecoder(self, attachment, input_ids, model_kwargs=model_kwargs, **common)
             result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             self.last_exit_stats = decoder.stats
             return result
-        threshold = getattr(generation_config, "exit_threshold", None)
-        threshold = attachment.exit_threshold if threshold is None else check_exit_threshold(threshold)
-        run = _router_run(attachment, mode, threshold, model_kwargs)
+        run = _exit_run(attachment, mode, generation_config, model_kwargs)
         generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
         with active(run):
             result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
+            cache = model_kwargs.get("past_key_values")
+            if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
+                run.flush(super().__call__)  # type: ignore[misc]
         sequences = result if isinstance(result, Tensor) else result.sequences
-        self.last_exit_stats = _router_stats(mode, run, sequences[:, input_ids.shape[1] :], generation_config)
+        self.last_exit_stats = _exit_stats(mode, run, sequences[:, input_ids.shape[1] :], generation_config)
         return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; where deeper layers have to catch up, let the run do it."""
+        run = active_run()
+        if isinstance(run, RecomputeRun) and not run.resume_at:
+            return run.call(super().__call__, kwargs)  # type: ignore[misc]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
         """Let `.to()`, `.half()` and their like reach the routers, which are no submodule of the base."""
@@ -208,15 +209,27 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
             )
 
 
-def _router_run(attachment: Attachment, mode: str, threshold: float, model_kwargs: dict[str, Any]) -> RouterRun:
+def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any]) -> ExitRun:
+    """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    if mode == "early_exit":
-        find_cache(model_kwargs, mode, 1)
-    run_class = EarlyExitRun if mode == "early_exit" else PostHocRun
-    return run_class(attachment.structure, routers, attachment.unembed, threshold)
+    threshold, criterion, min_layers = (getattr(generation_config, name, None) for name in OPTIONS[1:])
+    options: dict[str, Any] = {
+        "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
+        "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
+        "min_layers": min_layers or 0,
+    }
+    common = (attachment.structure, routers, attachment.unembed)
+    if mode == "post_hoc":
+        return PostHocRun(*common, **options)
+    strategy = routers.config.kv_cache_strategy
+    user = f"tide_mode={mode!r} with kv_cache_strategy={strategy!r}"
+    find_cache(model_kwargs, user, static="none" if strategy == "recompute" else "any")
+    if strategy == "recompute":
+        return RecomputeRun(*common, **options)
+    return PropagateRun(*common, **options, fill=fill_skipped if strategy == "propagate" else fill_zeros)
 
 
-def _router_stats(mode: str, run: RouterRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
+def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
     """Counts of a call, without the padding behind rows that finished early."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
     eos_tokens = set(eos.tolist()) if eos is not None else set()
@@ -227,4 +240,4 @@ def _router_stats(mode: str, run: RouterRun, new_tokens: Tensor, generation_conf
     return ExitStats(mode, run.num_layers, layers_executed=run.layers_executed, per_token=per_token)
 
 
-__all__ = ["NEVER_EXIT", "OPTIONS", "Attachment", "TIDEGenerationMixin", "attached_class", "hybrid_drafter"]
+__all__ = ["OPTIONS", "Attachment", "TIDEGenerationMixin", "attached_class", "hybrid_drafter"]

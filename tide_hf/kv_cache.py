@@ -37,49 +37,61 @@ def storing_view(cache: Cache) -> Cache:
     return view
 
 
-def fill_skipped(native_forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Write the K/V that a skipped layer would write for its input, by its own code (`propagate`).
 
     Only what precedes the cache update runs: the layer's norm and its q, k and v.
 
     Args:
-        native_forward: The layer's own forward.
+        gate: The layer's gate.
         args: Its positional arguments; the cache may be among them (gpt2).
         kwargs: Its keyword arguments.
     """
     args = tuple(storing_view(value) if isinstance(value, Cache) else value for value in args)
     kwargs = {name: storing_view(value) if isinstance(value, Cache) else value for name, value in kwargs.items()}
     try:
-        native_forward(*args, **kwargs)
+        gate.native(*args, **kwargs)
     except _Stored:
         return
     raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug of ours, not of a user
 
 
-def find_cache(model_kwargs: dict[str, Any], mode: str, rows: int) -> Cache:
-    """Return the call's cache, or say why `mode` cannot run with it.
+def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write zeros for the K/V of a skipped layer (`zero_pad`, what the published system calls it)."""
+    cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
+    layer = cache.layers[gate.layer_idx]
+    cache.update(torch.zeros_like(layer.keys[:, :, :1]), torch.zeros_like(layer.values[:, :, :1]), gate.layer_idx)
+
+
+def cache_is_returned(generation_config: Any, cache: Any) -> bool:
+    """Whether the caller of `generate` gets to see the cache."""
+    return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+
+
+def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
+    """Return the call's cache, or say why it cannot be used.
 
     Args:
         model_kwargs: Keyword arguments that `generate` prepared.
-        mode: The mode.
-        rows: Sequences in the batch.
+        user: What is going to use it, for the message.
+        static: Which static caches will do: `"any"`, `"full"` (without sliding windows) or `"none"`.
 
     Raises:
-        UnsupportedOptionError: There is no cache, or one that cannot be rolled back.
+        UnsupportedOptionError: There is no cache, or one that cannot be rolled back as `user` has to.
     """
     cache: Any = model_kwargs.get("past_key_values") if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
     supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
-    if supported and any(isinstance(layer, StaticLayer) for layer in cache.layers) and mode == "self_speculative":
-        got += f" with {rows} sequences" if rows > 1 else " with sliding-window layers"
-        supported = rows == 1 and not any(cache.is_sliding)
+    if supported and static != "any" and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        got += " with sliding-window layers" if any(cache.is_sliding) else ""
+        supported = static == "full" and not any(cache.is_sliding)
     if not supported:
+        also = {"any": ", or a StaticCache", "full": ", or a StaticCache without sliding windows", "none": ""}[static]
         raise UnsupportedOptionError(
             describe(
-                f"tide_mode={mode!r} cannot use this cache",
+                f"{user} cannot use this cache",
                 got=got,
-                expected="a DynamicCache, which is the default of generate(), or a StaticCache without sliding windows "
-                "for a single sequence",
+                expected=f"a DynamicCache, which is the default of generate(){also}",
                 do="Leave cache_implementation and use_cache at their defaults, or detach TIDE for this call.",
             )
         )
@@ -95,6 +107,14 @@ def crop(layer: Any, num_tokens: int) -> None:
         layer.cumulative_length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
     else:
         layer.crop(-num_tokens)
+
+
+def stop_recording(cache: Cache) -> None:
+    """Let a cache that is returned drop again what leaves its window in a next prompt's pass."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            crop(layer, 0)
+            layer.record_past = False
 
 
 class CacheSlots:
@@ -156,12 +176,6 @@ class CacheSlots:
         if self.holes is not None:
             self.holes = self.holes[index.to(self.holes.device)]
         return index
-
-    def close(self) -> None:
-        """Let a cache that is returned drop what leaves its window again in a next prompt's pass."""
-        for layer in self.cache.layers:
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
 
     def _crop(self, num_tokens: int) -> None:
         for layer in self.cache.layers:

@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from . import kv_cache
-from .modeling_tide import ExitPoint, TIDERouters
+from .modeling_tide import ExitPoint
 from .structure import DecoderStructure
 from .unembed import Unembed
 
@@ -86,6 +84,11 @@ def active(run: LayerRun) -> Iterator[LayerRun]:
         _ACTIVE.reset(token)
 
 
+def active_run() -> LayerRun | None:
+    """The run that decides in this thread, if any."""
+    return _ACTIVE.get()
+
+
 class LayerRun:
     """Decides layer by layer. This one executes every layer and counts.
 
@@ -103,7 +106,7 @@ class LayerRun:
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer natively and count it."""
-        self.layers_executed += _input_state(args, kwargs).shape[0]
+        self.layers_executed += input_state(args, kwargs).shape[0]
         return gate.native(*args, **kwargs)
 
 
@@ -121,133 +124,21 @@ class FixedDepthRun(LayerRun):
         """Execute the shallow layers; at the last position translate the state for the final norm."""
         if gate.layer_idx < self.exit_layer:
             return self.execute(gate, args, kwargs)
-        state = _input_state(args, kwargs)
+        state = input_state(args, kwargs)
         if gate.layer_idx == self.exit_layer:
-            exit_point = _on_device(self.exit_point, state)
+            exit_point = on_device(self.exit_point, state)
             self.exit_scores = exit_point.router(self.unembed.normalize(state[:, -1]))
         if gate.layer_idx == self.num_layers - 1:
             state = self.exit_point.head(state)
         return gate.with_state(None, state)
 
 
-class RouterRun(LayerRun):
-    """Tokens leave where a router's score reaches the threshold. Common to `early_exit` and `post_hoc`.
-
-    Only passes of one token per row may exit: the prompt runs at full depth.
-
-    Args:
-        structure: The base model's structure.
-        routers: Its routers.
-        unembed: Its unembedding, for the final norm in front of the routers.
-        exit_threshold: Exit where `score >= exit_threshold`.
-
-    Attributes:
-        exit_layer_per_row: (rows,) exit layer of each row in the current pass; `num_layers` where none.
-        per_pass: One list of exit layers per forward pass so far.
-    """
-
-    def __init__(
-        self, structure: DecoderStructure, routers: TIDERouters, unembed: Unembed, exit_threshold: float
-    ) -> None:
-        super().__init__(structure)
-        self.routers = routers
-        self.unembed = unembed
-        self.exit_threshold = exit_threshold
-        self.exit_layers = frozenset(routers.exit_layers)
-        self.exit_layer_per_row = torch.empty(0, dtype=torch.long)
-        self.may_exit = False
-        self.num_exited = 0
-        self.per_pass: list[list[int]] = []
-
-    def begin_pass(self, hidden_states: Tensor) -> None:
-        """Start afresh with the first layer of a forward pass."""
-        rows, length = hidden_states.shape[:2]
-        self.may_exit = length == 1
-        self.num_exited = 0
-        self.exit_layer_per_row = torch.full((rows,), self.num_layers, device=hidden_states.device)
-
-    def decide(self, exit_layer: int, hidden_states: Tensor) -> Tensor | None:
-        """Score the rows that are still in the pass; return the mask of those that leave here, if any does."""
-        exit_point = _on_device(self.routers[exit_layer], hidden_states)
-        scores = exit_point.router(self.unembed.normalize(hidden_states[:, -1]))
-        self.exit_layer_per_row = self.exit_layer_per_row.to(hidden_states.device)
-        leaves = (scores >= self.exit_threshold) & (self.exit_layer_per_row == self.num_layers)
-        count = int(leaves.sum())
-        if count == 0:
-            return None
-        self.exit_layer_per_row = torch.where(leaves, exit_layer, self.exit_layer_per_row)
-        self.num_exited += count
-        return leaves
-
-    def end_pass(self) -> None:
-        """Note the layer that each row was read from."""
-        self.per_pass.append(self.exit_layer_per_row.tolist())
-
-
-class EarlyExitRun(RouterRun):
-    """A token that leaves stops there: deeper layers only store its K/V, unless another row still needs them."""
-
-    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute, freeze or skip one layer."""
-        before = _input_state(args, kwargs)
-        if gate.layer_idx == 0:
-            self.begin_pass(before)
-        if self.num_exited == before.shape[0]:
-            kv_cache.fill_skipped(gate.native, args, kwargs)
-            output, state = None, before
-        else:
-            output = self.execute(gate, args, kwargs)
-            state = gate.state_of(output)
-            if self.num_exited:
-                exited = (self.exit_layer_per_row < self.num_layers).to(state.device)
-                state = torch.where(exited[:, None, None], before.to(state.device), state)
-        executed = gate.layer_idx + 1
-        if self.may_exit and self.num_exited < state.shape[0] and executed in self.exit_layers:
-            self.decide(executed, state)
-        if executed == self.num_layers:
-            state = self._translate(state)
-            self.end_pass()
-        return gate.with_state(output, state)
-
-    def _translate(self, state: Tensor) -> Tensor:
-        """Pass each exited row through the head of its exit layer."""
-        for exit_layer in sorted(set(self.exit_layer_per_row.tolist()) & self.exit_layers):
-            rows = (self.exit_layer_per_row == exit_layer).to(state.device)
-            head = _on_device(self.routers[exit_layer], state).head
-            state = torch.where(rows[:, None, None], head(state), state)
-        return state
-
-
-class PostHocRun(RouterRun):
-    """All layers run; the state of the earliest exit whose router agrees replaces the last one (Algorithm 1)."""
-
-    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute one layer and remember exited states for the last one."""
-        if gate.layer_idx == 0:
-            self.begin_pass(_input_state(args, kwargs))
-            self.exited_state: Tensor | None = None
-        output = self.execute(gate, args, kwargs)
-        state = gate.state_of(output)
-        executed = gate.layer_idx + 1
-        if self.may_exit and executed in self.exit_layers:
-            leaves = self.decide(executed, state)
-            if leaves is not None:
-                head = _on_device(self.routers[executed], state).head
-                kept = state if self.exited_state is None else self.exited_state.to(state.device)
-                self.exited_state = torch.where(leaves[:, None, None], head(state), kept)
-        if executed == self.num_layers:
-            if self.exited_state is not None:
-                exited = (self.exit_layer_per_row < self.num_layers).to(state.device)
-                state = torch.where(exited[:, None, None], self.exited_state.to(state.device), state)
-            self.end_pass()
-        return gate.with_state(output, state)
-
-
-def _input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that a layer was called with."""
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _on_device(exit_point: ExitPoint, state: Tensor) -> ExitPoint:
+def on_device(exit_point: ExitPoint, state: Tensor) -> ExitPoint:
     """Move an exit point to where its layer's output lies; a model may be spread over devices."""
     if exit_point.router.up.weight.device != state.device:
         exit_point.to(state.device)

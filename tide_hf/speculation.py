@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .drafting import Draft, Drafter
-from .kv_cache import CacheSlots, crop
+from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
 from .skipping import FixedDepthRun, LayerRun, active
 from .stats import ExitStats
 
@@ -96,9 +96,10 @@ class SelfSpeculativeDecoder:
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
         self.keeps_logits = bool(returned and generation_config.output_logits)
-        cache = model_kwargs["past_key_values"]
         # Rows that are stopped leave the batch, unless nothing pads them or the caller gets to see their padding.
-        self.drops_stopped = self.stopping.pads and not returned and not getattr(cache, "_is_user_defined", False)
+        self.drops_stopped = self.stopping.pads and not cache_is_returned(
+            generation_config, model_kwargs["past_key_values"]
+        )
         self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
         self.stats = ExitStats("self_speculative", attachment.structure.num_layers)
@@ -109,7 +110,6 @@ class SelfSpeculativeDecoder:
             self._prefill(drafter)
             while not self._is_done():
                 self._round(drafter)
-        self.slots.close()
         if self.streamer is not None:
             self.streamer.end()
         return self._result()
@@ -257,6 +257,7 @@ class SelfSpeculativeDecoder:
         self.stats.per_token = [row.depths[: row.stopped_at] for row in self.rows]
         if not self.drops_stopped:
             self.slots.settle()
+        stop_recording(self.slots.cache)
         if not self.config.return_dict_in_generate:
             return sequences
         steps = range(length)
