@@ -1,0 +1,109 @@
+"""Sampling in `self_speculative` has the base model's distribution, whatever is drafted."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from families import tiny_model
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.drafting import Draft
+from tide_hf.speculation import SelfSpeculativeDecoder
+
+VOCAB, LENGTH, SAMPLES = 5, 3, 4000
+WARPERS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "eos_token_id": None}
+PROMPT = torch.tensor([[1, 3, 2, 4]])
+
+
+class BadDrafter:
+    """Drafts the same two tokens every round; the first of them is likely now and then."""
+
+    def __init__(self, *_):
+        pass
+
+    def draft(self, rows, limits):
+        return [Draft([2, 1][:limit], source="script") for limit in limits]
+
+    def observe(self, row, draft, new_tokens, n_matches):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = tiny_model("llama", vocab_size=VOCAB, **tokens)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.05)  # flatter, so that many sequences are likely
+    TIDEModelForCausalLM.attach(model)
+    model._tide.make_drafter = BadDrafter
+    return model
+
+
+def exact_probabilities(model) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence of `LENGTH` tokens under temperature and top-k, by enumeration."""
+    probabilities = {}
+    for sequence in itertools.product(range(VOCAB), repeat=LENGTH):
+        ids = torch.cat([PROMPT, torch.tensor([sequence])], dim=1)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, PROMPT.shape[1] - 1 : -1].float() / WARPERS["temperature"]
+        kept = torch.where(logits >= logits.topk(WARPERS["top_k"]).values[:, -1:], logits, -torch.inf)
+        steps = kept.softmax(dim=-1)[range(LENGTH), list(sequence)]
+        probabilities[sequence] = float(steps.prod())
+    return probabilities
+
+
+def samples(model) -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    result = []
+    for _ in range(SAMPLES // 500):
+        output = model.generate(PROMPT, max_new_tokens=LENGTH, num_return_sequences=500, **WARPERS)
+        result += [tuple(row) for row in output[:, PROMPT.shape[1] :].tolist()]
+    return result
+
+
+def chi_square_excess(observed: dict, expected: dict[object, float]) -> float:
+    """Chi-square statistic over its critical value at a significance of 1e-3; above 1 the fit is rejected.
+
+    Cells that expect fewer than five are merged. The critical value is Wilson and Hilferty's approximation.
+    """
+    rare = [cell for cell, probability in expected.items() if probability * SAMPLES < 5]
+    cells = [(observed.get(cell, 0), expected[cell] * SAMPLES) for cell in expected if cell not in set(rare)]
+    if rare:
+        cells.append((sum(observed.get(cell, 0) for cell in rare), sum(expected[cell] for cell in rare) * SAMPLES))
+    cells = [(count, mean) for count, mean in cells if mean > 0]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    freedom = len(cells) - 1
+    critical = freedom * (1 - 2 / (9 * freedom) + 3.0902 * math.sqrt(2 / (9 * freedom))) ** 3
+    return statistic / critical
+
+
+def excesses(model) -> tuple[float, float]:
+    """The chi-square excess of the second token alone, and of whole sequences."""
+    exact, drawn = exact_probabilities(model), samples(model)
+    second = {token: sum(p for sequence, p in exact.items() if sequence[1] == token) for token in range(VOCAB)}
+    counts = {sequence: drawn.count(sequence) for sequence in set(drawn)}
+    token_counts = {token: sum(sequence[1] == token for sequence in drawn) for token in range(VOCAB)}
+    assert sum(counts.get(sequence, 0) for sequence, p in exact.items() if p == 0) == 0
+    return chi_square_excess(token_counts, second), chi_square_excess(counts, exact)
+
+
+def test_tokens_and_sequences_have_the_base_models_distribution(model):
+    token, sequence = excesses(model)
+    assert model.last_exit_stats.accepted > 0
+    assert token < 1
+    assert sequence < 1
+
+
+def test_a_broken_acceptance_rule_is_found_out(model, monkeypatch):
+    """A second chance for the draft's token, as a wrong rule may give it, shows in the statistic."""
+    original = SelfSpeculativeDecoder._choose
+
+    def second_chance(self, row, logits):
+        token = original(self, row, logits)
+        return token if token == 2 else original(self, row, logits)
+
+    monkeypatch.setattr(SelfSpeculativeDecoder, "_choose", second_chance)
+    token, sequence = excesses(model)
+    assert token > 1
+    assert sequence > 1
