@@ -1,5 +1,6 @@
 """Token-informed depth for Hugging Face causal language models."""
 
+from .calibration import calibrate
 from .configuration_tide import TIDEConfig
 from .errors import TIDEError, UnsupportedModelError
 from .logits_process import TIDELogitsProcessor
@@ -17,4 +18,5 @@ __all__ = [
     "TIDEModelForCausalLM",
     "TIDERouters",
     "UnsupportedModelError",
+    "calibrate",
 ]

@@ -37,7 +37,7 @@ class TIDELogitsProcessor(LogitsProcessor):
         routers.check_base_model(model)
         structure = find_structure(model)
         self.unembed = Unembed(model, structure)
-        self.routers = routers.to(device=model.device, dtype=model.dtype)
+        self.routers = routers.place(model.device, model.dtype)
         self.exit_threshold = check_exit_threshold(
             routers.config.exit_threshold if exit_threshold is None else exit_threshold
         )

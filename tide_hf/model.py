@@ -129,7 +129,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         attachment.check_mode(mode)
         check_parity(model, structure)
         if loaded is not None:
-            _place_routers(loaded, model)
+            loaded.place(model.device, model.dtype)
         cls.detach(model)
         open_gates(structure)
         model.__class__ = attached_class(attachment.base_class)
@@ -163,12 +163,3 @@ def _load_routers(routers: Routers, **hub_kwargs: Any) -> TIDERouters | None:
     if routers is None or isinstance(routers, TIDERouters):
         return routers
     return TIDERouters.from_pretrained(routers, **{k: v for k, v in hub_kwargs.items() if v is not None})
-
-
-def _place_routers(routers: TIDERouters, model: PreTrainedModel) -> None:
-    """Heads take the model's dtype, since their output enters its final norm; routers keep theirs."""
-    device = model.device if model.device.type != "meta" else None
-    routers.to(device)
-    for exit_layer in routers.exit_layers:
-        routers[exit_layer].head.to(model.dtype)
-    routers.requires_grad_(False)

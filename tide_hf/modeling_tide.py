@@ -111,6 +111,17 @@ class TIDERouters(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the modules initialise themselves, and loading refuses files that lack a tensor."""
 
+    def place(self, device: torch.device, dtype: torch.dtype) -> TIDERouters:
+        """Make ready to decode beside a base model on `device` in `dtype`; return self.
+
+        Heads take the model's dtype, since their output enters its final norm; routers score in float32.
+        """
+        self.to(device if device.type != "meta" else None)
+        for exit_layer in self.exit_layers:
+            self[exit_layer].head.to(dtype)
+            self[exit_layer].router.float()
+        return self.requires_grad_(False)
+
     @classmethod
     def for_model(cls, model: PreTrainedModel, **config: Any) -> TIDERouters:
         """Fresh routers for `model`, not yet calibrated.

@@ -1,21 +1,22 @@
-"""Calibration: fit exit heads, routers and a threshold for a frozen base model. [`calibrate`] holds the steps in order."""
+"""Calibration: fit exit heads, routers and a threshold for a frozen model. [`calibrate`] holds the steps in order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling_tide import TIDERouters
 from ..structure import find_structure
 from ..unembed import Unembed, check_parity
-from .data import full_depth, load_documents, seeded, split_documents, token_batches
-from .hidden_states import Reservoir, StateReader
+from .data import Document, full_depth, load_documents, num_positions, seeded, split_documents, token_batches
+from .fitting import FIT_CAPACITY, TUNE_CAPACITY, collect_moments, decide, fit_head, round_weights, train_routers
+from .hidden_states import Reservoir, StateBatch, StateReader
 from .labels import check_labels
 from .report import Steps, calibration_record, print_report
 from .threshold import check_bounds, choose_threshold
-from .training import FIT_CAPACITY, TUNE_CAPACITY, HeadFitter, decide, place, store, train_routers
 
 __all__ = ["calibrate"]
 
@@ -56,7 +57,7 @@ def calibrate(
         progress: Show progress bars and a table at the end.
 
     Returns:
-        The routers, on the CPU, with the full record in `routers.config.calibration`. They exit at
+        The routers, on the CPU in bfloat16, with the full record in `routers.config.calibration`. They exit at
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
@@ -71,19 +72,38 @@ def calibrate(
         structure = find_structure(model)
         check_parity(model, structure)
         unembed = Unembed(model, structure)
-        routers = TIDERouters.for_model(model, exit_layers=exit_layers, exit_strategy=exit_strategy)
-        place(routers, model)
+        layers = list(exit_layers) if exit_layers is not None else None
+        routers = TIDERouters.for_model(model, exit_layers=layers, exit_strategy=exit_strategy).to(model.device)
         reader = StateReader(model, structure, unembed, routers.exit_layers)
-
-        documents = load_documents(
-            model,
-            tokenizer,
-            dataset,
-            samples=samples,
-            max_length=max_length,
-            batch_size=batch_size,
-            seed=seed,
-            steps=steps,
-        )
+        advance = steps.begin("Gathering text", samples)
+        documents = load_documents(model, tokenizer, dataset, samples, max_length, batch_size, seed, advance)
         splits = split_documents(documents, seed)
-    return routers
+
+        def states_of(description: str, split: list[Document]) -> Iterator[StateBatch]:
+            batches = list(token_batches(split, batch_size))
+            return steps.track(description, reader.read(batches), len(batches))
+
+        tune_reservoir = Reservoir(num_positions(splits.tune), TUNE_CAPACITY, seed)
+        for batch in states_of("Reading the tune split", splits.tune):
+            tune_reservoir.add(batch)
+        tune = tune_reservoir.states()
+        fit_reservoir = Reservoir(num_positions(splits.fit), FIT_CAPACITY, seed)
+        moments = collect_moments(states_of("Reading the fit split", splits.fit), routers, fit_reservoir)
+        for layer in steps.track("Fitting exit heads", routers.exit_layers, len(routers.exit_layers)):
+            states = tune.hidden_states[layer].to(model.device)
+            fit_head(routers[layer].head, moments.pop(layer), states, tune.top_tokens, unembed)
+        fit = fit_reservoir.states()
+        trained = train_routers(routers, fit, tune, unembed, seed)
+        for layer in steps.track("Training routers", trained, len(routers.exit_layers)):
+            round_weights(routers[layer].router)
+        decisions = decide(states_of("Certifying the threshold", splits.certify), routers, unembed)
+    choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)
+    routers.config.exit_threshold = choice.chosen
+    settings = {"labels": labels, "max_length": max_length, "seed": seed, "dtype": str(model.dtype)}
+    data = "the model's own answers to the package's prompts" if dataset is None else "texts given by the caller"
+    record = calibration_record(decisions, choice, documents, splits)
+    record |= settings | {"data": data, "seconds": round(perf_counter() - started, 1)}
+    routers.config.calibration = record
+    if progress:
+        print_report(record, structure.num_layers)
+    return routers.to("cpu", torch.bfloat16).requires_grad_(False).eval()

@@ -107,6 +107,36 @@ def draw_prompts(count: int, seed: int) -> list[str]:
     return list(prompts)[:count]
 
 
+def load_documents(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: object,
+    samples: int,
+    max_length: int,
+    batch_size: int,
+    seed: int,
+    advance: Callable[[int], None],
+) -> list[Document]:
+    """Read `dataset`, or let the model write where there is none; see `calibrate` for the arguments.
+
+    Raises:
+        CalibrationError: The data cannot be used.
+    """
+    if dataset is not None:
+        documents = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
+        advance(samples)
+        return documents
+    written = write_documents(
+        model, tokenizer, samples=samples, max_length=max_length, batch_size=batch_size, seed=seed, advance=advance
+    )
+    return [document for document in written if document.num_positions > 0]
+
+
+def num_positions(documents: Sequence[Document]) -> int:
+    """Positions of all documents that calibration looks at."""
+    return sum(document.num_positions for document in documents)
+
+
 def write_documents(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..configuration_tide import NEVER_EXIT
-from .data import Document, Splits
+from .data import Document, Splits, num_positions
 from .threshold import Decisions, ThresholdChoice
 from .training import area_under_curve, expected_calibration_error
 
@@ -68,16 +67,21 @@ def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str,
     return figures
 
 
+def calibration_record(
+    decisions: Decisions, choice: ThresholdChoice, documents: Sequence[Document], splits: Splits
+) -> dict[str, Any]:
+    """What a calibration measured, ready for JSON."""
+    layers = {"exit_layers": layer_figures(decisions, choice.chosen), "threshold": choice.to_dict()}
+    return layers | data_figures(documents, splits) | {"versions": versions()}
+
+
 def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any]:
     """Count documents and the positions that calibration looked at."""
     parts = {name: getattr(splits, name) for name in ("fit", "tune", "certify")}
     return {
         "num_documents": len(documents),
-        "num_tokens": sum(document.num_positions for document in documents),
-        "splits": {
-            name: {"documents": len(part), "tokens": sum(document.num_positions for document in part)}
-            for name, part in parts.items()
-        },
+        "num_tokens": num_positions(documents),
+        "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in parts.items()},
     }
 
 

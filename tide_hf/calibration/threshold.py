@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..configuration_tide import NEVER_EXIT
+from ..errors import ConfigurationError, describe
 
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
 
@@ -122,6 +123,20 @@ def choose_threshold(
         table.append(ThresholdRow(threshold, mean, decisions.depth_fraction(threshold), p_value, certified))
     chosen = min((row.exit_threshold for row in table if row.certified), default=NEVER_EXIT)
     return ThresholdChoice(tolerance, confidence, chosen, table)
+
+
+def check_bounds(tolerance: object, confidence: object) -> None:
+    """Refuse a tolerance or confidence outside (0, 1)."""
+    for name, value in (("tolerance", tolerance), ("confidence", confidence)):
+        if not isinstance(value, (int, float)) or not 0 < value < 1:
+            raise ConfigurationError(
+                describe(
+                    f"{name} makes no sense",
+                    got=repr(value),
+                    expected="a number between 0 and 1",
+                    do=f"Pass {name}=0.02, say." if name == "tolerance" else "Pass confidence=0.95, say.",
+                )
+            )
 
 
 def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) -> float:

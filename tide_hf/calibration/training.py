@@ -1,27 +1,15 @@
-"""Fit the exit heads in closed form, then train the routers that predict where those heads are right."""
+"""The mathematics of heads and routers: ridge regression from moments, router training, and how good scores are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from ..modeling_tide import ExitHead, ExitRouter, TIDERouters
-from ..unembed import Unembed
-from .hidden_states import StateBatch
-from .labels import agreement_labels
-from .threshold import Decisions
+from ..modeling_tide import ExitRouter
 
 RIDGE_PENALTIES = (1e-3, 1e-2, 1e-1)  # in units of each input's variance
-# The final norm takes the scale away, so an error counts for less where the final state is large.
-WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "uniform": lambda final_states: torch.ones_like(final_states[:, 0]),
-    "unit_rms": lambda final_states: final_states.square().mean(dim=-1).clamp_min(1e-12).reciprocal(),
-}
 EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
 
 
