@@ -1,0 +1,18 @@
+"""Makes the routers in model_cards/HuggingFaceTB--SmolLM2-135M-Instruct: `python examples/calibrate_smollm2.py`."""
+
+from pathlib import Path
+
+import torch
+
+from tide_hf import calibrate
+from tide_hf.demo_model import load_demo_model
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
+
+if __name__ == "__main__":
+    model, tokenizer = load_demo_model(NAME, dtype=torch.float32)
+    routers = calibrate(model, tokenizer, samples=1500, max_length=96, exit_layers=[4, 8, 12, 16, 20, 24, 28])
+    routers.config.base_model_name_or_path = NAME
+    routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
+    routers.save_pretrained(FOLDER)
