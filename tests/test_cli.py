@@ -11,7 +11,7 @@ import tide_hf
 from tide_hf import TIDERouters, demo, streaming
 from tide_hf.benchmark import Contender, PromptResult, Result, Run
 from tide_hf.cli import main
-from tide_hf.demo_model import DemoModelError
+from tide_hf.errors import DemoModelError
 from tide_hf.stats import ExitStats
 
 QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")

