@@ -6,6 +6,7 @@ import torch
 
 from tide_hf import calibrate
 from tide_hf.demo_model import load_demo_model
+from tide_hf.model_card import write_model_card
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
@@ -16,3 +17,4 @@ if __name__ == "__main__":
     routers.config.base_model_name_or_path = NAME
     routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
     routers.save_pretrained(FOLDER)
+    write_model_card(routers, FOLDER, command="python examples/calibrate_smollm2.py")

@@ -1,0 +1,1 @@
+"""Scripts to copy, and benchmarks."""

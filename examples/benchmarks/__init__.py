@@ -1,0 +1,1 @@
+"""End-to-end benchmarks and their results."""

@@ -1,0 +1,62 @@
+"""The card of calibrated routers."""
+
+import pytest
+from families import tiny_model
+from huggingface_hub import ModelCard
+
+from tide_hf import TIDERouters
+from tide_hf.errors import ConfigurationError
+from tide_hf.model_card import write_model_card
+
+ROW = {"agreement": 0.25, "router_auc": 0.7, "expected_calibration_error": 0.02, "exit_rate": 0.125}
+SPLIT = {"documents": 5, "tokens": 50}
+
+
+def record(chosen=0.9):
+    grid = [0.99, 0.95, 0.9, 0.8, 0.7]
+    table = [
+        {"exit_threshold": t, "disagreement": 0.01, "depth_fraction": t, "p_value": 0.01, "certified": t >= chosen}
+        for t in grid
+    ]
+    return {
+        "exit_layers": {"1": ROW, "3": ROW},
+        "threshold": {"tolerance": 0.02, "confidence": 0.95, "chosen": chosen, "table": table},
+        "data": "texts given by the caller",
+        "num_documents": 15,
+        "num_tokens": 150,
+        "splits": {"fit": SPLIT, "tune": SPLIT, "certify": SPLIT},
+        "max_length": 64,
+        "seed": 0,
+        "dtype": "torch.float32",
+        "seconds": 12.5,
+        "versions": {"tide_hf": "0.1.0", "torch": "2", "transformers": "5"},
+    }
+
+
+def card_of(tmp_path, **options):
+    routers = TIDERouters.for_model(tiny_model("llama"), exit_layers=[1, 3], calibration=record(**options))
+    routers.config.base_model_name_or_path = "org/base"
+    return ModelCard.load(write_model_card(routers, tmp_path, repo_id="org/base-tide", command="make them"))
+
+
+def test_front_matter_and_tables(tmp_path):
+    card = card_of(tmp_path)
+    assert card.data.base_model == "org/base"
+    assert card.data.base_model_relation == "adapter"
+    assert card.data.library_name == "tide_hf"
+    assert card.data.license == "apache-2.0"
+    assert 'from_pretrained("org/base", routers="org/base-tide")' in card.text
+    assert "| 1 of 4 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 3 of 4 |" in card.text
+    assert "| 0.9 | 1.00% | 90.0% | yes |" in card.text
+    assert "| 0.8 | 1.00% | 80.0% | no |" in card.text
+    assert "exit_threshold 0.9 (disagreement below 2.0% with 95% confidence)" in card.text
+    assert "Command: `make them`" in card.text
+
+
+def test_it_says_so_where_nothing_was_certified(tmp_path):
+    assert "No threshold could be certified" in card_of(tmp_path, chosen=2.0).text
+
+
+def test_routers_without_a_record_have_no_card(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"got no calibration record\. Expected routers that"):
+        write_model_card(TIDERouters.for_model(tiny_model("llama"), exit_layers=[1]), tmp_path)
