@@ -1,0 +1,302 @@
+"""Calibration on tiny models: each step against what it should compute, and the whole in one call."""
+
+import json
+import random
+
+import pytest
+import torch
+from families import VOCAB, tiny_model
+from transformers import AutoTokenizer
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf.calibration import data, fitting, hidden_states, threshold, training
+from tide_hf.configuration_tide import NEVER_EXIT
+from tide_hf.errors import CalibrationError, ConfigurationError
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed
+
+LAYERS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_llama, tiny_tokenizer):
+    return tiny_llama(), tiny_tokenizer
+
+
+def texts(count=40):
+    words = [
+        "the",
+        "river",
+        "runs",
+        "to",
+        "the",
+        "sea",
+        "and",
+        "the",
+        "sea",
+        "is",
+        "wide",
+        "and",
+        "cold",
+        "in",
+        "spring",
+    ]
+    chance = random.Random(0)
+    return [" ".join(chance.choices(words, k=chance.randint(4, 9))) + f" {number}" for number in range(count)]
+
+
+def small(model, tokenizer, dataset=None, **options):
+    options = {"samples": 24, "max_length": 10, "exit_layers": LAYERS, "batch_size": 8, "progress": False} | options
+    return calibrate(model, tokenizer, dataset, **options)
+
+
+def test_one_call_makes_routers_that_work(parts, tmp_path):
+    model, tokenizer = parts
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    routers = small(model, tokenizer)
+    assert routers.exit_layers == LAYERS
+    record = json.loads(json.dumps(routers.config.calibration))
+    assert sorted(record["exit_layers"]) == ["1", "2", "3"]
+    for row in record["exit_layers"].values():
+        assert 0 <= row["agreement"] <= 1
+        assert set(row) == {"agreement", "router_auc", "expected_calibration_error", "exit_rate"}
+    assert sum(part["documents"] for part in record["splits"].values()) == record["num_documents"] == 24
+    assert routers.config.exit_threshold == record["threshold"]["chosen"]
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert not any(module._forward_hooks for module in model.modules())
+    routers.save_pretrained(tmp_path)
+    attached = TIDEModelForCausalLM.attach(model, tmp_path)
+    try:
+        inputs = tokenizer("the river", return_tensors="pt")
+        for mode in ("self_speculative", "early_exit", "post_hoc"):
+            attached.generate(**inputs, max_new_tokens=6, tide_mode=mode, do_sample=False)
+    finally:
+        TIDEModelForCausalLM.detach(model)
+
+
+def test_the_same_seed_gives_the_same_routers_attached_or_not(parts):
+    model, tokenizer = parts
+    first = small(model, tokenizer, seed=3)
+    TIDEModelForCausalLM.attach(model, first, mode="early_exit", exit_threshold=0.0)
+    try:
+        second = small(model, tokenizer, seed=3)
+        assert isinstance(model, TIDEModelForCausalLM)
+    finally:
+        TIDEModelForCausalLM.detach(model)
+    other = small(model, tokenizer, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_a_head_learns_what_can_be_learnt(parts):
+    """Fitted to texts of few words, a linear head agrees more often than the identity on texts it has not seen."""
+    model, tokenizer = parts
+    agreement = {}
+    for strategy in ("identity", "linear"):
+        routers = small(model, tokenizer, texts(160), samples=160, max_length=40, exit_strategy=strategy)
+        agreement[strategy] = routers.config.calibration["exit_layers"]["2"]["agreement"]
+    assert agreement["linear"] > agreement["identity"] + 0.1
+
+
+def test_ridge_from_moments_is_the_weighted_least_squares_solution():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator) * 3 + 5
+    translation = torch.randn(6, 6, generator=generator)
+    y = x + x @ translation.T + torch.arange(6.0) + 0.1 * torch.randn(400, 6, generator=generator)
+    weights = torch.rand(400, generator=generator) + 0.1
+    moments = training.Moments(6)
+    for start in range(0, 400, 150):  # whatever the batches are
+        part = slice(start, start + 150)
+        moments.add(x[part], y[part], weights[part])
+    solved, bias = moments.solve(penalty=0.0)
+    ones = torch.cat([x, torch.ones(400, 1)], dim=1).double()
+    root = weights.double().sqrt()[:, None]
+    expected = torch.linalg.lstsq(ones * root, (y - x).double() * root).solution
+    torch.testing.assert_close(solved, expected[:6].T.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(bias, expected[6].float(), atol=1e-3, rtol=1e-3)
+    shrunk, _ = moments.solve(penalty=100.0)
+    assert shrunk.norm() < 0.1 * solved.norm()
+
+
+def test_states_are_those_before_the_final_norm(parts):
+    model, _ = parts
+    structure = find_structure(model)
+    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [1, 3])
+    documents = [data.Document([5, 6, 7, 8], first=1), data.Document([9, 10], first=0)]
+    (batch,) = list(reader.read(data.token_batches(documents, 8)))
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([[5, 6, 7, 8]]), output_hidden_states=True)
+    rows = batch.document_ids == 0
+    torch.testing.assert_close(batch.hidden_states[1][rows], output.hidden_states[1][0, 1:])
+    torch.testing.assert_close(batch.hidden_states[3][rows], output.hidden_states[3][0, 1:])
+    assert batch.top_tokens[rows].tolist() == output.logits[0, 1:].argmax(-1).tolist()
+    assert batch.document_ids.tolist().count(1) == 2
+    torch.testing.assert_close(Unembed(model, structure)(batch.final_states[rows]), output.logits[0, 1:])
+
+
+def test_the_reservoir_is_bounded_and_seeded(parts):
+    model, _ = parts
+    structure = find_structure(model)
+    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [1])
+    documents = [data.Document(list(range(3, 13)), first=0) for _ in range(6)]
+    kept = []
+    for seed in (0, 0, 1):
+        reservoir = hidden_states.Reservoir(60, capacity=25, seed=seed)
+        for batch in reader.read(data.token_batches(documents, 2)):
+            reservoir.add(batch)
+        kept.append(reservoir.states())
+    assert [len(part) for part in kept] == [25, 25, 25]
+    assert torch.equal(kept[0].document_ids, kept[1].document_ids)
+    assert not torch.equal(kept[0].document_ids, kept[2].document_ids)
+
+
+def test_splits_are_disjoint_and_complete():
+    documents = [data.Document([number, 1], first=0) for number in range(50)]
+    splits = data.split_documents(documents, seed=0)
+    seen = [document.tokens[0] for part in (splits.fit, splits.tune, splits.certify) for document in part]
+    assert sorted(seen) == list(range(50))
+    assert (len(splits.fit), len(splits.tune), len(splits.certify)) == (25, 5, 20)
+
+
+def test_prompts_are_many_and_differ():
+    prompts = data.draw_prompts(1500, seed=0)
+    assert len(set(prompts)) == 1500
+    assert prompts == data.draw_prompts(1500, seed=0)
+    assert not any("{" in prompt and "}" in prompt and "slot" in prompt for prompt in prompts)
+
+
+def test_router_figures():
+    labels = torch.tensor([True, True, False, False])
+    assert training.area_under_curve(torch.tensor([0.9, 0.8, 0.2, 0.1]), labels) == 1.0
+    assert training.area_under_curve(torch.tensor([0.1, 0.2, 0.8, 0.9]), labels) == 0.0
+    assert training.area_under_curve(torch.tensor([0.5] * 4), labels) == 0.5
+    assert training.expected_calibration_error(torch.tensor([0.5] * 4), labels) == pytest.approx(0.0)
+    assert training.expected_calibration_error(torch.tensor([0.99] * 4), labels) == pytest.approx(0.49)
+
+
+def test_scores_become_probabilities():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20_000, generator=generator)
+    labels = torch.rand(20_000, generator=generator) < torch.sigmoid(0.5 * logits - 1.0)
+    scale, shift = training.platt_scaling(logits, labels)
+    assert scale == pytest.approx(0.5, abs=0.05)
+    assert shift == pytest.approx(-1.0, abs=0.05)
+
+
+def decisions(scores, agrees, documents):
+    return threshold.Decisions([1, 3], 4, torch.tensor(scores), torch.tensor(agrees), torch.tensor(documents))
+
+
+def test_a_token_leaves_at_the_earliest_layer_that_is_sure():
+    made = decisions([[0.9, 0.2], [0.1, 0.95], [0.1, 0.2]], [[False, True], [True, True], [False, False]], [0, 0, 1])
+    assert made.disagreement_per_document(0.5).tolist() == [0.5, 0.0]
+    assert made.depth_fraction(0.5) == pytest.approx((1 + 3 + 4) / 3 / 4)
+    assert made.exit_rates(0.5) == {1: pytest.approx(1 / 3), 3: pytest.approx(1 / 3)}
+    assert made.disagreement_per_document(0.99).tolist() == [0.0, 0.0]
+
+
+def test_p_values_against_a_simulation():
+    """At the edge of the hypothesis a p-value below 5% turns up at most 5% of the time, and sometimes."""
+    generator = torch.Generator().manual_seed(0)
+    means = (torch.rand(4000, 300, generator=generator) < 0.1).double().mean(dim=1)
+    rejected = sum(threshold.hoeffding_bentkus_p_value(float(mean), 300, 0.1) <= 0.05 for mean in means) / 4000
+    assert 0.001 < rejected <= 0.05
+    assert threshold.hoeffding_bentkus_p_value(0.0, 300, 0.1) < 1e-6
+    assert threshold.hoeffding_bentkus_p_value(0.5, 300, 0.1) == 1.0
+    assert threshold.hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)
+
+
+def simulated_risk(rule, trials=1500) -> float:
+    """How often a rule chooses a threshold whose true disagreement exceeds the tolerance.
+
+    Every document is one token; it disagrees with a probability that grows as the threshold falls.
+    """
+    generator = torch.Generator().manual_seed(1)
+    grid = (0.9, 0.8, 0.7, 0.6, 0.5)
+    true_risk = dict(zip(grid, (0.02, 0.05, 0.101, 0.2, 0.3), strict=True))
+    exceeded = 0
+    for _ in range(trials):
+        draws = torch.rand(150, generator=generator)
+        losses = {t: (draws < risk).double() for t, risk in true_risk.items()}
+        exceeded += true_risk.get(rule(losses, grid), 0.0) > 0.1
+    return exceeded / trials
+
+
+def chosen(losses, grid, behind=0):
+    """Run the real procedure on given losses, `behind` places past what it says."""
+
+    class Fixed(threshold.Decisions):
+        def disagreement_per_document(self, t):
+            return losses[t]
+
+        def depth_fraction(self, t):
+            return 1.0
+
+    made = Fixed([1], 2, torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1))
+    choice = threshold.choose_threshold(made, tolerance=0.1, confidence=0.9, grid=grid).chosen
+    return grid[min(grid.index(choice) + behind, len(grid) - 1)] if choice in grid else choice
+
+
+def test_the_promised_risk_is_kept():
+    assert simulated_risk(chosen) <= 0.1
+
+
+def test_an_off_by_one_in_the_rule_breaks_the_promise():
+    assert simulated_risk(lambda losses, grid: chosen(losses, grid, behind=1)) > 0.1
+
+
+def test_where_nothing_can_be_certified_nothing_leaves(parts):
+    routers = small(*parts)  # far too few documents for 2%
+    assert routers.config.exit_threshold == NEVER_EXIT
+
+
+def test_a_tokenizer_without_pad_or_template(parts, tiny_model_folder):
+    model, _ = parts
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    tokenizer.pad_token = tokenizer.chat_template = None
+    assert small(model, tokenizer).config.calibration["num_documents"] > 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], r"the dataset is empty: got no texts\. Expected at least 3"),
+        (["a river runs", "x", "to the sea"], r"too short to calibrate on: got 1 tokens for 'x'\. Expected at least 2"),
+        (["a river", "runs on"], r"too few documents .*: got 2\. Expected at least 3"),
+        ("wikitext", r"cannot read this kind of dataset: got str\. Expected None"),
+        ([1, 2, 3], r"cannot read this kind of dataset: got list"),
+    ],
+)
+def test_data_that_cannot_be_used(parts, dataset, message):
+    with pytest.raises(CalibrationError, match=message):
+        small(*parts, dataset)
+
+
+def test_nan_states(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
+    structure = find_structure(model)
+    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [2])
+    with pytest.raises(CalibrationError, match=r"after layer 2 cannot be used: got NaN.*Expected finite"):
+        list(reader.read(data.token_batches([data.Document([3, 4, 5], 0)], 4)))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_options_that_make_no_sense(parts):
+    with pytest.raises(CalibrationError, match=r"not built yet: got labels='cosine'\. Expected 'agreement'"):
+        small(*parts, labels="cosine")
+    for options in ({"tolerance": 0}, {"tolerance": "low"}, {"confidence": 1.5}):
+        with pytest.raises(ConfigurationError, match=r"makes no sense: got .*Expected a number between 0 and 1"):
+            small(*parts, **options)
+    with pytest.raises(ConfigurationError, match="exit layer out of range"):
+        small(*parts, exit_layers=[9])
+
+
+def test_weights_are_rounded_to_what_is_stored():
+    routers = TIDERouters.for_model(tiny_model("llama"), exit_layers=[1], exit_strategy="linear")
+    torch.nn.init.normal_(routers[1].head.translator.weight)
+    fitting.round_weights(routers)
+    for parameter in routers.parameters():
+        assert torch.equal(parameter, parameter.to(torch.bfloat16).float())
+    assert routers.config.vocab_size == VOCAB
