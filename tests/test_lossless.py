@@ -234,3 +234,23 @@ def test_caches_that_cannot_be_rolled_back(family, rows, options, got):
     model = TIDEModelForCausalLM.attach(tiny_model(family))
     with pytest.raises(UnsupportedOptionError, match=f"self_speculative.*got {got}.*Expected a DynamicCache"):
         model.generate(prompt().expand(rows, -1), **OPTIONS, **options)
+
+
+def test_a_rotary_embedding_that_changes_with_length_is_not_drafted_across():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = TIDEModelForCausalLM.attach(tiny_model("llama", rope_parameters=rope, max_position_embeddings=20))
+    with pytest.raises(UnsupportedOptionError, match=r"of 12 tokens and max_length=40\. Expected at most 20"):
+        model.generate(prompt(), **OPTIONS)
+    options = {**OPTIONS, "max_new_tokens": 8}
+    expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
+    assert torch.equal(TIDEModelForCausalLM.attach(model).generate(prompt(), **options), expected)
+
+
+def test_classifier_free_guidance():
+    model = tiny_model("llama")
+    options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt(2)[:, :5]}
+    expected = model.generate(prompt(), **options)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "wrong at the last position", expected[:, PROMPT:].tolist())
+    assert torch.equal(model.generate(prompt(), **options), expected)
+    assert model.last_exit_stats.layers_executed == 4 * (1 + model.last_exit_stats.rounds)

@@ -249,7 +249,7 @@ def test_other_threads_do_not_see_an_active_run():
     model = attached("llama", [1], exit_threshold=0.0)
     tokens = prompt()
     plain = model(input_ids=tokens).logits
-    run = PropagateRun(model._tide.structure, model._tide.routers, model._tide.unembed, 0.0)
+    run = PropagateRun(model._tide.structure, None, model._tide.routers, model._tide.unembed, 0.0)
     seen = []
     with active(run):
         thread = threading.Thread(target=lambda: seen.append(model(input_ids=tokens).logits))
@@ -281,3 +281,22 @@ def test_every_cache_layer_has_the_same_length_after_a_skip():
     cache = DynamicCache(config=model.config)
     model.generate(prompt(), past_key_values=cache, **OPTIONS)
     assert {layer.get_seq_length() for layer in cache.layers} == {prompt().shape[1] + 9}
+
+
+@pytest.mark.parametrize("strategy", ["propagate", "recompute"])
+def test_passes_with_another_cache_stay_at_full_depth(strategy):
+    """Classifier-free guidance calls the model from a logits processor, with a cache of its own."""
+    model = attached("llama", [1], strategy, exit_threshold=0.0)
+    seen = []
+    options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt()[:, :5]}
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **options)
+    seen.append(counts["finished"])
+    assert seen[0] == {0: 20, 1: 11, 2: 11, 3: 11}  # ten guiding passes at full depth, the prompt's, and the steps'
+    assert model.last_exit_stats.exits_per_layer == {1: 9}
+
+
+@pytest.mark.parametrize("min_layers", [0, -1, 1.5, "two"])
+def test_min_layers_that_is_no_number_of_layers(min_layers):
+    with pytest.raises(ConfigurationError, match=r"min_layers is too small: got .*Expected a whole number"):
+        attached("llama", [2]).generate(prompt(), min_layers=min_layers, **OPTIONS)

@@ -118,6 +118,12 @@ def check_exit_threshold(value: Any) -> float:
     return float(value)
 
 
+def check_min_layers(value: object) -> int:
+    """Return `value`, or raise [`ConfigurationError`] where it is no number of layers."""
+    _check_positive("min_layers", value)
+    return value  # type: ignore[return-value]
+
+
 def check_mode(mode: object) -> str:
     """Return `mode`, or raise [`ConfigurationError`] where there is no such mode."""
     return check_choice("tide_mode", mode, MODES)

@@ -27,6 +27,7 @@ class ExitRun(LayerRun):
 
     Args:
         structure: The base model's structure.
+        cache: The cache of the call.
         routers: Its routers.
         unembed: Its unembedding.
         exit_threshold: Exit where `score >= exit_threshold`.
@@ -42,13 +43,14 @@ class ExitRun(LayerRun):
     def __init__(
         self,
         structure: DecoderStructure,
+        cache: Any,
         routers: TIDERouters,
         unembed: Unembed,
         exit_threshold: float,
         exit_criterion: str = "router",
         min_layers: int = 0,
     ) -> None:
-        super().__init__(structure)
+        super().__init__(structure, cache)
         self.routers = routers
         self.unembed = unembed
         self.exit_threshold = exit_threshold

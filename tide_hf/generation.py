@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
-from .configuration_tide import EXIT_CRITERIA, TIDEConfig, check_choice, check_exit_threshold, check_mode
+from .configuration_tide import (
+    EXIT_CRITERIA,
+    TIDEConfig,
+    check_choice,
+    check_exit_threshold,
+    check_min_layers,
+    check_mode,
+)
 from .drafting import Drafter, HybridDrafter
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
@@ -18,7 +26,7 @@ from .policy import CostTable
 from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
-from .structure import DecoderStructure
+from .structure import DecoderStructure, check_rope
 from .unembed import Unembed
 
 OPTIONS = ("tide_mode", "exit_threshold", "exit_criterion", "min_layers")
@@ -107,6 +115,7 @@ class TIDEGenerationMixin:
         last_exit_stats: Counts of the last call that a TIDE mode decoded; `None` before the first.
     """
 
+    config: Any
     _tide: Attachment
     last_exit_stats: ExitStats | None
 
@@ -142,6 +151,7 @@ class TIDEGenerationMixin:
         attachment.check_mode(mode)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
+            check_rope(self.config.get_text_config(), input_ids.shape[1], generation_config.max_length)
             rows = input_ids.shape[0]
             user = f"tide_mode={mode!r}" + (f" with {rows} sequences" if rows > 1 else "")
             find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
@@ -163,6 +173,9 @@ class TIDEGenerationMixin:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""
         run = active_run()
+        if run is not None and not run.owns(kwargs):
+            with active(None):
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(run, RecomputeRun) and not run.resume_at:
             return run.call(super().__call__, kwargs)  # type: ignore[misc]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -216,10 +229,11 @@ def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_k
     options: dict[str, Any] = {
         "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
-        "min_layers": min_layers or 0,
+        "min_layers": 0 if min_layers is None else check_min_layers(min_layers),
     }
-    common = (attachment.structure, routers, attachment.unembed)
-    if mode == "post_hoc":
+    caches = [value for value in model_kwargs.values() if isinstance(value, Cache)]
+    common = (attachment.structure, caches[0] if caches else None, routers, attachment.unembed)
+    if mode == "post_hoc" and model_kwargs.get("use_cache", True):
         return PostHocRun(*common, **options)
     strategy = routers.config.kv_cache_strategy
     user = f"tide_mode={mode!r} with kv_cache_strategy={strategy!r}"

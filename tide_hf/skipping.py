@@ -75,8 +75,8 @@ def remove_gates(structure: DecoderStructure) -> None:
 
 
 @contextmanager
-def active(run: LayerRun) -> Iterator[LayerRun]:
-    """Let `run` decide for every layer that this thread calls."""
+def active(run: LayerRun | None) -> Iterator[LayerRun | None]:
+    """Let `run` decide for every layer that this thread calls; with `None` all run at full depth."""
     token = _ACTIVE.set(run)
     try:
         yield run
@@ -92,13 +92,23 @@ def active_run() -> LayerRun | None:
 class LayerRun:
     """Decides layer by layer. This one executes every layer and counts.
 
+    Args:
+        structure: The base model's structure.
+        cache: The cache of the call. A pass with another cache is none of the call's own (classifier-free guidance
+            runs such passes from a logits processor) and stays at full depth.
+
     Attributes:
         layers_executed: Layers that ran to their end, once per row.
     """
 
-    def __init__(self, structure: DecoderStructure) -> None:
+    def __init__(self, structure: DecoderStructure, cache: Any = None) -> None:
         self.num_layers = structure.num_layers
+        self.cache = cache
         self.layers_executed = 0
+
+    def owns(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the model with these arguments is one of this run's."""
+        return self.cache is None or any(value is self.cache for value in kwargs.values())
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for one layer's forward."""
@@ -113,8 +123,10 @@ class LayerRun:
 class FixedDepthRun(LayerRun):
     """Every token leaves after `exit_layer` layers through that layer's head. Deeper K/V stay as they are."""
 
-    def __init__(self, structure: DecoderStructure, exit_layer: int, exit_point: ExitPoint, unembed: Unembed) -> None:
-        super().__init__(structure)
+    def __init__(
+        self, structure: DecoderStructure, cache: Any, exit_layer: int, exit_point: ExitPoint, unembed: Unembed
+    ) -> None:
+        super().__init__(structure, cache)
         self.exit_layer = exit_layer
         self.exit_point = exit_point
         self.unembed = unembed

@@ -10,52 +10,21 @@ The rows of a batch draft to a common width and keep accepted lengths of their o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
+from .rows import Row, Stopping
 from .skipping import FixedDepthRun, LayerRun, active
 from .stats import ExitStats
 
 if TYPE_CHECKING:
     from .generation import Attachment
-
-
-@dataclass
-class Row:
-    """One sequence of the call.
-
-    Attributes:
-        index: Its place in the output.
-        prompt: (1, length), padding included.
-        tokens: The new tokens.
-        last: The last token, which the next pass feeds.
-        stopped_at: Number of new tokens with which a criterion stopped it; `None` before.
-        depths: The layer that each new token was read from.
-        scores: Processed scores of each new token, (1, vocabulary), where asked for.
-        logits: Its raw logits, where asked for.
-    """
-
-    index: int
-    prompt: Tensor
-    last: int = 0
-    tokens: list[int] = field(default_factory=list)
-    stopped_at: int | None = None
-    depths: list[int] = field(default_factory=list)
-    scores: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-
-    @property
-    def ids(self) -> Tensor:
-        """(1, length) prompt and new tokens, as processors and criteria see them."""
-        return torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=-1) if self.tokens else self.prompt
 
 
 class SelfSpeculativeDecoder:
@@ -91,7 +60,7 @@ class SelfSpeculativeDecoder:
         self.config = generation_config
         self.streamer = streamer
         self.model_kwargs = model_kwargs
-        self.run = LayerRun(attachment.structure)
+        self.run = LayerRun(attachment.structure, model_kwargs["past_key_values"])
         self.shallow = _Shallow(self)
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
@@ -269,40 +238,6 @@ class SelfSpeculativeDecoder:
         )
 
 
-class Stopping:
-    """The call's stopping criteria, the two common ones of them without a tensor.
-
-    Args:
-        criteria: What `generate` prepared.
-        generation_config: Of this call.
-    """
-
-    def __init__(self, criteria: Any, generation_config: Any) -> None:
-        self.eos_tokens: set[int] = set()
-        self.max_length: int | None = None
-        self.others = []
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                self.eos_tokens |= set(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                self.max_length = criterion.max_length
-            else:
-                self.others.append(criterion)
-        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
-        pad = generation_config._pad_token_tensor
-        self.pad_token_id = int(pad) if pad is not None else 0
-
-    def __call__(self, row: Row) -> bool:
-        """Whether `row` ends with its last token."""
-        stops = row.tokens[-1] in self.eos_tokens
-        stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
-        if self.others:
-            ids, scores = row.ids, tuple(row.scores) or None
-            for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
-                stops |= bool(criterion(ids, scores).all())
-        return stops
-
-
 class _Shallow:
     """The exit heads' view of a decoder: steps through the shallow layers, in the same cache."""
 
@@ -315,7 +250,8 @@ class _Shallow:
         """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
         decoder, start = self.decoder, perf_counter()
         attachment = decoder.attachment
-        run = FixedDepthRun(attachment.structure, exit_layer, attachment.exit_point(exit_layer), attachment.unembed)
+        exit_point, cache = attachment.exit_point(exit_layer), decoder.slots.cache
+        run = FixedDepthRun(attachment.structure, cache, exit_layer, exit_point, attachment.unembed)
         fed = [[(row.last, *drafted)[-1]] for row, drafted in zip(decoder.batch, tokens, strict=True)]
         with active(run):
             outputs = decoder.forward(fed, start=len(self.depths))

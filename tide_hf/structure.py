@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from .errors import UnsupportedModelError, describe
+from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 
 
 class Layout(NamedTuple):
@@ -101,6 +101,36 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         hidden_size=config.hidden_size,
         vocab_size=head.weight.shape[0],
     )
+
+
+def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
+    """Refuse to draft across the length at which a model's rotary embedding changes.
+
+    With `longrope` and `dynamic` scaling the angles depend on the longest position so far, rejected drafts among them,
+    so that tokens near the change could differ from plain decoding's.
+
+    Args:
+        config: The base model's text config.
+        prompt_length: Tokens of the prompt.
+        max_length: Most tokens of prompt and answer.
+
+    Raises:
+        UnsupportedOptionError: The answer may cross that length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
+        return
+    own = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    limit = own or config.max_position_embeddings
+    if prompt_length <= limit < max_length:
+        raise UnsupportedOptionError(
+            describe(
+                "the model's rotary embedding changes within this answer",
+                got=f"a prompt of {prompt_length} tokens and max_length={max_length}",
+                expected=f"at most {limit} tokens in all, or a prompt longer than that",
+                do=f"Pass max_new_tokens={max(1, limit - prompt_length)} or less, or detach TIDE for this call.",
+            )
+        )
 
 
 _ABSENT = object()

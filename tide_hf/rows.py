@@ -1,0 +1,74 @@
+"""The sequences of one self-speculative call, and what ends them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+
+@dataclass
+class Row:
+    """One sequence of the call.
+
+    Attributes:
+        index: Its place in the output.
+        prompt: (1, length), padding included.
+        tokens: The new tokens.
+        last: The last token, which the next pass feeds.
+        stopped_at: Number of new tokens with which a criterion stopped it; `None` before.
+        depths: The layer that each new token was read from.
+        scores: Processed scores of each new token, (1, vocabulary), where asked for.
+        logits: Its raw logits, where asked for.
+    """
+
+    index: int
+    prompt: Tensor
+    last: int = 0
+    tokens: list[int] = field(default_factory=list)
+    stopped_at: int | None = None
+    depths: list[int] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def ids(self) -> Tensor:
+        """(1, length) prompt and new tokens, as processors and criteria see them."""
+        return torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=-1) if self.tokens else self.prompt
+
+
+class Stopping:
+    """The call's stopping criteria, the two common ones of them without a tensor.
+
+    Args:
+        criteria: What `generate` prepared.
+        generation_config: Of this call.
+    """
+
+    def __init__(self, criteria: Any, generation_config: Any) -> None:
+        self.eos_tokens: set[int] = set()
+        self.max_length: int | None = None
+        self.others = []
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos_tokens |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = criterion.max_length
+            else:
+                self.others.append(criterion)
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
+        pad = generation_config._pad_token_tensor
+        self.pad_token_id = int(pad) if pad is not None else 0
+
+    def __call__(self, row: Row) -> bool:
+        """Whether `row` ends with its last token."""
+        stops = row.tokens[-1] in self.eos_tokens
+        stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
+        if self.others:
+            ids, scores = row.ids, tuple(row.scores) or None
+            for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
+                stops |= bool(criterion(ids, scores).all())
+        return stops
