@@ -49,21 +49,32 @@ def test_the_index_finds_what_a_scan_finds(tokens, cut):
     assert index.match() == expected
 
 
+def drafter(prompts, heads=None, shallow=None):
+    table = cheap()
+    return HybridDrafter(prompts, lambda _: table, heads or {}, shallow)
+
+
 def test_no_draft_without_room_or_match():
-    drafter = HybridDrafter([1, 2, 3, 4], cheap(), {})
-    assert drafter.draft(5).tokens == []
-    assert HybridDrafter([1, 2, 1, 2, 1, 2], cheap(), {}).draft(0).tokens == []
+    assert drafter([[1, 2, 3, 4]]).draft([0], [5])[0].tokens == []
+    assert drafter([[1, 2, 1, 2, 1, 2]]).draft([0], [0])[0].tokens == []
 
 
 def test_n_grams_draft_and_learn():
-    drafter = HybridDrafter([1, 2, 3, 1, 2, 3, 1, 2, 3], cheap(), {})
-    draft = drafter.draft(4)
+    one = drafter([[1, 2, 3, 1, 2, 3, 1, 2, 3]])
+    (draft,) = one.draft([0], [4])
     assert draft.tokens == [1, 2, 3, 1]
     assert draft.source == "5-gram"
-    before = drafter.acceptances.probability("5-gram")
-    drafter.observe(draft, [7], 0)
-    assert drafter.acceptances.probability("5-gram") < before
-    assert drafter.index.tokens[-1] == 7
+    before = one.acceptances.probability("5-gram")
+    one.observe(0, draft, [7], 0)
+    assert one.acceptances.probability("5-gram") < before
+    assert one.indexes[0].tokens[-1] == 7
+
+
+def test_rows_draft_from_their_own_text():
+    drafts = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4]).draft([0, 1, 2], [3, 3, 2])
+    assert [draft.tokens for draft in drafts] == [[1, 2, 3], [], [7, 8]]
+    (last,) = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4]).draft([2], [2])
+    assert last.tokens == [7, 8]
 
 
 class Shallow:
@@ -72,9 +83,9 @@ class Shallow:
 
     def step(self, exit_layer, tokens):
         assert exit_layer == 2
-        assert len(tokens) == self.steps
+        assert all(len(row) == self.steps for row in tokens)
         self.steps += 1
-        return 50 + self.steps, self.scores[self.steps - 1]
+        return [50 + self.steps] * len(tokens), [self.scores[self.steps - 1]] * len(tokens)
 
     def rollback(self):
         self.rolled_back = True
@@ -83,7 +94,8 @@ class Shallow:
 @pytest.mark.parametrize(("scores", "expected"), [([0.99] * 15, 5), ([0.99, 0.02, 0.9, 0.9, 0.9], 2)])
 def test_the_router_stops_a_head_that_is_unsure(scores, expected):
     shallow = Shallow(scores)
-    draft = HybridDrafter([1, 2, 3], cheap(), {2: 0.9}, shallow).draft(5)
-    assert draft.tokens == [51 + position for position in range(expected)]
-    assert draft.exit_layer == 2
+    drafts = drafter([[1, 2, 3], [4, 5, 6]], {2: 0.9}, shallow).draft([0, 1], [5, 1])
+    assert drafts[0].tokens == [51 + position for position in range(expected)]
+    assert drafts[1].tokens == [51]
+    assert drafts[0].exit_layer == 2
     assert shallow.rolled_back

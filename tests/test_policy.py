@@ -2,7 +2,7 @@
 
 import pytest
 
-from tide_hf.policy import AcceptanceTable, Candidate, CostTable, choose, expected_tokens, worth_another_draft
+from tide_hf.policy import AcceptanceTable, CostTable, Option, choose, expected_tokens, worth_another_draft
 
 
 def costs(samples: dict, num_layers: int = 30) -> CostTable:
@@ -20,8 +20,7 @@ def test_expected_tokens():
 
 
 def test_plain_decoding_until_it_is_measured():
-    sure = AcceptanceTable({"5-gram": 0.99})
-    assert choose([Candidate("5-gram", 8)], CostTable(30), sure).source == "none"
+    assert choose([Option("n-gram", ((0.99, 8),))], CostTable(30)).option is None
 
 
 def test_the_first_sample_of_a_width_is_dropped():
@@ -55,43 +54,68 @@ def test_one_bad_sample_does_not_settle_a_width():
 
 def test_it_turns_itself_off_when_verification_costs_too_much():
     table = costs({("verify", 1): 10.0, ("verify", 2): 30.0, ("verify", 16): 400.0})
-    assert choose([Candidate("3-gram", 15)], table, AcceptanceTable({"3-gram": 0.9})).source == "none"
+    assert choose([Option("n-gram", ((0.9, 15),))], table).option is None
 
 
 def test_it_comes_back_when_the_text_becomes_predictable():
     table = costs({("verify", 1): 10.0, ("verify", 2): 14.0, ("verify", 16): 30.0})
     acceptances = AcceptanceTable({"3-gram": 0.5})
-    candidates = [Candidate("3-gram", 15)]
+
+    def choice():
+        return choose([Option("n-gram", ((acceptances.probability("3-gram"), 15),))], table)
+
     for _ in range(10):
         acceptances.record("3-gram", 3, 0)
-    assert choose(candidates, table, acceptances).source == "none"
+    assert choice().option is None
     for _ in range(10):
         acceptances.record("3-gram", 3, 3)
-    choice = choose(candidates, table, acceptances)
-    assert choice.source == "3-gram"
-    assert choice.num_assistant_tokens > 3
+    assert choice().option.source == "n-gram"
+    assert choice().num_assistant_tokens > 3
 
 
 def test_the_better_source_wins_and_the_limit_holds():
     table = costs({("verify", 1): 10.0, ("verify", 16): 12.0, ("draft", 8): 1.0})
-    acceptances = AcceptanceTable({"2-gram": 0.2, "exit layer 8": 0.8})
-    candidates = [Candidate("2-gram", 15), Candidate("exit layer 8", 4, exit_layer=8)]
-    choice = choose(candidates, table, acceptances)
-    assert choice.source == "exit layer 8"
+    options = [Option("n-gram", ((0.2, 15),)), Option("exit layer 8", ((0.8, 4),), exit_layer=8)]
+    choice = choose(options, table)
+    assert choice.option.source == "exit layer 8"
     assert choice.num_assistant_tokens <= 4
-    assert choose(candidates[:1], table, acceptances).source == "2-gram"
+    assert choose(options[:1], table).option.source == "n-gram"
+
+
+def test_a_batch_drafts_where_its_rows_together_gain():
+    """A wide pass costs the same however many rows have something to offer."""
+    table = costs({("verify", 1): 10.0, ("verify", 2): 13.0, ("verify", 16): 60.0})
+    sure, nothing = (0.9, 15), (0.0, 0)
+    assert choose([Option("n-gram", (sure, nothing, nothing, nothing))], table).option is None
+    assert choose([Option("n-gram", (sure, sure, sure, nothing))], table).option is not None
 
 
 def test_an_expensive_head_is_not_asked():
     table = costs({("verify", 1): 10.0, ("verify", 2): 11.0, ("draft", 24): 9.0})
-    acceptances = AcceptanceTable({"exit layer 24": 0.7})
-    assert choose([Candidate("exit layer 24", 15, 24)], table, acceptances).source == "none"
+    assert choose([Option("exit layer 24", ((0.7, 15),), exit_layer=24)], table).option is None
+
+
+def test_a_head_that_cannot_pay_is_not_even_tried():
+    """The output head costs a draft step as much as a pass, whatever the depth; a small model's is a fifth of it."""
+    options = [Option("exit layer 4", ((0.22, 15),), exit_layer=4)]
+    plain = [(("verify", 1), 10.0)] * 6
+    shares = {}
+    for share in (0.0, 0.21):
+        table = CostTable(30, head_share=share)
+        for key, milliseconds in plain:
+            table.record(key, milliseconds)
+        shares[share] = choose(options, table).option is not None
+        assert table.draft(4) == pytest.approx(10 * (share + (1 - share) * 4 / 30))
+    assert shares == {0.0: False, 0.21: False}
+    assert choose([Option("exit layer 4", ((0.6, 15),), exit_layer=4)], table).option is not None
 
 
 def test_drafting_goes_on_only_while_it_pays():
     table = costs({("verify", 1): 10.0, ("verify", 8): 11.0, ("draft", 4): 2.0})
-    assert worth_another_draft(0.9, 1, 4, table)
-    assert not worth_another_draft(0.1, 1, 4, table)
+    assert worth_another_draft([0.9], 1, 4, table)
+    assert not worth_another_draft([0.1], 1, 4, table)
+    assert worth_another_draft([0.9, 0.1], 1, 4, table)
+    assert not worth_another_draft([0.3, 0.1], 1, 4, table)
 
 
 def test_acceptance_counts_up_to_the_first_rejection():

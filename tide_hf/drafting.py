@@ -10,7 +10,7 @@ from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, worth
 
 MAX_NGRAM = 5
 # What an n-gram match of this length is taken to be worth before the text has shown it.
-NGRAM_PRIORS = {1: 0.1, 2: 0.3, 3: 0.5, 4: 0.65, MAX_NGRAM: 0.75}
+NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
 
 
 @dataclass

@@ -66,7 +66,11 @@ class Attachment:
         """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess."""
         if num_rows not in self.costs:
             larger = [known for known in self.costs if known > num_rows]
-            table = self.costs[min(larger)].resized() if larger else CostTable(self.structure.num_layers)
+            table = (
+                self.costs[min(larger)].resized()
+                if larger
+                else CostTable(self.structure.num_layers, self.structure.head_share)
+            )
             self.costs[num_rows] = table
         return self.costs[num_rows]
 

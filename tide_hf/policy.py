@@ -25,15 +25,17 @@ class CostTable:
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
+        head_share: Share of the output head in a pass's weights, likewise.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, head_share: float = 0.0) -> None:
         self.num_layers = num_layers
+        self.head_share = head_share
         self._samples: dict[CostKey, deque[float]] = {}
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
-        table = CostTable(self.num_layers)
+        table = CostTable(self.num_layers, self.head_share)
         for key, samples in self._samples.items():
             if samples:
                 table._samples[key] = deque([median(samples)], maxlen=SAMPLES)
@@ -58,7 +60,8 @@ class CostTable:
 
     def draft(self, exit_layer: int) -> float:
         """Expected milliseconds of one draft token from `exit_layer`."""
-        return self._blend(("draft", exit_layer), self.verify(1) * exit_layer / self.num_layers)
+        share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
+        return self._blend(("draft", exit_layer), self.verify(1) * share)
 
     def _measured(self, key: CostKey) -> float | None:
         samples = self._samples.get(key)

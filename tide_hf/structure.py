@@ -68,6 +68,13 @@ class DecoderStructure:
         """Number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def head_share(self) -> float:
+        """Share of the head in the weights that a pass at full depth reads."""
+        head = self.vocab_size * self.hidden_size
+        layers = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
+        return head / (head + layers)
+
 
 def find_structure(model: PreTrainedModel) -> DecoderStructure:
     """Find the decoder layers, final norm and head of `model`.
