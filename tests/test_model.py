@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -346,3 +347,12 @@ def test_a_streamer_gets_one_token_at_a_time(mode):
 def test_every_attention_family_is_listed_once():
     assert len(FAMILIES) == 28
     assert len(ATTENTION) + len(RECURRENT) == 28
+
+
+def test_models_load_in_several_threads_at_once(tmp_path, tiny_llama):
+    """transformers alone would leave the process unable to tie a head to its embeddings."""
+    tiny_llama(tie_word_embeddings=True, num_hidden_layers=2).save_pretrained(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: TIDEModelForCausalLM.from_pretrained(tmp_path), range(12)))
+    models.append(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in models)

@@ -21,10 +21,11 @@ from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from .errors import DemoModelError, describe
+from .loading import load_base_model
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
@@ -89,7 +90,7 @@ def _load(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: 
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if dtype is not None:
         kwargs["dtype"] = dtype
-    model: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    model = load_base_model(name, **kwargs)
     model.weights_origin = origin
     return model, tokenizer
 

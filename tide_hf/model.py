@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .configuration_tide import NEVER_EXIT, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
 from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
+from .loading import load_base_model
 from .modeling_tide import TIDERouters
 from .skipping import open_gates, remove_gates
 from .structure import find_structure
@@ -79,7 +80,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in ("token", "cache_dir") if name in auto_model_kwargs}
         loaded = _load_routers(routers, revision=routers_revision, **hub_kwargs)
-        model = AutoModelForCausalLM.from_pretrained(base, **auto_model_kwargs)
+        model = load_base_model(base, **auto_model_kwargs)
         return cls.attach(
             model, loaded, mode=mode, exit_threshold=exit_threshold, ignore_base_mismatch=ignore_base_mismatch
         )
