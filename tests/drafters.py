@@ -35,7 +35,7 @@ class ScriptedDrafter:
             "random": [self.random.randrange(self.vocab_size) for _ in right],
             "wrong at the last position": right[:-1] + wrong[-1:],
         }[KINDS[row % len(KINDS)] if self.kind == "mixed" else self.kind]
-        return Draft(tokens, source="script")
+        return Draft().add(tokens, "script")
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         self.done[row] += len(new_tokens)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tide_hf.drafting import MAX_NGRAM, HybridDrafter, NgramIndex
-from tide_hf.policy import CostTable
+from tide_hf.drafting import MAX_NGRAM, Draft, HybridDrafter, NgramIndex, Piece
+from tide_hf.policy import AcceptanceTable, CostTable
 
 
 def cheap() -> CostTable:
@@ -63,7 +63,7 @@ def test_n_grams_draft_and_learn():
     one = drafter([[1, 2, 3, 1, 2, 3, 1, 2, 3]])
     (draft,) = one.draft([0], [4])
     assert draft.tokens == [1, 2, 3, 1]
-    assert draft.source == "5-gram"
+    assert [piece.source for piece in draft.pieces] == ["5-gram"]
     before = one.acceptances.probability("5-gram")
     one.observe(0, draft, [7], 0)
     assert one.acceptances.probability("5-gram") < before
@@ -97,5 +97,66 @@ def test_the_router_stops_a_head_that_is_unsure(scores, expected):
     drafts = drafter([[1, 2, 3], [4, 5, 6]], {2: 0.9}, shallow).draft([0, 1], [5, 1])
     assert drafts[0].tokens == [51 + position for position in range(expected)]
     assert drafts[1].tokens == [51]
-    assert drafts[0].exit_layer == 2
+    assert drafts[0].exit_layer_of(0) == 2
     assert shallow.rolled_back
+
+
+class Fluent:
+    """Shallow layers that go on counting, and say how sure they are."""
+
+    def __init__(self, score):
+        self.score, self.fed = score, []
+
+    def step(self, exit_layer, tokens):
+        self.fed.append([len(row) for row in tokens])
+        return [row[-1] + 1 if row else 3 for row in tokens], [self.score] * len(tokens)
+
+    def rollback(self):
+        pass
+
+
+def test_n_grams_go_on_where_a_head_stops():
+    """The head leads from an end that nothing matches back into known text."""
+    shallow = Fluent(0.9)
+    one = drafter([[2, 3, 4, 5, 6, 7, 8, 9, 10, 99]], {2: 0.6}, shallow)
+    for length in range(1, MAX_NGRAM + 1):
+        for _ in range(20):
+            one.acceptances.record(f"{length}-gram", 3, 3)
+    (draft,) = one.draft([0], [7])
+    assert draft.tokens == [3, 4, 5, 6, 7, 8, 9]
+    assert draft.pieces[0] == Piece("exit layer 2", 1, 2)
+    assert [piece.exit_layer for piece in draft.pieces] == [2, 0]
+    assert [draft.exit_layer_of(position) for position in range(3)] == [2, 0, 0]
+
+
+def test_a_head_goes_on_where_n_grams_stop():
+    shallow = Fluent(0.95)
+    one = drafter([[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]], {2: 0.9}, shallow)
+    one.heads, one.acceptances = [2], AcceptanceTable({"5-gram": 0.95, "exit layer 2": 0.9})
+    drafts = [Draft().add([3, 4], "5-gram")]
+    one._continue_with_head([0], [4], drafts, [0.9], cheap())
+    assert drafts[0].tokens == [3, 4, 5, 6]
+    assert drafts[0].pieces == [Piece("5-gram", 2), Piece("exit layer 2", 2, 2)]
+    assert shallow.fed == [[2], [3]]
+
+
+@pytest.mark.parametrize(("limits", "lengths"), [([2, 4], (2, 2)), ([4, 4], (2, 1))])
+def test_no_head_goes_on_without_room_or_where_rows_stand_apart(limits, lengths):
+    one = drafter([[1, 2, 3], [1, 2, 3]], {2: 0.9}, Fluent(1.0))
+    drafts = [Draft().add([1] * length, "5-gram") for length in lengths]
+    one._continue_with_head([0, 1], limits, drafts, [1.0, 1.0], cheap())
+    assert [len(draft.tokens) for draft in drafts] == list(lengths)
+
+
+@pytest.mark.parametrize(
+    ("n_matches", "expected"),
+    [(0, {"5-gram": False, "exit layer 2": None}), (2, {"5-gram": True, "exit layer 2": False})],
+)
+def test_each_source_answers_for_its_own_piece(n_matches, expected):
+    one = drafter([[1, 2, 3]], {2: 0.5}, Fluent(1.0))
+    draft = Draft().add([4, 5], "5-gram").add([6], "exit layer 2", 2)
+    before = {source: one.acceptances.probability(source) for source in expected}
+    one.observe(0, draft, [4, 5, 7][: n_matches + 1], n_matches)
+    for source, rises in expected.items():
+        after = one.acceptances.probability(source)
+        assert (after == before[source]) if rises is None else ((after > before[source]) == rises)

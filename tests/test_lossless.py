@@ -36,12 +36,15 @@ def test_greedy_output_equals_the_base_model(family, kind):
         assert stats.rounds == NEW - 1
 
 
+@pytest.mark.parametrize("draft_vocab_size", [None, 7])
 @pytest.mark.parametrize("family", ATTENTION)
-def test_drafts_from_exit_heads_leave_no_trace(family):
+def test_drafts_from_exit_heads_leave_no_trace(family, draft_vocab_size):
     """Shallow draft steps write K/V of the shallow layers only; after the rollback nothing of it is left."""
     model = tiny_model(family)
     expected = model.generate(prompt(), **OPTIONS)
-    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
+    routers = TIDERouters.for_model(
+        model, exit_layers=[1, 3], exit_strategy="linear", draft_vocab_size=draft_vocab_size
+    )
     TIDEModelForCausalLM.attach(model, routers)
 
     class HeadDrafter:
@@ -54,10 +57,11 @@ def test_drafts_from_exit_heads_leave_no_trace(family):
             drafted = [[] for _ in rows]
             for _ in range(min(3, *limits)):
                 tokens, scores = self.shallow.step(exit_layer, drafted)
+                assert draft_vocab_size is None or max(tokens) < draft_vocab_size
                 assert all(0.0 <= score <= 1.0 for score in scores)
                 drafted = [[*before, token] for before, token in zip(drafted, tokens, strict=True)]
             self.shallow.rollback()
-            return [Draft(tokens, "head", exit_layer) for tokens in drafted]
+            return [Draft().add(tokens, "head", exit_layer) for tokens in drafted]
 
         def observe(self, row, draft, new_tokens, n_matches):
             pass

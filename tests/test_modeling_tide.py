@@ -145,6 +145,8 @@ def test_tensors_that_do_not_fit_the_config(model, tmp_path, damage):
         {"hidden_size": -3},
         {"router_bottleneck_dim": 0},
         {"translator_rank": 0},
+        {"draft_vocab_size": 0},
+        {"draft_vocab_size": 10**6},
         {"checkpoint_interval": 0},
     ],
     ids=str,
@@ -154,6 +156,18 @@ def test_a_config_with_impossible_values(model, tmp_path, change):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ConfigurationError, match=r"got .*Expected"):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([3, -1]), torch.tensor([3, 10**6])], ids=str)
+def test_a_draft_vocabulary_is_checked_and_kept(model, tmp_path, wrong):
+    routers = TIDERouters.for_model(model, exit_layers=[1], draft_vocab_size=2)
+    routers.draft_vocab.copy_(torch.tensor([9, 4]))
+    routers.save_pretrained(tmp_path)
+    assert TIDERouters.from_pretrained(tmp_path).draft_vocab.tolist() == [9, 4]
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"draft_vocab": wrong}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RoutersFileError, match="a draft_vocab with other than token ids"):
         TIDERouters.from_pretrained(tmp_path)
 
 

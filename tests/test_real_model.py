@@ -73,14 +73,21 @@ class Always:
     """Drafts in every round, from one source, whatever it is thought to be worth; what the policy does is timed."""
 
     def __init__(self, drafter, exit_layer):
-        self.drafter, self.exit_layer, self.observe = drafter, exit_layer, drafter.observe
+        self.drafter, self.exit_layer = drafter, exit_layer
 
     def draft(self, rows, limits):
-        if self.exit_layer:
-            costs = self.drafter.costs_of(len(rows))
-            return self.drafter._draft_with_head(self.exit_layer, [min(2, limit) for limit in limits], costs)
-        length, position = self.drafter.indexes[0].match()
-        return [Draft(self.drafter.indexes[0].continuation(position, min(5, limits[0])) if length else [], "1-gram")]
+        shallow, ngrams, width = self.drafter.shallow, self.drafter.indexes[0], min(2, limits[0])
+        draft = Draft()
+        if self.exit_layer and width:
+            for _ in range(width):
+                draft.add(shallow.step(self.exit_layer, [draft.tokens])[0], "head", self.exit_layer)
+            shallow.rollback()
+        elif not self.exit_layer and ngrams.match()[0]:
+            draft.add(ngrams.continuation(ngrams.match()[1], min(5, limits[0])), "1-gram")
+        return [draft]
+
+    def observe(self, row, draft, new_tokens, n_matches):
+        self.drafter.indexes[row].extend(new_tokens)
 
 
 @pytest.mark.parametrize("source", ["n-grams", "head"])

@@ -23,7 +23,7 @@ class BadDrafter:
         pass
 
     def draft(self, rows, limits):
-        return [Draft([2, 1][:limit], source="script") for limit in limits]
+        return [Draft().add([2, 1][:limit], "script") for limit in limits]
 
     def observe(self, row, draft, new_tokens, n_matches):
         pass

@@ -9,7 +9,7 @@ from torch import nn
 
 from tide_hf import UnsupportedModelError
 from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed, check_parity, hash_distance, unembed_hash
+from tide_hf.unembed import DraftUnembed, Unembed, check_parity, hash_distance, unembed_hash
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,7 +31,11 @@ def test_structure_and_unembedding(family):
         logits = model(input_ids=tokens).logits
         handle.remove()
         state = states[0][0] if structure.returns_tuple else states[0]
-        torch.testing.assert_close(Unembed(model, structure)(state), logits)
+        unembed = Unembed(model, structure)
+        torch.testing.assert_close(unembed(state), logits)
+        assert torch.equal(DraftUnembed(unembed)(state), logits.argmax(dim=-1))
+        few = torch.tensor([11, 3, 29, 7])
+        assert torch.equal(DraftUnembed(unembed, few)(state), few[logits[..., few].argmax(dim=-1)])
 
 
 def test_parity_refuses_what_it_cannot_reproduce():

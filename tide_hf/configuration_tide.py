@@ -33,6 +33,9 @@ class TIDEConfig(PreTrainedConfig):
             are honoured whatever this says.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
+        draft_vocab_size (`int`, *optional*): Heads draft only among so many of the most frequent tokens, which saves
+            most of the output head; `None` is all. Verification always uses the whole vocabulary, and so does drafting
+            where the base model's head is packed (quantised) or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token leaves where its exit score is at least this. Above 1 nothing leaves.
         kv_cache_strategy (`str`): What becomes of the K/V of layers that a token skips in `early_exit`: `"recompute"`
@@ -55,6 +58,7 @@ class TIDEConfig(PreTrainedConfig):
     min_layers: int = 8
     exit_strategy: str = "identity"
     translator_rank: int | None = None
+    draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
     kv_cache_strategy: str = "recompute"
@@ -69,12 +73,22 @@ class TIDEConfig(PreTrainedConfig):
         check_exit_threshold(self.exit_threshold)
         for name in ("checkpoint_interval", "min_layers", "router_bottleneck_dim"):
             _check_positive(name, getattr(self, name))
-        if self.translator_rank is not None:
-            _check_positive("translator_rank", self.translator_rank)
+        for name in ("translator_rank", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         if self.num_hidden_layers == 0 and self.exit_layers is None:
             return  # the bare TIDEConfig() that transformers builds to compare defaults
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             _check_positive(name, getattr(self, name))
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ConfigurationError(
+                describe(
+                    "draft_vocab_size is too large",
+                    got=self.draft_vocab_size,
+                    expected=f"at most the vocabulary's {self.vocab_size}",
+                    do="Lower it, or leave it out to draft from all tokens.",
+                )
+            )
         if self.exit_layers is None:
             self.exit_layers = default_exit_layers(self.num_hidden_layers, self.checkpoint_interval, self.min_layers)
         self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)

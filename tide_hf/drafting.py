@@ -2,30 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, worth_another_draft
+from .policy import (
+    MAX_DRAFT,
+    AcceptanceTable,
+    CostTable,
+    Option,
+    choose,
+    choose_continuation,
+    worth_another_draft,
+)
 
 MAX_NGRAM = 5
 # What an n-gram match of this length is taken to be worth before the text has shown it.
 NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
 
 
-@dataclass
-class Draft:
-    """Draft tokens of one row in one round.
+@dataclass(frozen=True)
+class Piece:
+    """A part of a draft that one source wrote.
 
     Attributes:
-        tokens: The tokens, possibly none.
-        source: Who drafted them.
+        source: Its name.
+        length: Draft tokens.
         exit_layer: The layer that drafted them, 0 where no layer ran.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    source: str = "none"
+    source: str
+    length: int
     exit_layer: int = 0
+
+
+@dataclass
+class Draft:
+    """Draft tokens of one row in one round; sources may take turns.
+
+    Attributes:
+        tokens: The tokens, possibly none.
+        pieces: Who drafted them, in order.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def add(self, tokens: list[int], source: str, exit_layer: int = 0) -> Draft:
+        """Append what `source` drafted; return self."""
+        if tokens:
+            self.tokens = [*self.tokens, *tokens]
+            self.pieces.append(Piece(source, len(tokens), exit_layer))
+        return self
+
+    def exit_layer_of(self, position: int) -> int:
+        """The layer that drafted the token at `position`, 0 where no layer ran."""
+        for piece in self.pieces:
+            if position < piece.length:
+                return piece.exit_layer
+            position -= piece.length
+        return 0
 
 
 class Drafter(Protocol):
@@ -42,7 +78,11 @@ class ShallowDecoder(Protocol):
     """The shallow layers of the model, as the exit heads use them."""
 
     def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row after its sequence and its `tokens`: the tokens and their exit scores."""
+        """Decode one token for each row after its sequence and its `tokens` (all rows have as many).
+
+        Returns:
+            The tokens and their exit scores.
+        """
 
     def rollback(self) -> None:
         """Forget the steps since the last rollback."""
@@ -68,18 +108,24 @@ class NgramIndex:
                 self._next[length][tuple(self.tokens[position - length :])] = position
             self.tokens.append(token)
 
-    def match(self) -> tuple[int, int]:
-        """Length of the longest known suffix and the position after its latest earlier occurrence; (0, 0) if none."""
-        for length in range(min(MAX_NGRAM, len(self.tokens)), 0, -1):
-            position = self._next[length].get(tuple(self.tokens[-length:]))
+    def match(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
+        """Find the longest suffix of the sequence and `drafted` that the sequence had before.
+
+        Returns:
+            The suffix's length and the position after its latest occurrence; (0, 0) if there is none.
+        """
+        end = [*self.tokens[-MAX_NGRAM:], *drafted]
+        for length in range(min(MAX_NGRAM, len(self.tokens) + len(drafted)), 0, -1):
+            position = self._next[length].get(tuple(end[-length:]))
             if position is not None:
                 return length, position
         return 0, 0
 
-    def continuation(self, position: int, num_tokens: int) -> list[int]:
+    def continuation(self, position: int, num_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
         """The `num_tokens` tokens from `position` on; past the end the text is taken to go on repeating."""
-        period = len(self.tokens) - position
-        return [self.tokens[position + offset % period] for offset in range(num_tokens)]
+        period = len(self.tokens) + len(drafted) - position
+        text = self.tokens[position : position + num_tokens] + list(drafted)[:num_tokens]
+        return [text[offset % period] for offset in range(num_tokens)]
 
 
 class HybridDrafter:
@@ -107,27 +153,35 @@ class HybridDrafter:
         self.acceptances = AcceptanceTable(priors | {_head(layer): prior for layer, prior in head_priors.items()})
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """Draft from the best source; nothing where plain decoding is better."""
+        """Draft from the best source, and go on with another where that pays; nothing where plain decoding is best."""
         limits = [min(limit, MAX_DRAFT) for limit in limits]
         costs = self.costs_of(len(rows))
         matches = [self.indexes[row].match() for row in rows]
         choice = choose(self._options(limits, matches), costs)
+        drafts = [Draft() for _ in rows]
         if choice.option is None:
-            return [Draft() for _ in rows]
+            return drafts
         lengths = [min(choice.num_assistant_tokens, limit) for limit in limits]
         if choice.option.exit_layer:
-            return self._draft_with_head(choice.option.exit_layer, lengths, costs)
-        drafts = []
-        for row, length, (match_length, position) in zip(rows, lengths, matches, strict=True):
-            tokens = self.indexes[row].continuation(position, length) if match_length else []
-            drafts.append(Draft(tokens, _ngram(match_length)))
+            survivals = self._draft_with_head(choice.option.exit_layer, rows, lengths, drafts, [1.0] * len(rows), costs)
+            self._continue_with_ngrams(rows, limits, drafts, survivals, costs)
+            return drafts
+        survivals = []
+        for row, length, draft, (match_length, position) in zip(rows, lengths, drafts, matches, strict=True):
+            if match_length:
+                draft.add(self.indexes[row].continuation(position, length), _ngram(match_length))
+            survivals.append(self.acceptances.probability(_ngram(match_length)) ** length if match_length else 0.0)
+        self._continue_with_head(rows, limits, drafts, survivals, costs)
         return drafts
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        """Update the n-grams and the acceptance of the source."""
+        """Update the n-grams and the acceptance of the sources."""
         self.indexes[row].extend(new_tokens)
-        if draft.tokens:
-            self.acceptances.record(draft.source, len(draft.tokens), n_matches)
+        for piece in draft.pieces:
+            self.acceptances.record(piece.source, piece.length, min(n_matches, piece.length))
+            n_matches -= piece.length
+            if n_matches < 0:
+                break  # what stands behind a rejected token was never judged
 
     def _options(self, limits: list[int], matches: list[tuple[int, int]]) -> list[Option]:
         options = []
@@ -143,23 +197,82 @@ class HybridDrafter:
             options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
         return options
 
-    def _draft_with_head(self, exit_layer: int, lengths: list[int], costs: CostTable) -> list[Draft]:
-        """Draft all rows together until their routers doubt that one more token pays."""
-        if self.shallow is None:
-            return [Draft() for _ in lengths]
-        drafted: list[list[int]] = [[] for _ in lengths]
-        survivals = [1.0] * len(lengths)
-        for count in range(1, max(lengths) + 1):
-            tokens, scores = self.shallow.step(exit_layer, drafted)
+    def _draft_with_head(
+        self,
+        exit_layer: int,
+        rows: list[int],
+        lengths: list[int],
+        drafts: list[Draft],
+        survivals: list[float],
+        costs: CostTable,
+    ) -> list[float]:
+        """Add a head's tokens to the drafts of all rows together, until their routers doubt that one more pays.
+
+        Args:
+            exit_layer: The layer of the head.
+            rows: The rows.
+            lengths: How many tokens each draft may get.
+            drafts: What the rows have drafted so far, all of one length; added to.
+            survivals: For each row the probability that all of that is accepted.
+            costs: Measured costs of a batch of this size.
+
+        Returns:
+            The survivals after the new tokens.
+        """
+        shallow = self.shallow
+        if shallow is None or max(lengths) == 0:
+            return survivals
+        before = drafted = [draft.tokens for draft in drafts]
+        own = self.acceptances.probability(_head(exit_layer))
+        for _ in range(max(lengths)):
+            tokens, scores = shallow.step(exit_layer, drafted)
             survivals = [survival * score for survival, score in zip(survivals, scores, strict=True)]
-            drafted = [[*before, token] for before, token in zip(drafted, tokens, strict=True)]
-            if not worth_another_draft(survivals, count, exit_layer, costs):
+            drafted = [[*tokens_before, token] for tokens_before, token in zip(drafted, tokens, strict=True)]
+            if not worth_another_draft(survivals, len(drafted[0]), exit_layer, costs):
                 break
-        self.shallow.rollback()
-        return [
-            Draft(tokens[:length], _head(exit_layer), exit_layer)
-            for tokens, length in zip(drafted, lengths, strict=True)
-        ]
+            if all(self._ngram_chance(row, tokens)[0] >= own for row, tokens in zip(rows, drafted, strict=True)):
+                break  # an n-gram goes on from here, as well and for nothing
+        shallow.rollback()
+        for draft, tokens, start, length in zip(drafts, drafted, before, lengths, strict=True):
+            draft.add(tokens[len(start) :][:length], _head(exit_layer), exit_layer)
+        return survivals
+
+    def _continue_with_ngrams(
+        self, rows: list[int], limits: list[int], drafts: list[Draft], survivals: list[float], costs: CostTable
+    ) -> None:
+        """Let n-grams go on where a head stopped, as far as the wider verify pass is worth it."""
+        chances = [self._ngram_chance(row, draft.tokens) for row, draft in zip(rows, drafts, strict=True)]
+        offers = tuple(
+            (probability, limit - len(draft.tokens))
+            for (probability, _, _), limit, draft in zip(chances, limits, drafts, strict=True)
+        )
+        drafted = max(len(draft.tokens) for draft in drafts)
+        length = choose_continuation(offers, survivals, drafted, costs)
+        for row, draft, (_, match_length, position), (_, room) in zip(rows, drafts, chances, offers, strict=True):
+            if match_length:
+                tokens = self.indexes[row].continuation(position, min(length, room), draft.tokens)
+                draft.add(tokens, _ngram(match_length))
+
+    def _continue_with_head(
+        self, rows: list[int], limits: list[int], drafts: list[Draft], survivals: list[float], costs: CostTable
+    ) -> None:
+        """Let a head go on behind n-grams where it is surer than they are; rows have to stand at one length."""
+        drafted = len(drafts[0].tokens)
+        room = min(limits) - drafted
+        if room <= 0 or any(len(draft.tokens) != drafted for draft in drafts):
+            return
+        for exit_layer in self.heads:
+            sure = self.acceptances.probability(_head(exit_layer))
+            if worth_another_draft(
+                [survival * sure for survival in survivals], drafted, exit_layer, costs, catch_up=True
+            ):
+                self._draft_with_head(exit_layer, rows, [room] * len(rows), drafts, survivals, costs)
+                return
+
+    def _ngram_chance(self, row: int, drafted: list[int]) -> tuple[float, int, int]:
+        """Acceptance, length and position of the n-gram that goes on after `drafted`."""
+        match_length, position = self.indexes[row].match(drafted)
+        return (self.acceptances.probability(_ngram(match_length)) if match_length else 0.0), match_length, position
 
 
 def _ngram(length: int) -> str:

@@ -27,7 +27,7 @@ from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import DecoderStructure, check_rope
-from .unembed import Unembed
+from .unembed import DraftUnembed, Unembed, is_plain_linear
 
 OPTIONS = ("tide_mode", "exit_threshold", "exit_criterion", "min_layers")
 
@@ -77,6 +77,11 @@ class Attachment:
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
         return self.require_routers("an exit head")[exit_layer]
+
+    def draft_unembed(self) -> DraftUnembed:
+        """What the heads draft with. It copies the rows of the draft vocabulary, so make one per call."""
+        vocab = self.routers.draft_vocab if self.routers is not None else None
+        return DraftUnembed(self.unembed, vocab if is_plain_linear(self.structure.head) else None)
 
     def require_routers(self, needed_by: str) -> TIDERouters:
         """The routers, or an error that says what needs them."""

@@ -89,7 +89,12 @@ class TIDERouters(PreTrainedModel):
     """Routers and exit heads of one base model.
 
     Index it by exit layer: `routers[12].router`, `routers[12].head`.
+
+    Attributes:
+        draft_vocab: (draft_vocab_size,) the tokens that heads draft from, int64; `None` for all.
     """
+
+    draft_vocab: Tensor | None
 
     config_class = TIDEConfig
     base_model_prefix = "tide"
@@ -98,6 +103,8 @@ class TIDERouters(PreTrainedModel):
     def __init__(self, config: TIDEConfig) -> None:
         super().__init__(config)
         self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
+        size = config.draft_vocab_size
+        self.register_buffer("draft_vocab", torch.arange(size) if size is not None else None)
         self.post_init()
 
     @property
@@ -216,6 +223,11 @@ class TIDERouters(PreTrainedModel):
         wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
         if wrong:
             raise RoutersFileError(_file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
+        vocab = routers.draft_vocab
+        if vocab is not None and (
+            vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
+        ):
+            raise RoutersFileError(_file_problem(name_or_path, "a draft_vocab with other than token ids"))
         return routers.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:

@@ -183,7 +183,9 @@ def choose(options: list[Option], costs: CostTable) -> Choice:
     return best
 
 
-def worth_another_draft(survivals: list[float], drafted: int, exit_layer: int, costs: CostTable) -> bool:
+def worth_another_draft(
+    survivals: list[float], drafted: int, exit_layer: int, costs: CostTable, catch_up: bool = False
+) -> bool:
     """Whether one more draft token for each row pays for itself, given how sure the ones so far are.
 
     Args:
@@ -192,6 +194,38 @@ def worth_another_draft(survivals: list[float], drafted: int, exit_layer: int, c
         drafted: Tokens drafted so far.
         exit_layer: The layer that drafts.
         costs: Measured costs of a batch of this size.
+        catch_up: Whether that layer has yet to see the tokens drafted so far, which another source wrote.
     """
-    extra = costs.draft(exit_layer) + costs.verify(drafted + 2) - costs.verify(drafted + 1)
+    draft = costs.draft(exit_layer)
+    if catch_up:
+        draft *= costs.verify(drafted + 1) / costs.verify(1)
+    extra = draft + costs.verify(drafted + 2) - costs.verify(drafted + 1)
     return sum(survivals) * costs.verify(1) > extra * len(survivals)
+
+
+def choose_continuation(
+    offers: tuple[tuple[float, int], ...], survivals: list[float], drafted: int, costs: CostTable
+) -> int:
+    """How many tokens that cost nothing to draft are worth their share of a wider verify pass.
+
+    Args:
+        offers: For each row the probability that such a token is accepted and the most tokens on offer.
+        survivals: For each row the probability that all tokens drafted so far are accepted.
+        drafted: Tokens drafted so far, in the longest row.
+        costs: Measured costs of a batch of this size.
+
+    Returns:
+        Tokens per row, 0 where none pays.
+    """
+    best, best_gain = 0, 0.0
+    most = max(limit for _, limit in offers)
+    for length in range(1, min(most, MAX_DRAFT - drafted) + 1):
+        tokens = sum(
+            survival * (expected_tokens(acceptance, min(length, limit)) - 1.0)
+            for survival, (acceptance, limit) in zip(survivals, offers, strict=True)
+        )
+        extra = costs.verify(drafted + length + 1) - costs.verify(drafted + 1)
+        gain = tokens * costs.verify(1) - extra * len(offers)
+        if gain > best_gain:
+            best, best_gain = length, gain
+    return best

@@ -7,7 +7,7 @@ variable, so every thread and every `generate` call has its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from .modeling_tide import ExitPoint
 from .structure import DecoderStructure
-from .unembed import Unembed
 
 _ACTIVE: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
 
@@ -120,29 +119,34 @@ class LayerRun:
         return gate.native(*args, **kwargs)
 
 
-class FixedDepthRun(LayerRun):
-    """Every token leaves after `exit_layer` layers through that layer's head. Deeper K/V stay as they are."""
+class _Left(BaseException):
+    """Carries the hidden states out of a forward pass whose deeper layers are not needed."""
 
-    def __init__(
-        self, structure: DecoderStructure, cache: Any, exit_layer: int, exit_point: ExitPoint, unembed: Unembed
-    ) -> None:
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.state = state
+
+
+class FixedDepthRun(LayerRun):
+    """A pass ends after `exit_layer` layers. Deeper layers, and their K/V, stay as they are."""
+
+    def __init__(self, structure: DecoderStructure, cache: Any, exit_layer: int) -> None:
         super().__init__(structure, cache)
         self.exit_layer = exit_layer
-        self.exit_point = exit_point
-        self.unembed = unembed
-        self.exit_scores: Tensor | None = None
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute the shallow layers; at the last position translate the state for the final norm."""
-        if gate.layer_idx < self.exit_layer:
-            return self.execute(gate, args, kwargs)
-        state = input_state(args, kwargs)
+        """Execute the shallow layers, then leave the model."""
         if gate.layer_idx == self.exit_layer:
-            exit_point = on_device(self.exit_point, state)
-            self.exit_scores = exit_point.router(self.unembed.normalize(state[:, -1]))
-        if gate.layer_idx == self.num_layers - 1:
-            state = self.exit_point.head(state)
-        return gate.with_state(None, state)
+            raise _Left(input_state(args, kwargs))
+        return self.execute(gate, args, kwargs)
+
+    def state_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Call `forward`, which calls the model; return the last position's hidden states (rows, D)."""
+        try:
+            forward(*args, **kwargs)
+        except _Left as left:
+            return left.state[:, -1]
+        raise AssertionError("a forward pass ended without its deeper layers")  # a bug of ours, not of a user
 
 
 def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

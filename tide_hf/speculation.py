@@ -20,8 +20,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
 from .rows import Row, Stopping
-from .skipping import FixedDepthRun, LayerRun, active
+from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
+from .unembed import DraftUnembed
 
 if TYPE_CHECKING:
     from .generation import Attachment
@@ -175,7 +176,7 @@ class SelfSpeculativeDecoder:
                 token = self.stopping.pad_token_id
             matched = position < len(draft.tokens) and token == draft.tokens[position]
             row.tokens.append(token)
-            row.depths.append(draft.exit_layer if matched else self.stats.num_layers)
+            row.depths.append(draft.exit_layer_of(position) if matched else self.stats.num_layers)
             if self.streamer is not None:
                 self.streamer.put(torch.tensor([token]))
             if row.stopped_at is None and self.stopping(row):
@@ -244,22 +245,27 @@ class _Shallow:
     def __init__(self, decoder: SelfSpeculativeDecoder) -> None:
         self.decoder = decoder
         self.layers_executed = 0
-        self.depths: list[int] = []
+        self.depths: list[int] = []  # the exit layer at which each token since the last rollback was fed
+        self.unembed: DraftUnembed | None = None
 
     def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
         decoder, start = self.decoder, perf_counter()
         attachment = decoder.attachment
-        exit_point, cache = attachment.exit_point(exit_layer), decoder.slots.cache
-        run = FixedDepthRun(attachment.structure, cache, exit_layer, exit_point, attachment.unembed)
-        fed = [[(row.last, *drafted)[-1]] for row, drafted in zip(decoder.batch, tokens, strict=True)]
+        run = FixedDepthRun(attachment.structure, decoder.slots.cache, exit_layer)
+        fed = len(self.depths)
+        unseen = [[row.last, *drafted][fed:] for row, drafted in zip(decoder.batch, tokens, strict=True)]
         with active(run):
-            outputs = decoder.forward(fed, start=len(self.depths))
-        drafted = outputs.logits[:, -1].argmax(dim=-1).tolist()
+            state = run.state_after(decoder.forward, unseen, start=fed)
+        exit_point = on_device(attachment.exit_point(exit_layer), state)
+        scores = exit_point.router(attachment.unembed.normalize(state))
+        self.unembed = self.unembed or attachment.draft_unembed()
+        drafted = self.unembed(exit_point.head(state)).tolist()
         self.layers_executed += run.layers_executed
-        self.depths.append(exit_layer)
-        attachment.costs_of(len(fed)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
-        return drafted, run.exit_scores.tolist()  # type: ignore[union-attr]
+        self.depths += [exit_layer] * len(unseen[0])
+        if len(unseen[0]) == 1:
+            attachment.costs_of(len(unseen)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
+        return drafted, scores.tolist()
 
     def rollback(self) -> None:
         """Take the draft tokens' K/V out of the shallow layers."""

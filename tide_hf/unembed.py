@@ -58,6 +58,49 @@ class Unembed:
         return logits
 
 
+class DraftUnembed:
+    """Top tokens of hidden states, among all tokens or a few.
+
+    What a base model does to its logits behind the head keeps their order, so it is left out.
+
+    Args:
+        unembed: The base model's unembedding.
+        token_ids: (draft_vocab_size,) the tokens to choose from; `None` for all.
+    """
+
+    def __init__(self, unembed: Unembed, token_ids: Tensor | None = None) -> None:
+        self.unembed = unembed
+        self.token_ids = token_ids
+        self.head = _rows_of(unembed.structure.head, token_ids) if token_ids is not None else unembed.structure.head
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden states to their top tokens.
+
+        Args:
+            hidden_states: (..., hidden_size), before the final norm, in the model's dtype.
+
+        Returns:
+            (...) token ids.
+        """
+        state = self.unembed.normalize(hidden_states)
+        if self.unembed.structure.projection is not None:
+            state = self.unembed.structure.projection(state)
+        top = self.head(state).argmax(dim=-1)
+        return top if self.token_ids is None else self.token_ids.to(top.device)[top]
+
+
+def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
+    """A linear layer with these rows of `head`; the head itself is not changed."""
+    weight: Any = head.weight
+    bias: Any = getattr(head, "bias", None)
+    index = token_ids.to(weight.device)
+    rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[index], requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.detach()[index], requires_grad=False)
+    return rows
+
+
 @torch.no_grad()
 def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
     """Prove on a tiny probe that `structure` and [`Unembed`] give the model's own logits.
@@ -105,15 +148,21 @@ def unembed_hash(head: nn.Module) -> str | None:
     Returns:
         64 hexadecimal digits; `None` where the weight is no plain floating-point tensor (packed or offloaded).
     """
-    weight = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+    if not is_plain_linear(head):
         return None
+    weight: Any = head.weight
     width = weight.shape[1]
     direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
     signs = torch.tensor([1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)])
     rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64).long()
     bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ signs > 0).tolist()
     return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
+
+
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether the head's weight can be read as it is: no packed bits, and not offloaded."""
+    weight = getattr(head, "weight", None)
+    return weight is not None and weight.is_floating_point() and weight.device.type != "meta"
 
 
 def hash_distance(first: str, second: str) -> float:
