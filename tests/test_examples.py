@@ -2,7 +2,9 @@
 
 import json
 
-from examples.benchmarks import decode
+import pytest
+
+from examples.benchmarks import decode, precision
 
 
 def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, tmp_path, capsys):
@@ -32,3 +34,21 @@ def test_no_speed_for_other_tokens(tiny_model_folder, tmp_path):
     record = {"dtype": "float32", "categories": {"chat": results}}
     assert "| wrong | differs | differs | 0/1 |" in decode.table(record)
     assert "| wrong | 2.00 | 2.00 | 0/1 |" in decode.table(record | {"dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_precision_study_finds_where_answers_part(tiny_model_folder, tmp_path, capsys, dtype):
+    output = tmp_path / "precision.json"
+    options = {"--max-new-tokens": 24, "--prompts": 1, "--threads": 1, "--dtype": dtype}
+    arguments = [str(part) for pair in options.items() for part in pair]
+    precision.main(["--model", str(tiny_model_folder), "--output", str(output), *arguments])
+    record = json.loads(output.read_text())
+    assert record["dtype"] == dtype
+    divergences = [one for prompt in record["prompts"] for one in prompt["divergences"].values()]
+    assert len(divergences) == 6 * 5
+    moved = max(prompt["rounding_moves_gaps_by_at_most"] for prompt in record["prompts"])
+    if dtype == "float32":
+        assert not any(divergences)
+        assert moved < 1e-4
+        assert capsys.readouterr().out.count("6/6") == 5
+    assert all(one["gap"] <= 2 * moved for one in divergences if one)
