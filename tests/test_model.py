@@ -99,7 +99,7 @@ def test_copies_are_attached_and_independent(clone):
     twin = clone(model)
     assert isinstance(twin, TIDEModelForCausalLM)
     own = {id(module) for module in twin.modules()}
-    assert all(id(layer.forward.layer) in own for layer in twin._tide.structure.layers)
+    assert all(id(layer.forward.module) in own for layer in twin._tide.structure.layers)
     for mode in MODES:
         expected = model.generate(prompt(), tide_mode=mode, **OPTIONS)
         assert torch.equal(twin.generate(prompt(), tide_mode=mode, **OPTIONS), expected)

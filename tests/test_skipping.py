@@ -209,7 +209,7 @@ def test_a_row_that_exits_does_not_disturb_the_others():
     model = attached("llama", [1])
     expected = TIDEModelForCausalLM.detach(copy_of := tiny_model("llama")).generate(prompt(2)[1:], **OPTIONS)
     router = model._tide.routers[1].router
-    model._tide.routers[1].router.forward = lambda state: torch.tensor([1.0, 0.0])  # row 0 leaves, row 1 never does
+    model._tide.routers[1].router.forward = lambda state: torch.tensor([[1.0], [0.0]])  # row 0 leaves, row 1 never does
     result = model.generate(prompt(2), exit_threshold=0.5, **OPTIONS)
     del model._tide.routers[1].router.forward
     assert copy_of is not model

@@ -29,7 +29,7 @@ from .stats import ExitStats
 from .structure import DecoderStructure, check_rope
 from .unembed import DraftUnembed, Unembed, is_plain_linear
 
-OPTIONS = ("tide_mode", "exit_threshold", "exit_criterion", "min_layers")
+OPTIONS = ("tide_mode", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
 
 @dataclass
@@ -234,7 +234,7 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
 def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any]) -> ExitRun:
     """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    threshold, criterion, min_layers = (getattr(generation_config, name, None) for name in OPTIONS[1:])
+    threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS[1:])
     options: dict[str, Any] = {
         "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
@@ -242,14 +242,25 @@ def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_k
     }
     caches = [value for value in model_kwargs.values() if isinstance(value, Cache)]
     common = (attachment.structure, caches[0] if caches else None, routers, attachment.unembed)
+    strategy = routers.config.kv_cache_strategy
+    if in_prompt and (mode == "post_hoc" or strategy != "propagate"):
+        raise UnsupportedOptionError(
+            describe(
+                "prompt tokens cannot leave early here",
+                got=f"exits_in_prompt=True with tide_mode={mode!r} and kv_cache_strategy={strategy!r}",
+                expected="tide_mode='early_exit' and routers with kv_cache_strategy='propagate', since what a prompt "
+                "token skips changes the K/V of the deeper layers",
+                do="Set routers.config.kv_cache_strategy = 'propagate', or leave exits_in_prompt out.",
+            )
+        )
     if mode == "post_hoc" and model_kwargs.get("use_cache", True):
         return PostHocRun(*common, **options)
-    strategy = routers.config.kv_cache_strategy
     user = f"tide_mode={mode!r} with kv_cache_strategy={strategy!r}"
     find_cache(model_kwargs, user, static="none" if strategy == "recompute" else "any")
     if strategy == "recompute":
         return RecomputeRun(*common, **options)
-    return PropagateRun(*common, **options, fill=fill_skipped if strategy == "propagate" else fill_zeros)
+    fill = fill_skipped if strategy == "propagate" else fill_zeros
+    return PropagateRun(*common, **options, fill=fill, exits_in_prompt=bool(in_prompt))
 
 
 def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
@@ -260,7 +271,8 @@ def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: 
     for row, tokens in enumerate(new_tokens.tolist()):
         length = next((i + 1 for i, token in enumerate(tokens) if token in eos_tokens), len(tokens))
         per_token.append([layers[row] for layers in run.per_pass[:length]])
-    return ExitStats(mode, run.num_layers, layers_executed=run.layers_executed, per_token=per_token)
+    counts = {"layers_executed": run.layers_executed, "mlp_tokens_skipped": run.mlp_tokens_skipped}
+    return ExitStats(mode, run.num_layers, per_token=per_token, **counts)
 
 
 __all__ = ["OPTIONS", "Attachment", "TIDEGenerationMixin", "attached_class", "hybrid_drafter"]

@@ -1,6 +1,6 @@
 """The one place that touches decoder layers: gates that let a forward pass skip some of them.
 
-A gate stands in for a layer's `forward` as an instance attribute, so the model's own forward, its masks, rotary
+A gate stands in for a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary
 embeddings and final norm run as ever. Without an active `LayerRun` a gate is transparent. The active run is a context
 variable, so every thread and every `generate` call has its own.
 """
@@ -20,7 +20,25 @@ from .structure import DecoderStructure
 _ACTIVE: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
 
 
-class LayerGate:
+class Gate:
+    """Stands in for a module's `forward`.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")  # accelerate puts its own forward on the instance
+
+    def native(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as if there were no gate."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class LayerGate(Gate):
     """Stands in for one decoder layer's `forward`.
 
     Args:
@@ -30,16 +48,9 @@ class LayerGate:
     """
 
     def __init__(self, layer: nn.Module, layer_idx: int, returns_tuple: bool) -> None:
-        self.layer = layer
+        super().__init__(layer)
         self.layer_idx = layer_idx
         self.returns_tuple = returns_tuple
-        self.replaced = layer.__dict__.get("forward")  # accelerate puts its own forward on the instance
-
-    def native(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer as if there were no gate."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.layer).forward(self.layer, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Let the active run decide; without one, run the layer."""
@@ -57,20 +68,47 @@ class LayerGate:
         return output[0] if self.returns_tuple else output
 
 
+class MLPGate(Gate):
+    """Stands in for the `forward` of a decoder layer's MLP, which treats every token by itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the active run choose the tokens; without one, run the MLP on all."""
+        run = _ACTIVE.get()
+        kept = run.tokens_for_mlp() if run is not None else None
+        return self.native(*args, **kwargs) if kept is None else self._on_some(kept, args, kwargs)
+
+    def _on_some(self, kept: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run on the tokens of a (rows, length) mask; what stands at the others is zero and of no account."""
+        kept = kept.to(input_state(args, kwargs).device)
+        args = tuple(_gathered(value, kept) for value in args)
+        output = self.native(*args, **{name: _gathered(value, kept) for name, value in kwargs.items()})
+        state = output[0] if isinstance(output, tuple) else output  # mixtures of experts return router logits as well
+        scattered = state.new_zeros((*kept.shape, state.shape[-1]))
+        scattered[kept] = state.reshape(-1, state.shape[-1])
+        return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
+
+
+def _gathered(value: Any, kept: Tensor) -> Any:
+    """The kept tokens of a (rows, length, ...) tensor as one row; anything else as it is."""
+    return value[kept][None] if isinstance(value, Tensor) and value.shape[:2] == kept.shape else value
+
+
 def open_gates(structure: DecoderStructure) -> None:
-    """Put a gate in front of every decoder layer."""
+    """Put a gate in front of every decoder layer and every MLP."""
     for layer_idx, layer in enumerate(structure.layers):
         layer.forward = LayerGate(layer, layer_idx, structure.returns_tuple)
+    for mlp in structure.mlps:
+        mlp.forward = MLPGate(mlp)
 
 
 def remove_gates(structure: DecoderStructure) -> None:
     """Take the gates away and put back what they replaced."""
-    for layer in structure.layers:
-        gate = layer.__dict__.get("forward")
-        if isinstance(gate, LayerGate):
-            del layer.forward
+    for module in (*structure.layers, *structure.mlps):
+        gate = module.__dict__.get("forward")
+        if isinstance(gate, Gate):
+            del module.forward
             if gate.replaced is not None:
-                layer.forward = gate.replaced
+                module.forward = gate.replaced
 
 
 @contextmanager
@@ -112,6 +150,10 @@ class LayerRun:
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for one layer's forward."""
         return self.execute(gate, args, kwargs)
+
+    def tokens_for_mlp(self) -> Tensor | None:
+        """(rows, length) mask of the tokens that the MLP of the current layer has to see; `None` for all."""
+        return None
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer natively and count it."""

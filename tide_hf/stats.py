@@ -21,6 +21,8 @@ class ExitStats:
         rounds: Draft-and-verify rounds (`self_speculative` only).
         drafted: Draft tokens that were verified.
         accepted: Draft tokens that the base model confirmed and that are part of the output.
+        mlp_tokens_skipped: Prompt tokens that an MLP did not have to see, counted once per layer (`early_exit` with
+            `exits_in_prompt`).
     """
 
     mode: str
@@ -30,6 +32,7 @@ class ExitStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    mlp_tokens_skipped: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -34,6 +34,7 @@ LAYOUTS = (
     Layout("backbone.layers", "backbone.norm_f"),  # mamba
 )
 TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
+MLP_NAMES = ("mlp", "feed_forward")  # a layer's part that treats each token by itself; opt has none of its own
 CACHE_ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
 
@@ -43,6 +44,7 @@ class DecoderStructure:
 
     Attributes:
         layers: The decoder layers, in order.
+        mlps: The layers' MLPs, where they are modules of their own.
         norm: The final norm; `None` where the model has none.
         projection: What stands between norm and head (opt's `project_out`); mostly `None`.
         head: Hidden state to logits, without scaling or softcapping.
@@ -54,6 +56,7 @@ class DecoderStructure:
     """
 
     layers: tuple[nn.Module, ...]
+    mlps: tuple[nn.Module, ...]
     norm: nn.Module | None
     projection: nn.Module | None
     head: nn.Module
@@ -99,6 +102,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
     layers = tuple(_resolve(model, layout.layers))
     return DecoderStructure(
         layers=layers,
+        mlps=tuple(mlp for layer in layers for mlp in map(layer._modules.get, MLP_NAMES) if mlp is not None),
         norm=_resolve(model, layout.norm),
         projection=_resolve(model, layout.projection) if layout.projection else None,
         head=head,

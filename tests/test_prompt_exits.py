@@ -1,0 +1,126 @@
+"""Prompt tokens that leave early: frozen states, exact K/V of those states, and no MLP for them."""
+
+import pytest
+import torch
+from families import ATTENTION, LAYERS, VOCAB, tiny_model
+from transformers import DynamicCache
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.errors import UnsupportedOptionError
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed
+
+EXIT_LAYERS = [1, 3]
+LENGTH = 12
+OPTIONS = {
+    "max_new_tokens": 1,
+    "do_sample": False,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def prompt(rows: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def attach(model, strategy="propagate"):
+    routers = TIDERouters.for_model(
+        model, exit_layers=EXIT_LAYERS, exit_strategy="linear", kv_cache_strategy=strategy, exit_threshold=0.55
+    )
+    torch.manual_seed(1)
+    for exit_layer in EXIT_LAYERS:
+        torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight, std=2.0)
+    return TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+
+
+def threshold_in_the_middle(model, tokens):
+    """One that about half of the tokens reach at the first exit layer."""
+    structure = find_structure(model)
+    with torch.no_grad():
+        state = model(input_ids=tokens, output_hidden_states=True).hidden_states[EXIT_LAYERS[0]]
+        scores = model._tide.routers[EXIT_LAYERS[0]].router(Unembed(model, structure).normalize(state))
+    middle = scores.flatten().sort().values[tokens.numel() // 2 - 1 :][:2]
+    return float(middle.mean())
+
+
+class Frozen:
+    """The oracle: all layers run on all tokens, and what has left is put back behind each."""
+
+    def __init__(self, model, routers, threshold):
+        self.structure, self.routers, self.threshold = find_structure(model), routers, threshold
+        self.unembed = Unembed(model, self.structure)
+        self.exits = None
+        self.handles = [
+            layer.register_forward_hook(
+                lambda _m, args, kwargs, out, i=i: self.after(i, args, kwargs, out), with_kwargs=True
+            )
+            for i, layer in enumerate(self.structure.layers)
+        ]
+
+    def after(self, layer_idx, args, kwargs, output):
+        before = args[0] if args else kwargs["hidden_states"]
+        state = output[0] if self.structure.returns_tuple else output
+        if layer_idx == 0:
+            self.exits = torch.full(state.shape[:2], LAYERS)
+        state = torch.where((self.exits <= layer_idx)[..., None], before, state)
+        if layer_idx + 1 in EXIT_LAYERS:
+            scores = self.routers[layer_idx + 1].router(self.unembed.normalize(state))
+            self.exits[(scores >= self.threshold) & (self.exits == LAYERS)] = layer_idx + 1
+        if layer_idx + 1 == LAYERS:
+            for exit_layer in EXIT_LAYERS:
+                translated = self.routers[exit_layer].head(state)
+                state = torch.where((self.exits == exit_layer)[..., None], translated, state)
+        return (state, *output[1:]) if self.structure.returns_tuple else state
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_logits_and_cache_equal_the_oracle(family, rows):
+    tokens = prompt(rows)
+    model = attach(tiny_model(family))
+    threshold = threshold_in_the_middle(model, tokens)
+    output = model.generate(tokens, **OPTIONS, exits_in_prompt=True, exit_threshold=threshold)
+    plain = tiny_model(family)
+    oracle, cache = Frozen(plain, model._tide.routers, threshold), DynamicCache(config=plain.config)
+    with torch.no_grad():
+        expected = plain(input_ids=tokens, past_key_values=cache).logits[:, -1]
+    assert len(oracle.exits.unique()) > 1  # some leave and some stay, or leave later
+    torch.testing.assert_close(output.logits[0], expected.float(), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(output.past_key_values.layers, cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-5, atol=1e-5)
+    assert model.last_exit_stats.per_token == oracle.exits[:, -1:].tolist()
+    total = tokens.numel()
+    deeper = [int((oracle.exits > layer_idx).sum()) for layer_idx in range(LAYERS)]
+    if find_structure(model).mlps:
+        assert model.last_exit_stats.mlp_tokens_skipped == sum(total - kept for kept in deeper if kept)
+
+
+def test_an_mlp_sees_only_the_tokens_that_stay():
+    model = attach(tiny_model("llama"))
+    sizes = []
+    for layer in find_structure(model).layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _m, args: sizes.append(args[0].shape[:2].numel()))
+    model.generate(prompt(2), **OPTIONS, exits_in_prompt=True)
+    assert sizes[0] == 2 * LENGTH
+    assert sizes[-1] < 2 * LENGTH
+    assert model.last_exit_stats.mlp_tokens_skipped == sum(2 * LENGTH - size for size in sizes)
+
+
+def test_a_prompt_that_leaves_altogether_runs_no_deeper_layer():
+    model = attach(tiny_model("llama"))
+    model.generate(prompt(1), **OPTIONS, exits_in_prompt=True, exit_criterion="fixed")
+    assert model.last_exit_stats.layers_executed == EXIT_LAYERS[0]
+    model.generate(prompt(1), **OPTIONS)
+    assert model.last_exit_stats.layers_executed == LAYERS
+    assert model.last_exit_stats.mlp_tokens_skipped == 0
+
+
+@pytest.mark.parametrize(("mode", "strategy"), [("post_hoc", "propagate"), ("early_exit", "recompute")])
+def test_exact_kv_and_prompt_exits_exclude_each_other(mode, strategy):
+    model = attach(tiny_model("llama"), strategy)
+    with pytest.raises(UnsupportedOptionError, match=r"got exits_in_prompt=True with.*Expected .*propagate"):
+        model.generate(prompt(1), **OPTIONS, tide_mode=mode, exits_in_prompt=True)
