@@ -3,13 +3,18 @@
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import decode, precision
+from tide_hf import TIDERouters
 
 
 def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, tmp_path, capsys):
     output = tmp_path / "decode.json"
-    options = {"--max-new-tokens": 4, "--repeats": 1, "--prompts": 1, "--threads": 1}
+    routers = TIDERouters.for_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), exit_layers=[1])
+    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.5}}}
+    routers.save_pretrained(tmp_path / "routers")
+    options = {"--routers": tmp_path / "routers", "--max-new-tokens": 4, "--repeats": 1, "--prompts": 1, "--threads": 1}
     arguments = [str(part) for pair in options.items() for part in pair]
     decode.main(["--model", str(tiny_model_folder), "--output", str(output), *arguments])
     record = json.loads(output.read_text())
@@ -18,22 +23,26 @@ def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, t
         assert [result["name"] for result in results] == [
             "generate",
             "prompt_lookup_num_tokens=10",
-            "assistant_early_exit=2",
             "self_speculative, n-grams only",
+            "self_speculative, heads only",
+            "self_speculative",
+            "assistant_early_exit=2",
         ]
-        assert all(result["num_equal"] == 1 for result in results)
+    for results in [*record["categories"].values(), record["batch"], record["sampling"]]:
+        assert all(prompt["equal"] for result in results for prompt in result["prompts"])
+    assert [len(record[part]) for part in ("batch", "sampling")] == [4, 3]
     table = capsys.readouterr().out
-    assert table.count("6/6") == 4
+    assert table.count("6/6") == 6
     assert decode.table(record) in table
+    assert output.with_suffix(".md").read_text().strip() == decode.table(record)
 
 
-def test_no_speed_for_other_tokens(tiny_model_folder, tmp_path):
-    prompt = {"tokens_per_s": 2.0, "equal": False}
-    plain = {"tokens_per_s": 1.0, "equal": True}
-    results = [{"name": "generate", "prompts": [plain]}, {"name": "wrong", "prompts": [prompt]}]
-    record = {"dtype": "float32", "categories": {"chat": results}}
-    assert "| wrong | differs | differs | 0/1 |" in decode.table(record)
-    assert "| wrong | 2.00 | 2.00 | 0/1 |" in decode.table(record | {"dtype": "bfloat16"})
+def test_no_speed_for_other_tokens():
+    plain = {"name": "generate", "prompts": [{"speedup": 1.0, "equal": True}]}
+    wrong = {"name": "wrong", "prompts": [{"speedup": 2.0, "equal": False}]}
+    record = {"dtype": "float32", "categories": {"chat": [plain, wrong]}, "batch": [plain], "sampling": [plain]}
+    assert "| wrong | differs | differs | 0/1 | - | - |" in decode.table(record)
+    assert "| wrong | 2.00 | 2.00 | 0/1 | - | - |" in decode.table(record | {"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

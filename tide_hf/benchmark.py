@@ -65,7 +65,7 @@ class PromptResult:
 
     Attributes:
         runs: Its runs, one per repeat.
-        equal: Whether its tokens were the plain model's in every repeat.
+        equal: Whether its tokens were the plain model's in every repeat; where not, its speed is one of other work.
         same_start: Share of the plain model's tokens up to the first that differs, the least of all repeats.
         speedup: Median tokens per second over the plain model's.
     """
@@ -137,7 +137,7 @@ class Result:
                 "seconds": [run.seconds for run in prompt.runs],
                 "num_new_tokens": len(prompt.runs[0].new_tokens),
                 "tokens_per_s": prompt.tokens_per_s,
-                "speedup": prompt.speedup if self.speedup is not None else None,
+                "speedup": prompt.speedup,
                 "equal": prompt.equal,
                 "same_start": prompt.same_start,
             }
@@ -219,11 +219,11 @@ def compare(
     repeats: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Run all contenders on all prompts, greedily.
+    """Run all contenders on all prompts, greedily where their options say nothing else.
 
     Args:
         contenders: The first is the plain model, which the others are compared with.
-        inputs: Keyword arguments of `generate` for each prompt (one sequence each).
+        inputs: Keyword arguments of `generate` for each prompt (or batch of prompts).
         max_new_tokens: Most tokens per answer.
         repeats: Timed runs of each contender on each prompt.
         progress: Called after each of the `count_runs` runs.
@@ -251,11 +251,11 @@ def count_runs(num_contenders: int, num_prompts: int, repeats: int) -> int:
 
 
 def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None) -> Run:
-    """Generate greedily, once.
+    """Generate once: greedily where the contender's options say nothing else, always from the same seed.
 
     Args:
         contender: Who.
-        inputs: Keyword arguments of `generate`, `input_ids` among them (one sequence).
+        inputs: Keyword arguments of `generate`, `input_ids` among them.
         max_new_tokens: Most new tokens.
         streamer: Gets the tokens as they come.
 
@@ -266,13 +266,13 @@ def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tok
     device = model.device
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     synchronize(device)
+    torch.manual_seed(0)
     start = perf_counter()
-    output = model.generate(
-        **inputs, **contender.options, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer
-    )
+    options = {"do_sample": False, **contender.options}
+    output = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, streamer=streamer)
     synchronize(device)
     seconds = perf_counter() - start
-    new_tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    new_tokens = output[:, inputs["input_ids"].shape[1] :].flatten().tolist()
     return Run(seconds, new_tokens, getattr(model, "last_exit_stats", None))
 
 
