@@ -143,9 +143,9 @@ def check_mode(mode: object) -> str:
     return check_choice("tide_mode", mode, MODES)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
     """Return `value` if it is one of `choices`, or raise [`ConfigurationError`]."""
-    if not isinstance(value, str) or value not in choices:
+    if not isinstance(value, (str, bool)) or value not in choices:
         expected = "one of " + ", ".join(repr(choice) for choice in choices)
         raise ConfigurationError(
             describe(f"unknown {name}", got=repr(value), expected=expected, do=f"Choose another {name}.")

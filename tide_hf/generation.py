@@ -22,6 +22,7 @@ from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .modeling_tide import ExitPoint, TIDERouters
+from .packed_linear import linear_gates
 from .policy import CostTable
 from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
@@ -158,6 +159,8 @@ class TIDEGenerationMixin:
         if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
+        for gate in linear_gates(attachment.structure):
+            gate.release_if_changed()
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             check_rope(self.config.get_text_config(), input_ids.shape[1], generation_config.max_length)
@@ -178,6 +181,11 @@ class TIDEGenerationMixin:
         sequences = result if isinstance(result, Tensor) else result.sequences
         self.last_exit_stats = _exit_stats(mode, run, sequences[:, input_ids.shape[1] :], generation_config)
         return result
+
+    def tide_release(self) -> None:
+        """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
+        for gate in linear_gates(self._tide.structure):
+            gate.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""
