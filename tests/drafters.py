@@ -48,3 +48,29 @@ def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3
     """Let an attached model draft by script."""
     vocab_size = model._tide.structure.vocab_size
     model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuations, vocab_size, width)
+
+
+class HeadDrafter:
+    """Drafts with the head at one exit layer, as many tokens every round, whatever they are worth.
+
+    Attributes:
+        drafted: (tokens of the row before, draft tokens) of each round and row.
+    """
+
+    def __init__(self, prompts: list[list[int]], shallow, exit_layer: int, width: int) -> None:
+        self.shallow, self.exit_layer, self.width = shallow, exit_layer, width
+        self.texts = [list(prompt) for prompt in prompts]
+        self.drafted: list[tuple[list[int], list[int]]] = []
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        tokens: list[list[int]] = [[] for _ in rows]
+        for _ in range(min(self.width, *limits)):
+            new, scores = self.shallow.step(self.exit_layer, tokens)
+            assert all(0.0 <= score <= 1.0 for score in scores)
+            tokens = [[*before, token] for before, token in zip(tokens, new, strict=True)]
+        self.shallow.rollback()
+        self.drafted += [(list(self.texts[row]), new) for row, new in zip(rows, tokens, strict=True)]
+        return [Draft().add(new, "head", self.exit_layer) for new in tokens]
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        self.texts[row] += new_tokens

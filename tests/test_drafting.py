@@ -78,6 +78,8 @@ def test_rows_draft_from_their_own_text():
 
 
 class Shallow:
+    block_layer = None
+
     def __init__(self, scores):
         self.scores, self.steps, self.rolled_back = scores, 0, False
 
@@ -104,8 +106,8 @@ def test_the_router_stops_a_head_that_is_unsure(scores, expected):
 class Fluent:
     """Shallow layers that go on counting, and say how sure they are."""
 
-    def __init__(self, score):
-        self.score, self.fed = score, []
+    def __init__(self, score, block_layer=None):
+        self.score, self.fed, self.block_layer = score, [], block_layer
 
     def step(self, exit_layer, tokens):
         self.fed.append([len(row) for row in tokens])
@@ -138,6 +140,13 @@ def test_a_head_goes_on_where_n_grams_stop():
     assert drafts[0].tokens == [3, 4, 5, 6]
     assert drafts[0].pieces == [Piece("5-gram", 2), Piece("exit layer 2", 2, 2)]
     assert shallow.fed == [[2], [3]]
+
+
+def test_a_block_does_not_go_on_behind_n_grams():
+    one = drafter([[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]], {2: 0.9}, Fluent(0.95, block_layer=2))
+    drafts = [Draft().add([3, 4], "5-gram")]
+    one._continue_with_head([0], [4], drafts, [0.9], cheap())
+    assert drafts[0].tokens == [3, 4]
 
 
 @pytest.mark.parametrize(("limits", "lengths"), [([2, 4], (2, 2)), ([4, 4], (2, 1))])

@@ -33,6 +33,9 @@ class TIDEConfig(PreTrainedConfig):
             are honoured whatever this says.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
+        block_layer (`int`, *optional*): Number of executed layers after which a block head drafts (see
+            [`block_head.BlockHead`]); `None` where there is none. It takes no part in `early_exit` and `post_hoc`.
+        block_config (`dict`, *optional*): What the block's decoder layer is built from: the base model's text config.
         draft_vocab_size (`int`, *optional*): Heads draft only among so many of the most frequent tokens, which saves
             most of the output head; `None` is all. Verification always uses the whole vocabulary, and so does drafting
             where the base model's head is packed (quantised) or offloaded.
@@ -58,6 +61,8 @@ class TIDEConfig(PreTrainedConfig):
     min_layers: int = 8
     exit_strategy: str = "identity"
     translator_rank: int | None = None
+    block_layer: int | None = None
+    block_config: dict[str, Any] | None = None
     draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
@@ -92,6 +97,17 @@ class TIDEConfig(PreTrainedConfig):
         if self.exit_layers is None:
             self.exit_layers = default_exit_layers(self.num_hidden_layers, self.checkpoint_interval, self.min_layers)
         self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
+        if self.block_layer is not None:
+            check_exit_layers([self.block_layer], self.num_hidden_layers)
+            if not (isinstance(self.block_config, dict) and isinstance(self.block_config.get("model_type"), str)):
+                raise ConfigurationError(
+                    describe(
+                        "a block head needs the base model's config",
+                        got=f"block_layer={self.block_layer} with block_config={type(self.block_config).__name__}",
+                        expected="block_config with the model_type of the base model",
+                        do="Make routers with tide_hf.calibrate(exit_strategy='block').",
+                    )
+                )
 
 
 def default_exit_layers(num_layers: int, interval: int, min_layers: int) -> list[int]:

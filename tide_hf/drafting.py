@@ -77,6 +77,8 @@ class Drafter(Protocol):
 class ShallowDecoder(Protocol):
     """The shallow layers of the model, as the exit heads use them."""
 
+    block_layer: int | None  # where a block drafts instead of the exit head; it cannot go on behind another source
+
     def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row after its sequence and its `tokens` (all rows have as many).
 
@@ -262,6 +264,8 @@ class HybridDrafter:
         if room <= 0 or any(len(draft.tokens) != drafted for draft in drafts):
             return
         for exit_layer in self.heads:
+            if self.shallow is not None and exit_layer == self.shallow.block_layer:
+                continue  # it lacks the deep state of the n-gram's last token
             sure = self.acceptances.probability(_head(exit_layer))
             if worth_another_draft(
                 [survival * sure for survival in survivals], drafted, exit_layer, costs, catch_up=True

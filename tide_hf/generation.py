@@ -115,6 +115,8 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: An
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
     record = (attachment.routers.config.calibration or {}) if attachment.routers is not None else {}
     priors = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    if shallow is not None and shallow.block_layer is not None and "block" in record:
+        priors[shallow.block_layer] = float(record["block"]["agreement"])
     return HybridDrafter(prompts, attachment.costs_of, priors, shallow if priors else None)
 
 

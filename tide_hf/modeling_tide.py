@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError, describe
 from .structure import find_structure
@@ -85,12 +86,22 @@ class ExitPoint(nn.Module):
         self.head = ExitHead(config.hidden_size, config.exit_strategy, config.translator_rank)
 
 
+class BlockPoint(nn.Module):
+    """Router and block head. The router scores the block's output, not the early state."""
+
+    def __init__(self, config: TIDEConfig) -> None:
+        super().__init__()
+        self.router = ExitRouter(config.hidden_size, config.router_bottleneck_dim)
+        self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
+
+
 class TIDERouters(PreTrainedModel):
     """Routers and exit heads of one base model.
 
     Index it by exit layer: `routers[12].router`, `routers[12].head`.
 
     Attributes:
+        block: Router and block head at `config.block_layer`; `None` where there is none.
         draft_vocab: (draft_vocab_size,) the tokens that heads draft from, int64; `None` for all.
     """
 
@@ -103,6 +114,7 @@ class TIDERouters(PreTrainedModel):
     def __init__(self, config: TIDEConfig) -> None:
         super().__init__(config)
         self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
+        self.block = BlockPoint(config) if config.block_layer is not None else None
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", torch.arange(size) if size is not None else None)
         self.post_init()
@@ -124,9 +136,9 @@ class TIDERouters(PreTrainedModel):
         Heads take the model's dtype, since their output enters its final norm; routers score in float32.
         """
         self.to(device if device.type != "meta" else None)
-        for exit_layer in self.exit_layers:
-            self[exit_layer].head.to(dtype)
-            self[exit_layer].router.float()
+        for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
+            point.head.to(dtype)
+            point.router.float()
         return self.requires_grad_(False)
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -161,12 +162,36 @@ class LayerRun:
         return gate.native(*args, **kwargs)
 
 
-class _Left(BaseException):
-    """Carries the hidden states out of a forward pass whose deeper layers are not needed."""
+@dataclass(frozen=True)
+class LayerCall:
+    """With what a layer was called.
 
-    def __init__(self, state: Tensor) -> None:
+    Attributes:
+        args: Its positional arguments, the hidden states among them or in `kwargs`.
+        kwargs: Its keyword arguments: masks, positions, the cache.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def state(self) -> Tensor:
+        """(rows, width, D) hidden states."""
+        return input_state(self.args, self.kwargs)
+
+    def with_state(self, state: Tensor) -> LayerCall:
+        """The same call with other hidden states."""
+        if self.args:
+            return LayerCall((state, *self.args[1:]), self.kwargs)
+        return LayerCall((), {**self.kwargs, "hidden_states": state})
+
+
+class _Left(BaseException):
+    """Carries the call of the first layer that is not needed out of a forward pass."""
+
+    def __init__(self, call: LayerCall) -> None:
         super().__init__()
-        self.state = state
+        self.call = call
 
 
 class FixedDepthRun(LayerRun):
@@ -179,15 +204,15 @@ class FixedDepthRun(LayerRun):
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the shallow layers, then leave the model."""
         if gate.layer_idx == self.exit_layer:
-            raise _Left(input_state(args, kwargs))
+            raise _Left(LayerCall(args, kwargs))
         return self.execute(gate, args, kwargs)
 
-    def state_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Call `forward`, which calls the model; return the last position's hidden states (rows, D)."""
+    def call_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> LayerCall:
+        """Call `forward`, which calls the model; return what the layer behind the exit would have been called with."""
         try:
             forward(*args, **kwargs)
         except _Left as left:
-            return left.state[:, -1]
+            return left.call
         raise AssertionError("a forward pass ended without its deeper layers")  # a bug of ours, not of a user
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .block_drafting import block_run
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
 from .rows import Row, Stopping
@@ -61,7 +62,11 @@ class SelfSpeculativeDecoder:
         self.config = generation_config
         self.streamer = streamer
         self.model_kwargs = model_kwargs
-        self.run = LayerRun(attachment.structure, model_kwargs["past_key_values"])
+        cache = model_kwargs["past_key_values"]
+        self.block = block_run(
+            model.config.get_text_config(), attachment.structure, cache, attachment.unembed, attachment.routers
+        )
+        self.run = self.block or LayerRun(attachment.structure, cache)
         self.shallow = _Shallow(self)
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
@@ -76,10 +81,14 @@ class SelfSpeculativeDecoder:
 
     def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate until every row is stopped."""
-        with active(self.run):
-            self._prefill(drafter)
-            while not self._is_done():
-                self._round(drafter)
+        try:
+            with active(self.run):
+                self._prefill(drafter)
+                while not self._is_done():
+                    self._round(drafter)
+        finally:
+            if self.block is not None:
+                self.block.finish()
         if self.streamer is not None:
             self.streamer.end()
         return self._result()
@@ -130,7 +139,10 @@ class SelfSpeculativeDecoder:
         # What stands behind a shorter draft is never looked at.
         outputs = self.forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed])
         new_tokens = self._accept(outputs.logits, drafts)
-        self.slots.commit(width, [len(tokens) for tokens in new_tokens])
+        accepted = [len(tokens) for tokens in new_tokens]
+        self.slots.commit(width, accepted)
+        if self.block is not None:
+            self.block.keep(accepted)
         costs.record(("verify", width), (perf_counter() - start) * 1000)
         for row, draft, tokens in zip(batch, drafts, new_tokens, strict=True):
             n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, tokens, strict=False))
@@ -206,6 +218,8 @@ class SelfSpeculativeDecoder:
             return
         self.batch = [self.batch[position] for position in going]
         index = self.slots.select(going)
+        if self.block is not None:
+            self.block.select(index)
         if self.positions is not None:
             self.positions = self.positions[index.to(self.positions.device)]
 
@@ -246,7 +260,13 @@ class _Shallow:
         self.decoder = decoder
         self.layers_executed = 0
         self.depths: list[int] = []  # the exit layer at which each token since the last rollback was fed
+        self.block_steps = 0
         self.unembed: DraftUnembed | None = None
+
+    @property
+    def block_layer(self) -> int | None:
+        """Where the block drafts in this call, if it does."""
+        return self.decoder.block.block_layer if self.decoder.block is not None else None
 
     def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
@@ -256,11 +276,18 @@ class _Shallow:
         fed = len(self.depths)
         unseen = [[row.last, *drafted][fed:] for row, drafted in zip(decoder.batch, tokens, strict=True)]
         with active(run):
-            state = run.state_after(decoder.forward, unseen, start=fed)
-        exit_point = on_device(attachment.exit_point(exit_layer), state)
-        scores = exit_point.router(attachment.unembed.normalize(state))
+            call = run.call_after(decoder.forward, unseen, start=fed)
+        if decoder.block is not None and exit_layer == decoder.block.block_layer:
+            guess = decoder.block.draft(call)
+            self.block_steps += 1
+            scores = decoder.block.point.router(attachment.unembed.normalize(guess))
+        else:
+            state = call.state[:, -1]
+            exit_point = on_device(attachment.exit_point(exit_layer), state)
+            scores = exit_point.router(attachment.unembed.normalize(state))
+            guess = exit_point.head(state)
         self.unembed = self.unembed or attachment.draft_unembed()
-        drafted = self.unembed(exit_point.head(state)).tolist()
+        drafted = self.unembed(guess).tolist()
         self.layers_executed += run.layers_executed
         self.depths += [exit_layer] * len(unseen[0])
         if len(unseen[0]) == 1:
@@ -273,4 +300,7 @@ class _Shallow:
         for layer_idx in range(max(self.depths, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
             crop(self.decoder.slots.cache.layers[layer_idx], num_steps)
+        if self.block_steps:
+            crop(self.decoder.slots.cache.layers[self.decoder.stats.num_layers], self.block_steps)
         self.depths.clear()
+        self.block_steps = 0

@@ -1,0 +1,199 @@
+"""The block head: what it drafts, that drafts never change the answer, and that it leaves nothing behind."""
+
+import pytest
+import torch
+from drafters import HeadDrafter
+from families import ATTENTION, LAYERS, tiny_model
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.block_head import block_config_of
+from tide_hf.calibration.block_training import BlockTrainer, DocumentBatch
+from tide_hf.calibration.data import Document, token_batches
+from tide_hf.calibration.hidden_states import StateReader
+from tide_hf.configuration_tide import TIDEConfig
+from tide_hf.errors import ConfigurationError, UnsupportedModelError
+from tide_hf.modeling_tide import TIDERouters
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed
+
+SLIDING = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")  # every second layer attends to the whole sequence
+WITHOUT = ("mistral", "llama4_text")  # no layer does, or none that another of its kind stands before
+WITH_BLOCK = [family for family in ATTENTION if family not in WITHOUT]
+
+
+def block_layer_of(family):
+    return 3 if family in SLIDING else 1
+
+
+def routers_for(model, block_layer, seed=0):
+    torch.manual_seed(seed)
+    config = block_config_of(model, find_structure(model), block_layer)
+    routers = TIDERouters.for_model(model, exit_layers=[2], block_layer=block_layer, block_config=config)
+    for parameter in routers.block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return routers
+
+
+def attach_drafting(model, routers, width):
+    TIDEModelForCausalLM.attach(model, routers)
+    made = []
+
+    def make(_attachment, prompts, shallow):
+        made.append(HeadDrafter(prompts, shallow, routers.config.block_layer, width))
+        return made[-1]
+
+    model._tide.make_drafter = make
+    return made
+
+
+@pytest.mark.parametrize("family", WITH_BLOCK)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_answers_are_the_base_model_s_whatever_the_block_drafts(family, rows):
+    model = tiny_model(family)
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, 90, (rows, 7)), torch.ones(rows, 7, dtype=torch.long)
+    ids[0, :3], mask[0, :3] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, **options)
+    made = attach_drafting(model, routers_for(model, block_layer_of(family)), width=3)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert made[0].drafted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "bloom", "opt"])
+def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(family):
+    model = tiny_model(family)
+    block_layer = block_layer_of(family)
+    routers = routers_for(model, block_layer)
+    structure = find_structure(model)
+    unembed = Unembed(model, structure)
+    made = attach_drafting(model, routers, width=2)
+    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    model.generate(ids, max_new_tokens=16, do_sample=False)
+    TIDEModelForCausalLM.detach(model)
+    trainer = BlockTrainer(model, structure, unembed, unembed, routers.block.head, block_layer)
+    assert len(made[0].drafted) > 2
+    for text, draft in made[0].drafted:
+        if not draft:
+            continue
+        batch = document_batch(model, structure, unembed, block_layer, text)
+        with torch.no_grad():
+            top = unembed(trainer.states(batch))[0, -1].argmax()
+        assert draft[0] == int(top)
+
+
+def document_batch(model, structure, unembed, block_layer, tokens):
+    (batch,) = token_batches([Document(list(tokens), first=0)], 1)
+    (states,) = StateReader(model, structure, unembed, [block_layer]).read([batch])
+    early, final = states.hidden_states[block_layer][None], states.final_states[None]
+    return DocumentBatch(batch.input_ids, batch.attention_mask, batch.counts, early, final)
+
+
+def test_the_cache_holds_no_trace_of_the_block(tiny_llama):
+    model = tiny_llama()
+    attach_drafting(model, routers_for(model, 1), width=2)
+    ids = torch.arange(3, 12)[None]
+    options = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(ids, **options)
+    assert len(first.past_key_values.layers) == 4
+    longer = torch.cat([first.sequences, ids], dim=1)
+    model._tide.make_drafter = lambda *_: pytest.fail("no drafter")
+    with pytest.raises(pytest.fail.Exception):
+        model.generate(longer, past_key_values=first.past_key_values, **options)
+    assert len(first.past_key_values.layers) == 4
+
+
+def test_a_continued_cache_goes_on_without_the_block(tiny_llama):
+    model = tiny_llama()
+    routers = routers_for(model, 1)
+    routers.config.calibration = {"exit_layers": {}, "block": {"agreement": 0.99}}
+    ids = torch.arange(3, 12)[None]
+    options = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(ids, **options)
+    longer = torch.cat([first.sequences, ids], dim=1)
+    expected = model.generate(longer, past_key_values=first.past_key_values, **options).sequences
+    TIDEModelForCausalLM.attach(model, routers)
+    first = model.generate(ids, **options)
+    assert torch.equal(model.generate(longer, past_key_values=first.past_key_values, **options).sequences, expected)
+
+
+def test_the_hybrid_drafter_uses_the_block_if_it_pays(tiny_llama):
+    model = tiny_llama()
+    routers = routers_for(model, 1)
+    routers.config.calibration = {"exit_layers": {"2": {"agreement": 0.01}}, "block": {"agreement": 0.99}}
+    TIDEModelForCausalLM.attach(model, routers)
+    costs = model._tide.costs_of(1)
+    for key, milliseconds in {("verify", 1): 10.0, ("verify", 16): 10.0, ("draft", 1): 0.01}.items():
+        for _ in range(20):
+            costs.record(key, milliseconds)
+    expected = TIDEModelForCausalLM.detach(tiny_llama()).generate(torch.arange(3, 12)[None], max_new_tokens=12)
+    assert torch.equal(model.generate(torch.arange(3, 12)[None], max_new_tokens=12), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
+def test_early_exit_knows_nothing_of_the_block(tiny_llama):
+    model = tiny_llama()
+    attach_drafting(model, routers_for(model, 1), width=2)
+    model.generate(torch.arange(3, 12)[None], max_new_tokens=6, tide_mode="early_exit", exit_threshold=0.0)
+    assert set(model.last_exit_stats.exits_per_layer) == {2}
+
+
+def test_routers_with_a_block_are_saved_and_loaded(tiny_llama, tmp_path):
+    routers = routers_for(tiny_llama(), 1)
+    routers.save_pretrained(tmp_path)
+    loaded = TIDERouters.from_pretrained(tmp_path)
+    assert loaded.config.block_layer == 1
+    for name, parameter in routers.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], parameter), name
+    assert {m.layer_idx for m in loaded.block.head.layer.modules() if hasattr(m, "layer_idx")} == {4}
+
+
+@pytest.mark.parametrize(
+    ("family", "block_layer", "reason"),
+    [
+        ("mistral", 1, "sliding_attention"),
+        ("gemma2", 2, "sliding_attention"),
+        ("gemma2", 1, "no layer of kind full_attention before layer 1"),
+        ("deepseek_v3", 2, "cannot be built from the model's config"),
+        ("mamba", 1, "a block head cannot be made"),
+    ],
+)
+def test_layers_that_no_block_can_follow_are_refused(family, block_layer, reason):
+    model = tiny_model(family)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        block_config_of(model, find_structure(model), block_layer)
+
+
+@pytest.mark.parametrize("block_config", [None, {}, {"hidden_size": 32}])
+def test_a_block_without_its_config_is_refused(block_config):
+    sizes = {"hidden_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 96}
+    with pytest.raises(ConfigurationError, match="needs the base model's config"):
+        TIDEConfig(**sizes, exit_layers=[2], block_layer=1, block_config=block_config)
+    with pytest.raises(ConfigurationError, match="exit layer out of range"):
+        TIDEConfig(**sizes, exit_layers=[2], block_layer=LAYERS, block_config={"model_type": "llama"})
+
+
+def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama):
+    model = tiny_llama()
+    structure = find_structure(model)
+    unembed = Unembed(model, structure)
+    torch.manual_seed(0)
+    documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
+    batches = []
+    for batch in token_batches(documents, 8):
+        (states,) = StateReader(model, structure, unembed, [1]).read([batch])
+        early = torch.zeros(*batch.input_ids.shape, 32)
+        final = early.clone()
+        early[batch.counts], final[batch.counts] = states.hidden_states[1], states.final_states
+        batches.append(DocumentBatch(batch.input_ids, batch.attention_mask, batch.counts, early, final))
+    routers = routers_for(model, 1)
+    model.requires_grad_(False)
+    trainer = BlockTrainer(model, structure, unembed, unembed, routers.block.head, 1)
+    trainer.start(batches)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    losses = [loss for _, loss in trainer.train(lambda: batches, len(batches), epochs=30)]
+    assert len(losses) == 30
+    assert losses[-1] < 0.9 * losses[0]
+    assert not any(parameter.requires_grad for parameter in routers.block.head.parameters())
+    steps = [step for step, _ in trainer.train(lambda: batches, len(batches), epochs=8, deadline=0.0)]
+    assert steps == [1]  # a deadline that is over stops it at once
