@@ -124,3 +124,28 @@ def test_acceptance_counts_up_to_the_first_rejection():
     assert table.probability("a") == pytest.approx(2 / 4)
     table.record("a", 2, 2)
     assert table.probability("a") == pytest.approx(4 / 6)
+
+
+def test_a_narrow_pass_is_never_taken_to_cost_more_than_a_wider_one():
+    """An unlucky measurement must not keep a width from being used again."""
+    costs = CostTable(10)
+    for key, milliseconds in {("verify", 1): 10.0, ("verify", 2): 30.0, ("verify", 3): 12.0}.items():
+        for _ in range(6):
+            costs.record(key, milliseconds)
+    assert costs.verify(2) == costs.verify(3) == 12.0
+    assert costs.verify(1) == 10.0
+
+
+def test_costs_that_are_not_used_are_forgotten_and_tried_again():
+    costs = CostTable(10)
+    for _ in range(6):
+        costs.record(("verify", 1), 10.0)
+        costs.record(("draft", 5), 50.0)
+    assert costs.draft(5) == 50.0
+    for _ in range(3 * FORGET_AFTER):
+        costs.record(("verify", 1), 10.0)
+    assert costs.draft(5) < 50.0
+    for _ in range(3 * FORGET_AFTER):
+        costs.record(("verify", 1), 10.0)
+    assert costs.draft(5) == 5.0
+    assert costs.ready

@@ -36,15 +36,18 @@ class LinearGate(Gate):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
+        self._size = linear.in_features
         self._packed: Tensor | None = None
         self._source: tuple[Tensor, int, Tensor] | None = None  # the weight, its version, and a sample of it
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
         """Run the layer; natively outside TIDE's passes and for other numbers of rows."""
-        rows = input.numel() // (input.shape[-1] or 1)
+        rows = input.numel() // self._size
         weight: Any = self.module.weight
+        if rows < FEWEST_ROWS:  # by far the most frequent case, told apart with the least work
+            return functional.linear(input, weight, self.module.bias)  # type: ignore[arg-type]
         if (
-            not FEWEST_ROWS <= rows <= TRANSPOSED_ROWS
+            rows > TRANSPOSED_ROWS
             or active_run() is None
             or torch.is_grad_enabled()
             or input.dtype is not torch.float32

@@ -12,8 +12,10 @@ MIN_GAIN = 1.05  # a draft must promise this much over plain decoding, since the
 PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
 TRUSTED_SAMPLES = 4
 SAMPLES = 15
+FORGET_AFTER = 100  # plain passes, after which every other cost loses its oldest sample
 
 CostKey = tuple[str, int]
+PLAIN: CostKey = ("verify", 1)
 
 
 class CostTable:
@@ -21,7 +23,7 @@ class CostTable:
 
     Keys are `("verify", width)` for a full-depth pass over `width` tokens (width 1 is plain decoding) and
     `("draft", exit_layer)` for one draft token. Until a key has a few samples its estimate leans on an optimistic
-    prior, so that it gets tried.
+    prior, so that it gets tried; what is not used is forgotten by and by, so that it is tried again.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -32,56 +34,78 @@ class CostTable:
         self.num_layers = num_layers
         self.head_share = head_share
         self._samples: dict[CostKey, deque[float]] = {}
+        self._medians: dict[CostKey, float] = {}
+        self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
+        self._plain_passes = 0
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
         table = CostTable(self.num_layers, self.head_share)
-        for key, samples in self._samples.items():
-            if samples:
-                table._samples[key] = deque([median(samples)], maxlen=SAMPLES)
+        for key, value in self._medians.items():
+            table._samples[key] = deque([value], maxlen=SAMPLES)
+            table._medians[key] = value
         return table
 
     def record(self, key: CostKey, milliseconds: float) -> None:
         """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
         if key not in self._samples:
             self._samples[key] = deque(maxlen=SAMPLES)
-        else:
-            self._samples[key].append(milliseconds)
+            return
+        self._samples[key].append(milliseconds)
+        self._update(key)
+        if key == PLAIN:
+            self._plain_passes += 1
+            if self._plain_passes % FORGET_AFTER == 0:
+                for other in self._samples.keys() - {PLAIN}:
+                    if self._samples[other]:
+                        self._samples[other].popleft()
+                    self._update(other)
 
     @property
     def ready(self) -> bool:
         """Whether plain decoding has been measured, against which everything is compared."""
-        return bool(self._samples.get(("verify", 1)))
+        return PLAIN in self._medians
 
     def verify(self, width: int) -> float:
-        """Expected milliseconds of a full-depth pass over `width` tokens."""
-        plain = self._measured(("verify", 1)) or 1.0
-        return self._blend(("verify", width), self._interpolate(width, plain))
+        """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
+        key = ("verify", width)
+        if key not in self._estimates:
+            wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
+            self._estimates[key] = min(self._verify(known) for known in (width, *wider))
+        return self._estimates[key]
 
     def draft(self, exit_layer: int) -> float:
         """Expected milliseconds of one draft token from `exit_layer`."""
-        share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
-        return self._blend(("draft", exit_layer), self.verify(1) * share)
+        key = ("draft", exit_layer)
+        if key not in self._estimates:
+            share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
+            self._estimates[key] = self._blend(key, self.verify(1) * share)
+        return self._estimates[key]
 
-    def _measured(self, key: CostKey) -> float | None:
-        samples = self._samples.get(key)
-        return median(samples) if samples else None
+    def _update(self, key: CostKey) -> None:
+        self._estimates.clear()
+        if self._samples[key]:
+            self._medians[key] = median(self._samples[key])
+        else:
+            self._medians.pop(key, None)
+
+    def _verify(self, width: int) -> float:
+        return self._blend(("verify", width), self._interpolate(width, self._medians.get(PLAIN, 1.0)))
 
     def _blend(self, key: CostKey, prior: float) -> float:
-        samples = self._samples.get(key)
-        if not samples:
+        measured, count = self._medians.get(key), len(self._samples.get(key, ()))
+        if measured is None:
             return prior
-        measured = median(samples)
-        if len(samples) >= TRUSTED_SAMPLES:
+        if count >= TRUSTED_SAMPLES:
             return measured
-        return (measured * len(samples) + min(prior, measured)) / (len(samples) + 1)
+        return (measured * count + min(prior, measured)) / (count + 1)
 
     def _interpolate(self, width: int, plain: float) -> float:
         """Cost of an unmeasured width between, or beyond, the trusted ones."""
         known = [(1, plain)]
-        for (kind, measured_width), samples in self._samples.items():
-            if kind == "verify" and measured_width > 1 and len(samples) >= TRUSTED_SAMPLES:
-                known.append((measured_width, median(samples)))
+        for (kind, measured_width), value in self._medians.items():
+            if kind == "verify" and measured_width > 1 and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
+                known.append((measured_width, value))
         known.sort()
         below = [point for point in known if point[0] <= width][-1]
         above = next((point for point in known if point[0] > width), None)
