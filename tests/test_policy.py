@@ -2,7 +2,15 @@
 
 import pytest
 
-from tide_hf.policy import AcceptanceTable, CostTable, Option, choose, expected_tokens, worth_another_draft
+from tide_hf.policy import (
+    FORGET_AFTER,
+    AcceptanceTable,
+    CostTable,
+    Option,
+    choose,
+    expected_tokens,
+    worth_another_draft,
+)
 
 
 def costs(samples: dict, num_layers: int = 30) -> CostTable:
