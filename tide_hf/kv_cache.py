@@ -129,10 +129,14 @@ class CacheSlots:
         cache: The cache after the prompt's pass.
         attention_mask: (rows, cached) of the prompt; `None` where nothing is padded.
         compaction_threshold: Share of holes that is put up with.
+        device: Where the tokens are; the layers of an offloaded cache come and go.
     """
 
-    def __init__(self, cache: Cache, attention_mask: Tensor | None, compaction_threshold: float) -> None:
+    def __init__(
+        self, cache: Cache, attention_mask: Tensor | None, compaction_threshold: float, device: torch.device
+    ) -> None:
         self.cache = cache
+        self.device = device
         self.mask = attention_mask
         self.holes: Tensor | None = None
         self.compaction_threshold = compaction_threshold
@@ -150,8 +154,7 @@ class CacheSlots:
             # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
             self._crop(width - longest)
             return
-        device = self.cache.layers[0].keys.device
-        kept = torch.arange(width, device=device) < torch.tensor(accepted, device=device)[:, None]
+        kept = torch.arange(width, device=self.device) < torch.tensor(accepted, device=self.device)[:, None]
         mask, holes = self._with_holes(kept)
         if any(self.cache.is_sliding):
             self._compact(mask, holes)
@@ -168,8 +171,8 @@ class CacheSlots:
             self._compact(self.mask, self.holes)
 
     def select(self, rows: list[int]) -> Tensor:
-        """Keep only these rows; return their positions as a tensor."""
-        index = torch.tensor(rows, device=self.cache.layers[0].keys.device)
+        """Keep only these rows; return their positions as a tensor, on the CPU, which indexes layers anywhere."""
+        index = torch.tensor(rows)
         self.cache.batch_select_indices(index)
         if self.mask is not None:
             self.mask = self.mask[index.to(self.mask.device)]

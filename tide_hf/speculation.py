@@ -123,7 +123,9 @@ class SelfSpeculativeDecoder:
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", "past_key_values"):
             self.model_kwargs.pop(name, None)
-        self.slots = CacheSlots(outputs.past_key_values, mask, self.attachment.compaction_threshold)
+        self.slots = CacheSlots(
+            outputs.past_key_values, mask, self.attachment.compaction_threshold, self.input_ids.device
+        )
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
         drafts = [Draft() for _ in self.batch]
         for row, tokens in zip(self.batch, self._accept(outputs.logits[:, -1:], drafts), strict=True):
