@@ -9,7 +9,7 @@ from families import VOCAB, tiny_model
 from transformers import AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
-from tide_hf.calibration import data, fitting, hidden_states, threshold, training
+from tide_hf.calibration import data, fitting, hidden_states, threshold, training, writing
 from tide_hf.configuration_tide import NEVER_EXIT
 from tide_hf.errors import CalibrationError, ConfigurationError
 from tide_hf.structure import find_structure
@@ -123,31 +123,18 @@ def test_states_are_those_before_the_final_norm(parts):
     structure = find_structure(model)
     reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [1, 3])
     documents = [data.Document([5, 6, 7, 8], first=1), data.Document([9, 10], first=0)]
-    (batch,) = list(reader.read(data.token_batches(documents, 8)))
+    (batch,) = list(reader.read([data.token_batch(documents, [0, 1])]))
     with torch.no_grad():
         output = model(input_ids=torch.tensor([[5, 6, 7, 8]]), output_hidden_states=True)
     rows = batch.document_ids == 0
-    torch.testing.assert_close(batch.hidden_states[1][rows], output.hidden_states[1][0, 1:])
-    torch.testing.assert_close(batch.hidden_states[3][rows], output.hidden_states[3][0, 1:])
-    assert batch.top_tokens[rows].tolist() == output.logits[0, 1:].argmax(-1).tolist()
-    assert batch.document_ids.tolist().count(1) == 2
-    torch.testing.assert_close(Unembed(model, structure)(batch.final_states[rows]), output.logits[0, 1:])
-
-
-def test_the_reservoir_is_bounded_and_seeded(parts):
-    model, _ = parts
-    structure = find_structure(model)
-    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [1])
-    documents = [data.Document(list(range(3, 13)), first=0) for _ in range(6)]
-    kept = []
-    for seed in (0, 0, 1):
-        reservoir = hidden_states.Reservoir(60, capacity=25, seed=seed)
-        for batch in reader.read(data.token_batches(documents, 2)):
-            reservoir.add(batch)
-        kept.append(reservoir.states())
-    assert [len(part) for part in kept] == [25, 25, 25]
-    assert torch.equal(kept[0].document_ids, kept[1].document_ids)
-    assert not torch.equal(kept[0].document_ids, kept[2].document_ids)
+    torch.testing.assert_close(batch.hidden_states[1][rows], output.hidden_states[1][0])
+    torch.testing.assert_close(batch.hidden_states[3][rows], output.hidden_states[3][0])
+    assert batch.top_tokens[rows].tolist() == output.logits[0].argmax(-1).tolist()
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+    assert batch.counted.tolist() == [False, True, True, True, True, True]
+    assert batch.document_ids.tolist() == [0, 0, 0, 0, 1, 1]
+    torch.testing.assert_close(Unembed(model, structure)(batch.final_states[rows]), output.logits[0])
+    assert batch.only_counted().tokens.tolist() == [6, 7, 8, 9, 10]
 
 
 def test_splits_are_disjoint_and_complete():
@@ -159,9 +146,9 @@ def test_splits_are_disjoint_and_complete():
 
 
 def test_prompts_are_many_and_differ():
-    prompts = data.draw_prompts(1500, seed=0)
+    prompts = writing.draw_prompts(1500, seed=0)
     assert len(set(prompts)) == 1500
-    assert prompts == data.draw_prompts(1500, seed=0)
+    assert prompts == writing.draw_prompts(1500, seed=0)
     assert not any("{" in prompt and "}" in prompt and "slot" in prompt for prompt in prompts)
 
 
@@ -279,7 +266,7 @@ def test_nan_states(tiny_llama, tiny_tokenizer):
     structure = find_structure(model)
     reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [2])
     with pytest.raises(CalibrationError, match=r"after layer 2 cannot be used: got NaN.*Expected finite"):
-        list(reader.read(data.token_batches([data.Document([3, 4, 5], 0)], 4)))
+        list(reader.read([data.token_batch([data.Document([3, 4, 5], 0)], [0])]))
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -57,7 +57,7 @@ def write_model_card(
         "base": base or "the base model",
         "repo_id": repo_id or Path(folder).name,
         "command": command,
-        "record": record,
+        "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "config": routers.config,
         "threshold": describe_threshold(record["threshold"]),
         "threshold_rows": _sampled(record["threshold"]["table"]),

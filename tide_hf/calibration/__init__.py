@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..modeling_tide import TIDERouters
-from ..structure import find_structure
-from ..unembed import Unembed, check_parity
-from .data import Document, full_depth, load_documents, num_positions, seeded, split_documents, token_batches
-from .fitting import FIT_CAPACITY, TUNE_CAPACITY, collect_moments, decide, fit_head, round_weights, train_routers
-from .hidden_states import Reservoir, StateBatch, StateReader
+from ..structure import DecoderStructure, find_structure
+from ..unembed import check_parity
+from .budget import Budget
+from .data import Document, Splits, full_depth
+from .distillation import frequent_tokens
+from .hidden_states import check_precision
 from .labels import check_labels
-from .report import Steps, calibration_record, print_report
-from .threshold import check_bounds, choose_threshold
+from .pipeline import Pipeline, Settings
+from .processes import Processes
+from .report import Steps, calibration_record, layer_figures, print_report
+from .selection import Candidate, agreements, exit_rates_within, proportional_cost, useful_exit_layers
+from .text import Text, load_documents
+from .threshold import Decisions, check_bounds, check_counts, choose_threshold
+from .work_folder import work_folder
 
 __all__ = ["calibrate"]
 
@@ -33,11 +44,19 @@ def calibrate(
     exit_layers: Sequence[int] | None = None,
     tolerance: float = 0.02,
     confidence: float = 0.95,
+    draft_vocab_size: int | None = 8192,
+    translator_rank: int | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    max_minutes: float | None = None,
     batch_size: int = 64,
     seed: int = 0,
     progress: bool = True,
 ) -> TIDERouters:
     """Make routers for `model`. The model itself stays as it is, attached or not.
+
+    What has been done is kept in files, so a calibration with an `output_dir` that was killed goes on where it was
+    when it is called again with the same arguments. Under `torchrun` or `accelerate launch` the processes share the
+    work, by way of those files; each gets the routers.
 
     Args:
         model: A causal language model of transformers.
@@ -49,9 +68,19 @@ def calibrate(
         max_length: Longest document in tokens; of self-written ones, longest answer.
         labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's.
         exit_strategy: Kind of exit head, `"linear"` or `"identity"`.
-        exit_layers: Numbers of executed layers after which a token may leave; default: as [`TIDEConfig`] places them.
+        exit_layers: Numbers of executed layers after which a token may leave; default: every fourth is tried, and those
+            are kept that can be of use (see [`selection.useful_exit_layers`]).
         tolerance: Largest expected share of a document's tokens that may come out differently in `early_exit`.
         confidence: Probability with which `tolerance` is kept.
+        draft_vocab_size: Heads draft among so many of the tokens that are most frequent in the fit split; `None` for
+            all.
+        translator_rank: Rank of a linear head's translator; `None` for full rank.
+        output_dir: Where routers and model card are saved, and unfinished work is kept (in `.calibration`); `None`
+            saves nothing and works in a temporary folder. Hidden states take disk space: for each token and exit
+            layer `hidden_size` numbers of 2 or 4 bytes.
+        max_minutes: Time to stay within. Less text is written and heads are distilled for a shorter time, as far as
+            need be; the rest takes what it takes. What was cut short is in the record, and routers made in a hurry
+            are not made twice the same.
         batch_size: Documents a forward pass.
         seed: Of everything random. On a CPU the same seed gives the same routers.
         progress: Show progress bars and a table at the end.
@@ -61,49 +90,142 @@ def calibrate(
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
-        CalibrationError: The data cannot be used, states are NaN, or the labels are not built.
+        CalibrationError: The data cannot be used, states are NaN, the labels are not built, the disk is full, or
+            `output_dir` holds another calibration's unfinished work.
         ConfigurationError: An exit layer, strategy or bound makes no sense.
         UnsupportedModelError: The model is not supported.
     """
-    started = perf_counter()
     check_labels(labels)
     check_bounds(tolerance, confidence)
-    with full_depth(model), seeded(seed, model.device), Steps(progress) as steps:
+    check_counts(samples=samples, max_length=max_length, batch_size=batch_size, max_minutes=max_minutes)
+    budget = Budget.of_minutes(max_minutes)
+    processes = Processes.current(model.device)
+    with full_depth(model):
         structure = find_structure(model)
+        check_precision(model, structure)
         check_parity(model, structure)
-        unembed = Unembed(model, structure)
-        layers = list(exit_layers) if exit_layers is not None else None
-        routers = TIDERouters.for_model(model, exit_layers=layers, exit_strategy=exit_strategy).to(model.device)
-        reader = StateReader(model, structure, unembed, routers.exit_layers)
-        advance = steps.begin("Gathering text", samples)
-        documents = load_documents(model, tokenizer, dataset, samples, max_length, batch_size, seed, advance)
-        splits = split_documents(documents, seed)
-
-        def states_of(description: str, split: list[Document]) -> Iterator[StateBatch]:
-            batches = list(token_batches(split, batch_size))
-            return steps.track(description, reader.read(batches), len(batches))
-
-        tune_reservoir = Reservoir(num_positions(splits.tune), TUNE_CAPACITY, seed)
-        for batch in states_of("Reading the tune split", splits.tune):
-            tune_reservoir.add(batch)
-        tune = tune_reservoir.states()
-        fit_reservoir = Reservoir(num_positions(splits.fit), FIT_CAPACITY, seed)
-        moments = collect_moments(states_of("Reading the fit split", splits.fit), routers, fit_reservoir)
-        for layer in steps.track("Fitting exit heads", routers.exit_layers, len(routers.exit_layers)):
-            states = tune.hidden_states[layer].to(model.device)
-            fit_head(routers[layer].head, moments.pop(layer), states, tune.top_tokens, unembed)
-        fit = fit_reservoir.states()
-        trained = train_routers(routers, fit, tune, unembed, seed)
-        for layer in steps.track("Training routers", trained, len(routers.exit_layers)):
-            round_weights(routers[layer].router)
-        decisions = decide(states_of("Certifying the threshold", splits.certify), routers, unembed)
-    choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)
-    routers.config.exit_threshold = choice.chosen
-    settings = {"labels": labels, "max_length": max_length, "seed": seed, "dtype": str(model.dtype)}
-    data = "the model's own answers to the package's prompts" if dataset is None else "texts given by the caller"
-    record = calibration_record(decisions, choice, documents, splits)
-    record |= settings | {"data": data, "seconds": round(perf_counter() - started, 1)}
-    routers.config.calibration = record
-    if progress:
+        layers = list(exit_layers) if exit_layers is not None else _candidates(structure)
+        routers = TIDERouters.for_model(
+            model,
+            exit_layers=layers,
+            exit_strategy=exit_strategy,
+            translator_rank=translator_rank,
+            draft_vocab_size=None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
+        ).to(model.device)
+        text = load_documents(
+            dataset, tokenizer, samples=samples, max_length=max_length, batch_size=batch_size, seed=seed
+        )
+        layers = routers.exit_layers
+        settings = Settings(samples, max_length, labels, exit_strategy, layers, translator_rank, batch_size, seed)
+        with work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
+            work.claim(_fingerprint(model, routers, settings, text), processes)
+            pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)
+            measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)
+            record = _record(pipeline, measured, text, tolerance, confidence)
+            record |= {"dtype": str(model.dtype), "max_minutes": max_minutes}
+            record["seconds"] = round(perf_counter() - budget.started, 1)
+            _finish(routers, measured, record)
+            if output_dir is not None and processes.is_main:
+                _save(routers, output_dir)
+    if progress and processes.is_main:
         print_report(record, structure.num_layers)
-    return routers.to("cpu", torch.bfloat16).requires_grad_(False).eval()
+    return routers
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the stages came to: all candidate layers on the certifying documents, and those that are kept."""
+
+    documents: list[Document]
+    splits: Splits
+    heads: dict[str, dict[str, Any]]
+    routers: dict[str, dict[str, float]]
+    decisions: Decisions
+    kept: list[int]
+    draft_vocab: Tensor | None
+
+
+def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float) -> _Measured:
+    """Go through the stages."""
+    documents = pipeline.write_text(text)
+    store = pipeline.read_states(documents)
+    heads, routers = pipeline.fit_heads(store), pipeline.train_routers(store)
+    kept = pipeline.routers.exit_layers
+    if select:
+        kept = _select(pipeline, pipeline.decide(store, "tune"), tolerance)
+    decisions = pipeline.decide(store, "certify")
+    size = pipeline.routers.config.draft_vocab_size
+    draft_vocab = None
+    if size is not None:
+        read, chosen = store.count_tokens("fit", pipeline.structure.vocab_size)
+        draft_vocab = frequent_tokens(read + chosen, size)
+    return _Measured(documents, store.splits, heads, routers, decisions, kept, draft_vocab)
+
+
+def _candidates(structure: DecoderStructure) -> list[int]:
+    return default_exit_layers(structure.num_layers, TIDEConfig.checkpoint_interval, min_layers=1)
+
+
+def _select(pipeline: Pipeline, tune: Decisions, tolerance: float) -> list[int]:
+    """The exit layers that are of use, by what they did on the tune split."""
+    structure, config = pipeline.structure, pipeline.routers.config
+    vocab_share = (config.draft_vocab_size or structure.vocab_size) / structure.vocab_size
+    rates, agreement = exit_rates_within(tune, tolerance), agreements(tune)
+    candidates = {}
+    for layer in tune.exit_layers:
+        cost = proportional_cost(layer, structure.num_layers, structure.head_share, vocab_share)
+        candidates[layer] = Candidate(agreement[layer], cost, rates[layer])
+    return useful_exit_layers(candidates)
+
+
+def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Settings, text: Text) -> dict[str, Any]:
+    """All that the units depend on."""
+    config = routers.config
+    base = {
+        "model": type(model).__name__,
+        "unembed_hash": config.unembed_hash,
+        "shape": [config.num_hidden_layers, config.hidden_size, config.vocab_size],
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+    }
+    return settings.to_dict() | base | {"data_hash": text.digest()}
+
+
+def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: float, confidence: float) -> dict[str, Any]:
+    """The calibration record, but for what only the end knows."""
+    decisions = measured.decisions
+    kept = decisions.only(measured.kept)
+    choice = choose_threshold(kept, tolerance=tolerance, confidence=confidence)
+    record = calibration_record(kept, choice, measured.documents, measured.splits)
+    dropped = [layer for layer in decisions.exit_layers if layer not in measured.kept]
+    settings = pipeline.settings
+    return record | {
+        "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
+        "heads": measured.heads,
+        "routers": measured.routers,
+        "labels": settings.labels,
+        "max_length": settings.max_length,
+        "seed": settings.seed,
+        "data": text.description,
+        "cut_short": pipeline.cut_short,
+        "num_processes": pipeline.processes.count,
+        "resumed_units": pipeline.resumed_units,
+    }
+
+
+def _finish(routers: TIDERouters, measured: _Measured, record: dict[str, Any]) -> None:
+    """Leave in `routers` what is to be saved."""
+    for layer in set(routers.exit_layers) - set(measured.kept):
+        del routers.exits[str(layer)]
+    routers.config.exit_layers = measured.kept
+    routers.config.exit_threshold = record["threshold"]["chosen"]
+    routers.config.calibration = record
+    routers.draft_vocab = measured.draft_vocab
+    routers.to("cpu", torch.bfloat16).requires_grad_(False).eval()
+
+
+def _save(routers: TIDERouters, output_dir: str | os.PathLike[str]) -> None:
+    from ..model_card import write_model_card  # noqa: PLC0415 (the card reads this package's report)
+
+    routers.save_pretrained(output_dir)
+    write_model_card(routers, output_dir)

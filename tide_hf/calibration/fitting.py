@@ -1,126 +1,148 @@
-"""The steps of a calibration that run over text: fit the heads, train the routers, see what they would decide."""
+"""The learned parts of one exit layer: its head in closed form, its router, and what both decide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..modeling_tide import ExitHead, TIDERouters
-from ..unembed import Unembed
-from .hidden_states import Reservoir, StateBatch
-from .labels import agreement_labels
-from .threshold import Decisions
+from ..modeling_tide import ExitHead, ExitPoint, TIDERouters
+from ..unembed import DraftUnembed, Unembed
+from .hidden_states import StateBatch
+from .labels import agreement_labels, router_labels
 from .training import RIDGE_PENALTIES, Moments, train_router
 
-FIT_CAPACITY = 24_000  # positions kept for the routers: enough for their few weights, and a bounded memory
-TUNE_CAPACITY = 8_000
 
-
-def collect_moments(batches: Iterable[StateBatch], routers: TIDERouters, reservoir: Reservoir) -> dict[int, Moments]:
-    """Take in the fit split: moments of all positions for the heads, and a part of them for the routers.
+def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torch.device) -> Moments:
+    """Take in the counted positions of the fit split.
 
     An error counts for less where the final state is large, since the final norm takes the scale away.
 
     Args:
         batches: The base model's states.
-        routers: Routers with fresh heads.
-        reservoir: Takes what the routers are trained on.
-
-    Returns:
-        Moments by exit layer.
+        exit_layer: The layer whose head is to be fitted.
+        device: Where to compute.
     """
-    moments = {layer: Moments(routers.config.hidden_size) for layer in routers.exit_layers}
-    for batch in batches:
-        reservoir.add(batch)
-        targets = batch.final_states.float()
-        weights = targets.square().mean(dim=-1).clamp_min(1e-12).reciprocal()
-        for layer, states in batch.hidden_states.items():
-            moments[layer].add(states.float(), targets, weights)
+    moments: Moments | None = None
+    for whole in batches:
+        batch = whole.only_counted()
+        if len(batch) == 0:
+            continue
+        inputs = batch.hidden_states[exit_layer].to(device).float()
+        targets = batch.final_states.to(device).float()
+        moments = moments if moments is not None else Moments(inputs.shape[1])
+        moments.add(inputs, targets, targets.square().mean(dim=-1).clamp_min(1e-12).reciprocal())
+    assert moments is not None  # every document has a counted position
     return moments
 
 
-def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, unembed: Unembed) -> None:
+def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, drafts: DraftUnembed) -> float:
     """Give a head the closed-form translator whose penalty agrees most often on the tune split.
 
     Args:
-        head: A head with a translator of full rank; another kind stays as it is.
+        head: A `"linear"` head.
         moments: Of the fit split.
-        tune_states: (N, D) states of the tune split at this exit layer.
+        tune_states: (N, D) states of the tune split at this exit layer, in the model's dtype.
         tune_tokens: (N,) the full model's top tokens there.
-        unembed: The base model's unembedding.
+        drafts: The base model's unembedding to the tokens that are compared.
+
+    Returns:
+        The penalty.
     """
-    if not isinstance(head.translator, torch.nn.Linear):
-        return
-    best = -1.0
-    weight, bias = head.translator.weight, head.translator.bias
-    kept = (weight.detach().clone(), bias.detach().clone())
+    best, best_penalty, kept = -1.0, 0.0, head.state_dict()
     for penalty in RIDGE_PENALTIES:
-        solution = moments.solve(penalty)
-        _assign(head.translator, solution)
-        agreement = float(agreement_labels(unembed, head, tune_states, tune_tokens).float().mean())
+        _assign(head, moments.solve(penalty, rank=translator_rank(head)))
+        agreement = draft_agreement(head, tune_states, tune_tokens, drafts)
         if agreement > best:
-            best, kept = agreement, solution
-    _assign(head.translator, kept)
+            best, best_penalty = agreement, penalty
+            kept = {name: value.clone() for name, value in head.state_dict().items()}
+    head.load_state_dict(kept)
+    return best_penalty
 
 
-def train_routers(
-    routers: TIDERouters, fit: StateBatch, tune: StateBatch, unembed: Unembed, seed: int
-) -> Iterable[int]:
-    """Train every router on whether its head is right; yield each exit layer when it is done.
+@torch.no_grad()
+def draft_agreement(head: nn.Module, states: Tensor, top_tokens: Tensor, drafts: DraftUnembed) -> float:
+    """Share of positions at which `head` drafts the full model's top token."""
+    hits = 0
+    for state, token in zip(states.split(4096), top_tokens.split(4096), strict=True):
+        hits += int((drafts(head(state)).cpu() == token.cpu()).sum())
+    return hits / len(states)
+
+
+def translator_rank(head: ExitHead) -> int | None:
+    """Rank of a `"linear"` head's translator; `None` is full."""
+    translator = head.translator
+    return translator[0].out_features if isinstance(translator, nn.Sequential) else None  # type: ignore[return-value]
+
+
+def fit_router(
+    exit_point: ExitPoint,
+    exit_layer: int,
+    splits: tuple[StateBatch, StateBatch],
+    unembed: Unembed,
+    labels: str,
+    seed: int,
+) -> dict[str, float]:
+    """Train one router, in place.
 
     Args:
-        routers: Routers whose heads are fitted.
-        fit: Positions of the fit split.
-        tune: Positions of the tune split.
+        exit_point: The router, and the head that goes with it, fitted.
+        exit_layer: Their layer.
+        splits: Counted positions of the fit and of the tune split, in the model's dtype and on its device.
         unembed: The base model's unembedding.
+        labels: What it predicts.
         seed: Of the training.
+
+    Returns:
+        Its figures on the tune split.
     """
+    parts = []
+    for batch in splits:
+        with torch.no_grad():
+            states = unembed.normalize(batch.hidden_states[exit_layer]).float()
+        parts.append((states, router_labels(labels, unembed, exit_point.head, batch, exit_layer).to(states.device)))
+    figures = train_router(exit_point.router, parts[0], parts[1], seed)
+    round_weights(exit_point.router)
+    return figures
+
+
+@torch.no_grad()
+def decide(whole: StateBatch, routers: TIDERouters, unembed: Unembed) -> dict[str, Tensor]:
+    """Note for every counted position what each exit layer's router scores and whether its head is right.
+
+    Args:
+        whole: A shard, in the model's dtype.
+        routers: Fitted routers.
+        unembed: The base model's unembedding.
+
+    Returns:
+        `scores` (N, E) float32, `agrees` (N, E) bool and `document_ids` (N,), on the CPU.
+    """
+    batch = whole.only_counted()
+    scores, agrees = [], []
     for layer in routers.exit_layers:
-        splits = []
-        for part in (fit, tune):
-            states = part.hidden_states[layer].to(routers.device)
-            labels = agreement_labels(unembed, routers[layer].head, states, part.top_tokens)
-            with torch.no_grad():
-                splits.append((unembed.normalize(states).float(), labels.to(states.device)))
-        train_router(routers[layer].router, splits[0], splits[1], seed + layer)
-        yield layer
+        states = batch.hidden_states[layer]
+        scores.append(routers[layer].router(unembed.normalize(states)).cpu())
+        agrees.append(agreement_labels(unembed, routers[layer].head, states, batch.top_tokens).cpu())
+    return {
+        "scores": torch.stack(scores, 1),
+        "agrees": torch.stack(agrees, 1),
+        "document_ids": batch.document_ids.cpu(),
+    }
 
 
 @torch.no_grad()
-def decide(batches: Iterable[StateBatch], routers: TIDERouters, unembed: Unembed) -> Decisions:
-    """Note for every position what each exit layer's router scores and whether its head is right."""
-    scores, agrees, documents = [], [], []
-    for batch in batches:
-        columns = [
-            (
-                routers[layer].router(unembed.normalize(states)).cpu(),
-                agreement_labels(unembed, routers[layer].head, states, batch.top_tokens).cpu(),
-            )
-            for layer, states in batch.hidden_states.items()
-        ]
-        scores.append(torch.stack([score for score, _ in columns], dim=1))
-        agrees.append(torch.stack([agree for _, agree in columns], dim=1))
-        documents.append(batch.document_ids.cpu())
-    return Decisions(
-        routers.exit_layers,
-        routers.config.num_hidden_layers,
-        torch.cat(scores),
-        torch.cat(agrees),
-        torch.cat(documents),
-    )
-
-
-@torch.no_grad()
-def round_weights(module: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+def round_weights(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
     """Round weights to the dtype they are stored in, so that everything after is measured on what is stored."""
     for parameter in module.parameters():
         parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()
-def _assign(translator: torch.nn.Linear, solution: tuple[Tensor, Tensor]) -> None:
-    translator.weight.copy_(solution[0])
-    translator.bias.copy_(solution[1])
-    round_weights(translator)
+def _assign(head: ExitHead, solution: tuple[Tensor, ...]) -> None:
+    """Copy (A, b), or (down, up, b) where the translator is of low rank."""
+    assert head.translator is not None
+    for parameter, value in zip(head.translator.parameters(), solution, strict=True):
+        parameter.copy_(value)
+    round_weights(head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,64 +22,55 @@ SLICE_ELEMENTS = 2**25  # logits computed at once: 128 MB in float32
 
 @dataclass(frozen=True)
 class StateBatch:
-    """What happened at N positions of the text.
+    """What happened at N positions of the text: whole documents, one after another, in order.
 
     Attributes:
-        hidden_states: By exit layer, (N, hidden_size) in the model's dtype, before the final norm.
+        hidden_states: By exit layer, (N, hidden_size), before the final norm.
         final_states: (N, hidden_size), output of the last layer, before the final norm.
-        top_tokens: (N,) the full model's greedy choices.
-        document_ids: (N,) which document each position belongs to.
+        top_tokens: (N,) the full model's greedy choices of what comes next.
+        tokens: (N,) what the model read.
+        counted: (N,) bool, the positions that calibration looks at; the others are a prompt.
+        document_ids: (N,) which document of its split each position belongs to.
     """
 
     hidden_states: dict[int, Tensor]
     final_states: Tensor
     top_tokens: Tensor
+    tokens: Tensor
+    counted: Tensor
     document_ids: Tensor
 
     def __len__(self) -> int:
         return len(self.top_tokens)
 
-    def select(self, mask: Tensor) -> StateBatch:
-        """The positions where `mask` (N,) is True, on the CPU."""
-        mask = mask.to(self.top_tokens.device)
-        return StateBatch(
-            {layer: states[mask].cpu() for layer, states in self.hidden_states.items()},
-            self.final_states[mask].cpu(),
-            self.top_tokens[mask].cpu(),
-            self.document_ids[mask].cpu(),
-        )
+    def select(self, index: Tensor) -> StateBatch:
+        """The positions of `index`: (N,) bool, or (M,) numbers."""
+        index = index.to(self.top_tokens.device)
+        return self._map(lambda tensor: tensor[index])
+
+    def only_counted(self) -> StateBatch:
+        """The positions that calibration looks at."""
+        return self.select(self.counted)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> StateBatch:
+        """All tensors on `device`, states in `dtype`."""
+        moved = self._map(lambda tensor: tensor.to(device))
+        states = {layer: state.to(dtype) for layer, state in moved.hidden_states.items()}
+        return replace(moved, hidden_states=states, final_states=moved.final_states.to(dtype))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[StateBatch]) -> StateBatch:
+        """One batch of several with the same exit layers."""
+        rest = {name: torch.cat([getattr(part, name) for part in parts]) for name in PLAIN_FIELDS}
+        layers = parts[0].hidden_states
+        return cls({layer: torch.cat([part.hidden_states[layer] for part in parts]) for layer in layers}, **rest)
+
+    def _map(self, change: Any) -> StateBatch:
+        rest = {name: change(getattr(self, name)) for name in PLAIN_FIELDS}
+        return StateBatch({layer: change(states) for layer, states in self.hidden_states.items()}, **rest)
 
 
-class Reservoir:
-    """Keeps a random part of all positions, so that memory does not grow with the text.
-
-    Args:
-        num_positions: Positions that will come.
-        capacity: Positions to keep.
-        seed: Of the choice.
-    """
-
-    def __init__(self, num_positions: int, capacity: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._chosen = torch.zeros(num_positions, dtype=torch.bool)
-        self._chosen[torch.randperm(num_positions, generator=generator)[:capacity]] = True
-        self._seen = 0
-        self._kept: list[StateBatch] = []
-
-    def add(self, batch: StateBatch) -> None:
-        """Take what is to be kept of the next positions."""
-        self._kept.append(batch.select(self._chosen[self._seen : self._seen + len(batch)]))
-        self._seen += len(batch)
-
-    def states(self) -> StateBatch:
-        """All that was kept, on the CPU; the reservoir is empty afterwards."""
-        kept, self._kept = self._kept, []
-        return StateBatch(
-            {layer: torch.cat([part.hidden_states[layer] for part in kept]) for layer in kept[0].hidden_states},
-            torch.cat([part.final_states for part in kept]),
-            torch.cat([part.top_tokens for part in kept]),
-            torch.cat([part.document_ids for part in kept]),
-        )
+PLAIN_FIELDS = ("final_states", "top_tokens", "tokens", "counted", "document_ids")
 
 
 class StateReader:
@@ -104,7 +95,7 @@ class StateReader:
             self._options["logits_to_keep"] = 1  # logits are computed from the states, a slice at a time
 
     def read(self, batches: Iterable[TokenBatch]) -> Iterator[StateBatch]:
-        """Yield the states of `batches`, one by one, at the positions that count; nothing outlives its batch.
+        """Yield the states of `batches`, one by one; nothing outlives its batch.
 
         Raises:
             CalibrationError: A state is NaN or infinite.
@@ -114,12 +105,50 @@ class StateReader:
             with torch.no_grad(), _capture(self.structure, self.exit_layers) as captured:
                 self.model(**{name: ids.to(self.model.device) for name, ids in inputs.items()}, **self._options)
             device = captured[self.structure.num_layers].device
-            counts = batch.counts.to(device)
-            states = {depth: state.to(device)[counts] for depth, state in captured.items()}
+            is_token = batch.attention_mask.bool()
+            states = {depth: state.to(device)[is_token.to(device)] for depth, state in captured.items()}
             _check_finite(states)
             final_states = states.pop(self.structure.num_layers)
-            document_ids = batch.document_ids[:, None].expand_as(batch.counts)[batch.counts].to(device)
-            yield StateBatch(states, final_states, top_tokens(self.unembed, final_states), document_ids)
+            yield StateBatch(
+                states,
+                final_states,
+                top_tokens(self.unembed, final_states),
+                tokens=batch.input_ids[is_token].to(device),
+                counted=batch.counted[is_token].to(device),
+                document_ids=batch.document_ids[:, None].expand_as(is_token)[is_token].to(device),
+            )
+
+
+@torch.no_grad()
+def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None:
+    """Refuse a model in 8 bits that floating-point states cannot go through.
+
+    A head whose own forward unpacks its weights will do: heads are then fitted in closed form and not distilled.
+
+    Args:
+        model: The base model.
+        structure: Its structure.
+
+    Raises:
+        CalibrationError: All weights are integers, or the head cannot be applied.
+    """
+    problem = None if model.dtype.is_floating_point else f"nothing but {model.dtype} weights"
+    head: Any = structure.head
+    if problem is None and not head.weight.is_floating_point():
+        state = torch.zeros(1, structure.hidden_size, dtype=model.dtype, device=head.weight.device)
+        try:
+            head(state if structure.projection is None else structure.projection(state))
+        except (RuntimeError, NotImplementedError) as error:
+            problem = f"{type(head).__name__} with {head.weight.dtype} weights ('{str(error).splitlines()[0]}')"
+    if problem is not None:
+        raise CalibrationError(
+            describe(
+                f"{type(model).__name__} cannot be calibrated in this precision",
+                got=problem,
+                expected="float32, bfloat16 or float16 weights, or layers that unpack their own",
+                do="Load the model with dtype=torch.bfloat16, or leave its output head unquantised.",
+            )
+        )
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import CalibrationError, describe
 from ..unembed import Unembed
-from .hidden_states import top_tokens
+from .hidden_states import StateBatch, top_tokens
 
 
 def check_labels(labels: object) -> None:
@@ -23,6 +23,23 @@ def check_labels(labels: object) -> None:
         )
 
 
+def router_labels(labels: str, unembed: Unembed, head: nn.Module, batch: StateBatch, exit_layer: int) -> Tensor:
+    """Tell a router what to predict.
+
+    Args:
+        labels: Their kind.
+        unembed: The base model's unembedding.
+        head: The exit head of `exit_layer`.
+        batch: N positions, in the model's dtype.
+        exit_layer: The layer.
+
+    Returns:
+        (N,) bool, on the device of the states.
+    """
+    check_labels(labels)
+    return agreement_labels(unembed, head, batch.hidden_states[exit_layer], batch.top_tokens)
+
+
 @torch.no_grad()
 def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, full_model: Tensor) -> Tensor:
     """Tell where `head` and the full model choose the same token.
@@ -36,4 +53,4 @@ def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, f
     Returns:
         (N,) bool, on the device of `hidden_states`.
     """
-    return top_tokens(unembed, head(hidden_states)).to(full_model.device) == full_model
+    return top_tokens(unembed, head(hidden_states)).to(hidden_states.device) == full_model.to(hidden_states.device)

@@ -96,7 +96,7 @@ def print_report(record: dict[str, Any], num_layers: int) -> None:
     table = Table(title="Calibrated exit layers (on text that nothing was fitted to)")
     for heading in ("exit layer", "agreement", "router AUC", "calibration error", "tokens that leave"):
         table.add_column(heading, justify="right")
-    for layer, row in record["exit_layers"].items():
+    for layer, row in sorted(record["exit_layers"].items(), key=lambda item: int(item[0])):
         share = f"{row['agreement']:.1%}", f"{row['router_auc']:.3f}"
         table.add_row(
             f"{layer} of {num_layers}", *share, f"{row['expected_calibration_error']:.3f}", f"{row['exit_rate']:.1%}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,12 @@ class Decisions:
     scores: Tensor
     agrees: Tensor
     document_ids: Tensor
+
+    def only(self, exit_layers: Sequence[int]) -> Decisions:
+        """What the same positions look like where there are no other exit layers than these."""
+        columns = [list(self.exit_layers).index(layer) for layer in exit_layers]
+        scores, agrees = self.scores[:, columns], self.agrees[:, columns]
+        return replace(self, exit_layers=list(exit_layers), scores=scores, agrees=agrees)
 
     def exits_at(self, threshold: float) -> tuple[Tensor, Tensor]:
         """Apply the rule of `early_exit`: the first exit layer whose score reaches `threshold`.
@@ -137,6 +143,20 @@ def check_bounds(tolerance: object, confidence: object) -> None:
                     do=f"Pass {name}=0.02, say." if name == "tolerance" else "Pass confidence=0.95, say.",
                 )
             )
+
+
+def check_counts(*, samples: object, max_length: object, batch_size: object, max_minutes: object) -> None:
+    """Refuse numbers of documents, tokens or minutes that are none."""
+    counts = {"samples": samples, "max_length": max_length, "batch_size": batch_size}
+    bad = [(name, value) for name, value in counts.items() if type(value) is not int or value < 1]
+    number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool) and max_minutes > 0
+    if max_minutes is not None and not number:
+        bad.append(("max_minutes", max_minutes))
+    for name, value in bad:
+        expected = "a number of minutes above 0, or None" if name == "max_minutes" else "a whole number of at least 1"
+        raise ConfigurationError(
+            describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass {name}=60, say.")
+        )
 
 
 def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -49,14 +47,16 @@ class Moments:
         self.sum_xx += (weighted.T @ x).cpu()
         self.sum_xy += (weighted.T @ y).cpu()
 
-    def solve(self, penalty: float) -> tuple[Tensor, Tensor]:
+    def solve(self, penalty: float, rank: int | None = None) -> tuple[Tensor, ...]:
         """Solve for the translator `y = x + A x + b` with the least squared error.
 
         Args:
             penalty: Ridge penalty on A, in units of each input's variance.
+            rank: Of A; `None` is full.
 
         Returns:
-            A (D, D) and b (D,), float32.
+            A (D, D) and b (D,), float32; with a rank, A in two factors: (rank, D), (D, rank) and b. Of all matrices of
+            that rank theirs is the one whose outputs are nearest to those of the full solution.
         """
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         covariance = self.sum_xx / self.weight - torch.outer(mean_x, mean_x)
@@ -64,52 +64,75 @@ class Moments:
         variance = covariance.diagonal()
         variance = variance.clamp_min(max(1e-6 * float(variance.mean()), 1e-12))
         solution = torch.linalg.solve(covariance + torch.diag(penalty * variance), cross - covariance).T
+        factors: tuple[Tensor, ...] = (solution,)
+        if rank is not None:
+            directions = torch.linalg.eigh(solution @ covariance @ solution.T).eigenvectors[:, -rank:]
+            factors = (directions.T @ solution, directions)
+            solution = directions @ factors[0]
         origin_x, origin_y = (origin.double().cpu() for origin in self.origin)  # type: ignore[union-attr]
         mean_x, mean_y = mean_x + origin_x, mean_y + origin_y
-        return solution.float(), (mean_y - mean_x - solution @ mean_x).float()
+        return *(factor.float() for factor in factors), (mean_y - mean_x - solution @ mean_x).float()
 
 
-def train_router(router: ExitRouter, fit: tuple[Tensor, Tensor], tune: tuple[Tensor, Tensor], seed: int) -> None:
+def train_router(
+    router: ExitRouter, fit: tuple[Tensor, Tensor], tune: tuple[Tensor, Tensor], seed: int
+) -> dict[str, float]:
     """Train `router` in place to score how likely the exit head is right.
 
-    Binary cross-entropy on standardised states (the standardisation is folded into the weights at the end), keeping
-    the epoch that is best on `tune`, and then Platt scaling on `tune`, so that scores are probabilities.
+    Binary cross-entropy on standardised states; the standardisation is folded into the weights at the end. After each
+    epoch Platt scaling on `tune` turns scores into probabilities, and the epoch is kept whose probabilities are best
+    there: an epoch that ranks well but is too sure of itself loses nothing.
 
     Args:
         router: Fresh, in float32.
         fit: States after the final norm (N, D) in float32, and whether the head agrees (N,).
         tune: The same, of other documents.
         seed: Of the weights and the order of the positions.
+
+    Returns:
+        `epoch` that was kept, and on `tune` its `log_loss` and `expected_calibration_error`.
     """
     generator = torch.Generator().manual_seed(seed)
     mean, std = fit[0].mean(dim=0), fit[0].std(dim=0, correction=0)
     std = std.clamp_min(1e-3 * float(std.mean()) + 1e-8)
     bound = fit[0].shape[1] ** -0.5
     with torch.no_grad():
-        router.down.weight.uniform_(-bound, bound, generator=generator)
-        router.up.weight.uniform_(-0.05, 0.05, generator=generator)
+        for parameter, limit in ((router.down.weight, bound), (router.down.bias, bound), (router.up.weight, 0.05)):
+            parameter.copy_(torch.empty(parameter.shape).uniform_(-limit, limit, generator=generator))
+        router.up.bias.zero_()
     states, labels = (fit[0] - mean) / std, fit[1].float()
-    tune_states, tune_labels = (tune[0] - mean) / std, tune[1].float()
+    tune_states = (tune[0] - mean) / std
     optimizer = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    best_loss, best = math.inf, {name: value.clone() for name, value in router.state_dict().items()}
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(len(labels), generator=generator).split(ROWS_PER_STEP):
+    best: dict[str, float] = {}
+    scaling, kept = (1.0, 0.0), router.state_dict()
+    for epoch in range(1, EPOCHS + 1):
+        for rows in torch.randperm(len(labels), generator=generator).to(states.device).split(ROWS_PER_STEP):
             loss = nn.functional.binary_cross_entropy_with_logits(router.logits(states[rows]), labels[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            tune_logits = router.logits(tune_states)
-            tune_loss = float(nn.functional.binary_cross_entropy_with_logits(tune_logits, tune_labels))
-        if tune_loss < best_loss:
-            best_loss, best = tune_loss, {name: value.clone() for name, value in router.state_dict().items()}
-    router.load_state_dict(best)
+            logits = router.logits(tune_states)
+        found = platt_scaling(logits, tune[1])
+        figures = _router_figures(found[0] * logits + found[1], tune[1])
+        if not best or figures["log_loss"] < best["log_loss"]:
+            best, scaling = {"epoch": epoch, **figures}, found
+            kept = {name: value.clone() for name, value in router.state_dict().items()}
+    router.load_state_dict(kept)
     with torch.no_grad():
-        scale, shift = platt_scaling(router.logits(tune_states), tune[1])
-        router.up.weight.mul_(scale)
-        router.up.bias.mul_(scale).add_(shift)
+        router.up.weight.mul_(scaling[0])
+        router.up.bias.mul_(scaling[0]).add_(scaling[1])
         router.down.weight.div_(std)
         router.down.bias.sub_(router.down.weight @ mean)
+    return best
+
+
+def _router_figures(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+    return {
+        "log_loss": float(loss),
+        "expected_calibration_error": expected_calibration_error(torch.sigmoid(logits), labels),
+    }
 
 
 def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -119,7 +142,7 @@ def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
         logits: (N,).
         labels: (N,) bool.
     """
-    x = logits.double()
+    x, labels = logits.double().cpu(), labels.cpu()
     positives, negatives = float(labels.sum()), float((~labels).sum())
     target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
     features = torch.stack([x, torch.ones_like(x)], dim=1)

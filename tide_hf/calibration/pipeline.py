@@ -1,0 +1,233 @@
+"""The stages of a calibration, each made of units whose results are files: what has been done is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling_tide import TIDERouters
+from ..structure import DecoderStructure
+from ..unembed import DraftUnembed, Unembed
+from .budget import Budget
+from .data import Document, pack_documents, split_documents, unpack_documents
+from .distillation import can_distil, distil_head, frequent_tokens
+from .fitting import collect_moments, decide, draft_agreement, fit_head, fit_router, round_weights
+from .hidden_states import StateReader
+from .processes import Processes
+from .report import Steps
+from .store import StateStore
+from .text import Text
+from .threshold import Decisions
+from .work_folder import WorkFolder
+from .writing import write_documents
+
+FIT_CAPACITY = 24_000  # positions kept for the routers: enough for their few weights, and a bounded memory
+DISTIL_CAPACITY = 48_000
+TUNE_CAPACITY = 8_000
+FEWEST_DOCUMENTS = 10  # that are written however little time there is
+DOCUMENTS = "documents/list"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the units depend on, besides model and text; see `calibrate`."""
+
+    samples: int
+    max_length: int
+    labels: str
+    exit_strategy: str
+    exit_layers: list[int]
+    translator_rank: int | None
+    batch_size: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the fingerprint."""
+        return asdict(self)
+
+
+class Pipeline:
+    """One calibration, stage by stage; every process runs every stage and does its share of the units.
+
+    Args:
+        model: The base model, at full depth and in evaluation mode.
+        tokenizer: Its tokenizer.
+        structure: The model's structure.
+        routers: Fresh routers, which the stages fill.
+        settings: What the units depend on.
+        work: Where their results are kept.
+        processes: Those that share the work.
+        steps: Progress bars.
+        budget: Of time.
+
+    Attributes:
+        resumed_units: Units that had been done before.
+        cut_short: What was left undone for want of time, in words.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        structure: DecoderStructure,
+        routers: TIDERouters,
+        settings: Settings,
+        work: WorkFolder,
+        processes: Processes,
+        steps: Steps,
+        budget: Budget,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.structure = structure
+        self.unembed = Unembed(model, structure)
+        self.routers = routers
+        self.settings = settings
+        self.work = work
+        self.processes = processes
+        self.steps = steps
+        self.budget = budget
+        self.resumed_units = 0
+        self.cut_short: list[str] = []
+
+    def write_text(self, text: Text) -> list[Document]:
+        """Stage (a): the documents, written by the model where there are none yet."""
+        if text.documents:
+            return text.documents
+        names = [f"documents/{number:05d}" for number in range(len(text.prompts))]
+        at_least = -(-FEWEST_DOCUMENTS // max(1, self.settings.batch_size))
+
+        def write(number: int) -> None:
+            if number >= at_least and perf_counter() >= self.budget.writing_deadline:
+                return
+            batch = text.prompts[number]
+            documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length)
+            self.work.write(names[number], pack_documents(documents))
+
+        if not self.work.has(DOCUMENTS):
+            self._do("Writing text", names, write)
+            if self.processes.is_main:  # from here on these are the documents, whatever time a later run has
+                self.work.write(DOCUMENTS, {}, {"names": [name for name in names if self.work.has(name)]})
+            self.processes.wait()
+        written = self.work.facts(DOCUMENTS)["names"]
+        if len(written) < len(names):
+            self.cut_short.append(f"{len(names) - len(written)} of {len(names)} batches of text")
+        return [document for name in written for document in unpack_documents(self.work.read(name))]
+
+    def read_states(self, documents: Sequence[Document]) -> StateStore:
+        """Stage (b): the base model's hidden states on the documents, one shard for each batch of them."""
+        splits = split_documents(documents, self.settings.seed)
+        store = StateStore(self.work, splits, self.settings.batch_size, self.routers.exit_layers, self.model.dtype)
+        self.work.check_space(store.missing_bytes(self.structure.hidden_size))
+        self.processes.wait()  # what others write must not count against the space
+        reader = StateReader(self.model, self.structure, self.unembed, self.routers.exit_layers)
+        shards = store.shards()
+        self._do("Reading hidden states", [shard.name for shard in shards], lambda i: store.write(shards[i], reader))
+        return store
+
+    def fit_heads(self, store: StateStore) -> dict[str, dict[str, Any]]:
+        """Stage (c): the exit heads, in closed form and then distilled; returns how each was made."""
+        layers = self.routers.exit_layers
+        names = [f"heads/{layer:04d}" for layer in layers]
+        tokens = frequent_tokens(store.count_tokens("fit", self.structure.vocab_size)[1])
+        mine = self.processes.share(range(len(layers)))
+
+        def fit(i: int) -> None:
+            heads_left = sum(other >= i for other in mine)
+            facts = self._fit_head(store, layers[i], tokens, heads_left)
+            self.work.write(names[i], self.routers[layers[i]].head.state_dict(), facts)
+
+        self._do("Fitting exit heads", names, fit)
+        made = {}
+        for layer, name in zip(layers, names, strict=True):
+            self.routers[layer].head.load_state_dict(self.work.read(name))
+            made[str(layer)] = self.work.facts(name)
+            if made[str(layer)].get("stopped"):
+                self.cut_short.append(f"distillation at layer {layer}")
+        return made
+
+    def train_routers(self, store: StateStore) -> dict[str, dict[str, float]]:
+        """Stage (d): the routers; returns each one's figures on the tune split."""
+        layers = self.routers.exit_layers
+        names = [f"routers/{layer:04d}" for layer in layers]
+
+        def train(i: int) -> None:
+            layer, seed = layers[i], self.settings.seed
+            fit = store.sample("fit", [layer], FIT_CAPACITY, seed).to(self.routers.device, self.model.dtype)
+            tune = store.sample("tune", [layer], TUNE_CAPACITY, seed).to(self.routers.device, self.model.dtype)
+            exit_point = self.routers[layer]
+            figures = fit_router(exit_point, layer, (fit, tune), self.unembed, self.settings.labels, seed + layer)
+            self.work.write(names[i], exit_point.router.state_dict(), figures)
+
+        self._do("Training routers", names, train)
+        for layer, name in zip(layers, names, strict=True):
+            self.routers[layer].router.load_state_dict(self.work.read(name))
+        return {str(layer): self.work.facts(name) for layer, name in zip(layers, names, strict=True)}
+
+    def decide(self, store: StateStore, split: str) -> Decisions:
+        """Stage (e): what every router and head would decide on a split that neither was fitted to."""
+        shards = store.shards(split)
+        names = [f"decisions/{split}-{shard.number:05d}" for shard in shards]
+
+        def note(i: int) -> None:
+            batch = store.read(shards[i]).to(self.routers.device, self.model.dtype)
+            self.work.write(names[i], decide(batch, self.routers, self.unembed))
+
+        self._do(f"Deciding on the {split} split", names, note)
+        parts = [self.work.read(name) for name in names]
+        columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        return Decisions(self.routers.exit_layers, self.structure.num_layers, **columns)
+
+    def _do(self, description: str, names: Sequence[str], make: Callable[[int], None]) -> None:
+        """Do this process's share of the units that have not been done, and wait for the others."""
+        mine = self.processes.share(range(len(names)))
+        for i in self.steps.track(description, mine, len(mine)):
+            if self.work.has(names[i]):
+                self.resumed_units += 1
+            else:
+                make(i)
+        self.processes.wait()
+
+    def _fit_head(self, store: StateStore, layer: int, tokens: torch.Tensor, heads_left: int) -> dict[str, Any]:
+        """Fit one head and say how."""
+        head = self.routers[layer].head
+        if head.translator is None:
+            return {"method": "identity"}
+        started = perf_counter()
+        device, dtype = self.routers.device, self.model.dtype
+        tune = store.sample("tune", [layer], TUNE_CAPACITY, self.settings.seed)
+        states = tune.hidden_states[layer].to(device, dtype)
+        drafts = DraftUnembed(self.unembed, tokens) if can_distil(self.unembed) else DraftUnembed(self.unembed)
+        moments = collect_moments(store.batches("fit", [layer]), layer, device)
+        penalty = fit_head(head, moments, states, tune.top_tokens, drafts)
+        looked = perf_counter()
+        everything = DraftUnembed(self.unembed)
+        closed_form = draft_agreement(head, states, tune.top_tokens, everything)
+        now = perf_counter()
+        facts = {"method": "ridge", "penalty": penalty, "ridge_agreement": closed_form}
+        if not can_distil(self.unembed):
+            return facts
+        afterwards = self._seconds_after_heads(store, (now - looked) / len(tune)) + (now - started) * (heads_left - 1)
+        deadline = self.budget.distillation_deadline(afterwards, heads_left)
+        fit = store.sample("fit", [layer], DISTIL_CAPACITY, self.settings.seed)
+        kept = {name: value.clone() for name, value in head.state_dict().items()}
+        outcome = distil_head(head, layer, fit, tune, self.unembed, tokens, self.settings.seed + layer, deadline)
+        round_weights(head)
+        distilled = draft_agreement(head, states, tune.top_tokens, everything)
+        facts |= {"distilled_agreement": distilled, **asdict(outcome)}
+        if distilled <= closed_form:
+            head.load_state_dict(kept)
+            return facts
+        return facts | {"method": "distilled"}
+
+    def _seconds_after_heads(self, store: StateStore, seconds_per_position: float) -> float:
+        """What training routers and deciding should take, from what one position's logits take."""
+        routers = min(FIT_CAPACITY, store.num_counted("fit")) + min(TUNE_CAPACITY, store.num_counted("tune"))
+        decisions = store.num_counted("certify") + store.num_counted("tune")
+        positions = (routers + decisions) * len(self.routers.exit_layers)
+        return seconds_per_position * positions / self.processes.count

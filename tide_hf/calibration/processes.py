@@ -1,0 +1,66 @@
+"""The processes that share one calibration: which one this is, and how they wait for one another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from torch import distributed
+
+Unit = TypeVar("Unit")
+PATIENCE = timedelta(hours=24)  # a process may have nothing to do while another writes text
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that `torchrun` or `accelerate launch` started; by default it is alone.
+
+    Attributes:
+        rank: Number of this process.
+        count: Number of processes.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def current(cls, device: torch.device) -> Processes:
+        """Find the other processes, and connect to them where nobody has yet.
+
+        Args:
+            device: Where this process's model is.
+        """
+        if not distributed.is_available():
+            return cls()
+        if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+        if not distributed.is_initialized():
+            return cls()
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that does what must be done once."""
+        return self.rank == 0
+
+    def share(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """The units that are this process's to do: every `count`-th."""
+        return units[self.rank :: self.count]
+
+    def wait(self) -> None:
+        """Go on when all processes have come this far."""
+        if self.count > 1:
+            distributed.barrier()
+
+    def from_main(self, value: Any) -> Any:
+        """The value that the main process passed, in every process."""
+        if self.count == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]

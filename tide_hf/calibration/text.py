@@ -1,0 +1,54 @@
+"""The text to calibrate on: the user's, or what the model is about to write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from .data import Document, read_documents
+from .writing import PromptBatch, draw_prompts, encode_prompt, plan_writing
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents that are there, or prompts that the model has yet to answer.
+
+    Attributes:
+        documents: The user's.
+        prompts: Batches of prompts where there are none.
+        description: What the text is, for the record.
+    """
+
+    documents: list[Document]
+    prompts: list[PromptBatch]
+    description: str
+
+    def digest(self) -> str:
+        """A hash of all of it."""
+        documents = [(document.tokens, document.first) for document in self.documents]
+        prompts = [(batch.prompts, batch.temperature, batch.seed) for batch in self.prompts]
+        return hashlib.sha256(json.dumps([documents, prompts]).encode()).hexdigest()
+
+
+def load_documents(
+    dataset: object,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int,
+    max_length: int,
+    batch_size: int,
+    seed: int,
+) -> Text:
+    """Read the user's data, or draw prompts where there is none; see `calibrate` for the arguments.
+
+    Raises:
+        CalibrationError: The data cannot be used.
+    """
+    if dataset is not None:
+        documents = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
+        return Text(documents, [], "texts given by the caller")
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples, seed)]
+    return Text([], plan_writing(prompts, batch_size, seed), "the model's own answers to the package's prompts")

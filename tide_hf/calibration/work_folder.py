@@ -1,0 +1,208 @@
+"""The folder in which a calibration keeps what it has done, so that it can be killed at any time and go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..errors import CalibrationError, describe
+from .processes import Processes
+
+FORMAT = 1  # of the files; raise it when one of them changes
+NAME = ".calibration"
+FINGERPRINT = "fingerprint.json"
+UNFINISHED = ".unfinished"
+SPARE_BYTES = 16 * 2**20  # for heads, routers and decisions
+
+
+class WorkFolder:
+    """Named results of small units of work, each a safetensors file that is there whole or not at all.
+
+    Args:
+        folder: Where; made where it does not exist.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def has(self, name: str) -> bool:
+        """Whether this unit has been done."""
+        return self._file(name).is_file()
+
+    def write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
+        """Keep the result of a unit.
+
+        Args:
+            name: Of the unit.
+            tensors: What came out.
+            facts: What else came out, ready for JSON.
+
+        Raises:
+            CalibrationError: The disk is full.
+        """
+        tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        self._write_bytes(self._file(name), save(tensors, {"facts": json.dumps(facts or {})}))
+
+    def read(self, name: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Read tensors of a unit that has been done; all of them where no `keys` are given.
+
+        Raises:
+            CalibrationError: The file is damaged.
+        """
+        with self._opened(name) as file:
+            return {key: file.get_tensor(key) for key in (file.keys() if keys is None else keys)}
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Read the facts of a unit that has been done.
+
+        Raises:
+            CalibrationError: The file is damaged.
+        """
+        with self._opened(name) as file:
+            return json.loads(file.metadata()["facts"])
+
+    def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
+        """Make sure that what is in the folder is this calibration's own, and take the folder where it is empty.
+
+        Args:
+            fingerprint: All that the units depend on, ready for JSON.
+            processes: Those that share the folder.
+
+        Raises:
+            CalibrationError: The folder holds another calibration's work, or processes see different folders.
+        """
+        ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
+        file = self.folder / FINGERPRINT
+        if file.is_file():
+            self._compare(ours, file)
+        processes.wait()
+        if processes.is_main:
+            for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):  # by a process that was killed
+                unfinished.unlink()
+            if not file.is_file():
+                self._write_bytes(file, json.dumps(ours, indent=1).encode())
+        processes.wait()
+        if not file.is_file():
+            raise CalibrationError(
+                describe(
+                    "the processes do not share their work folder",
+                    got=f"no {file} in process {processes.rank}, though the first process wrote it",
+                    expected="one folder that all processes see",
+                    do="Pass an output_dir on a file system that all of them share.",
+                )
+            )
+        self._compare(ours, file)
+
+    def check_space(self, needed: int) -> None:
+        """Refuse to start writing what will not fit.
+
+        Args:
+            needed: Bytes to be written.
+
+        Raises:
+            CalibrationError: Less is free.
+        """
+        free = shutil.disk_usage(self.folder).free
+        if needed + SPARE_BYTES > free:
+            raise CalibrationError(
+                describe(
+                    "hidden states do not fit on the disk",
+                    got=f"{free} bytes free at {self.folder}",
+                    expected=f"{needed + SPARE_BYTES} bytes",
+                    do="Make room, pass an output_dir (or set TMPDIR) on a larger disk, or use fewer samples or "
+                    "exit_layers. What has been done so far is kept in output_dir.",
+                )
+            )
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def _write_bytes(self, file: Path, content: bytes) -> None:
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}{UNFINISHED}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())  # else a power cut could leave the name without the content
+            os.replace(unfinished, file)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CalibrationError(
+                    describe(
+                        f"the disk is full: {file} could not be written",
+                        got=f"{shutil.disk_usage(self.folder).free} bytes free",
+                        expected=f"at least {len(content)} for this file",
+                        do="Make room and call calibrate() again with the same arguments: with an output_dir it goes "
+                        "on from here.",
+                    )
+                ) from error
+            raise
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        try:
+            with safe_open(self._file(name), framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise CalibrationError(
+                describe(
+                    f"{self._file(name)} cannot be read",
+                    got=f"'{error}'",
+                    expected="a file that an earlier step of this calibration wrote",
+                    do="Delete that file and call calibrate() again: it is made anew.",
+                )
+            ) from error
+
+    def _compare(self, ours: dict[str, Any], file: Path) -> None:
+        try:
+            theirs = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            theirs = {}
+        names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        if names:
+            differences = ", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names)
+            raise CalibrationError(
+                describe(
+                    f"{self.folder} holds the unfinished work of another calibration",
+                    got=differences,
+                    expected="the same model, data and settings, to go on with it",
+                    do=f"Delete {self.folder}, pass another output_dir, or call calibrate() as it was called then.",
+                )
+            )
+
+
+@contextmanager
+def work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
+    """The work folder in `output_dir`, which outlives a failure, or a temporary one, which does not."""
+    if output_dir is not None:
+        folder = Path(output_dir) / NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        yield WorkFolder(folder)
+        processes.wait()
+        if processes.is_main:
+            WorkFolder(folder).remove()
+        return
+    temporary = tempfile.TemporaryDirectory(prefix="tide_hf-") if processes.is_main else None
+    try:
+        yield WorkFolder(processes.from_main(temporary.name if temporary else None))
+        processes.wait()
+    finally:
+        if temporary is not None:
+            temporary.cleanup()

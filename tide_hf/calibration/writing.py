@@ -1,0 +1,146 @@
+"""Text that the model itself writes: prompts from the package, cut into batches that can each be redone alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .data import Document, seeded
+
+TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of like length that are answered together.
+
+    Attributes:
+        prompts: Their tokens.
+        temperature: Of the answers; `None` is greedy.
+        seed: Of the answers.
+    """
+
+    prompts: list[list[int]]
+    temperature: float | None
+    seed: int
+
+
+def draw_prompts(count: int, seed: int) -> list[str]:
+    """Draw different prompts from the package's own, every kind of prompt as often as it can be.
+
+    Args:
+        count: How many; fewer come back where the package has no more.
+        seed: Of the draw.
+    """
+    package = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+    templates = [template for group in package["prompts"].values() for template in group]
+    rng = random.Random(seed)
+    rng.shuffle(templates)
+    prompts: dict[str, None] = {}
+    before = -1
+    while len(prompts) < count and len(prompts) > before:
+        before = len(prompts)
+        prompts |= dict.fromkeys(_fill_slots(template, package["slots"], rng) for template in templates)
+    return list(prompts)[:count]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """The tokens of a user's message, in the tokenizer's chat template where it has one."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def plan_writing(prompts: list[list[int]], batch_size: int, seed: int) -> list[PromptBatch]:
+    """Cut prompts into batches, one half to be answered greedily, the other half sampled.
+
+    The batches come in random order, so that those from first to any one are a fair part of the whole.
+
+    Args:
+        prompts: Their tokens.
+        batch_size: Prompts a batch, those of like length together.
+        seed: Of everything random.
+    """
+    halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
+    batches: list[tuple[list[list[int]], float | None]] = []
+    for half, temperatures in zip(halves, ((None,), TEMPERATURES), strict=True):
+        rows = sorted(half, key=len)  # little padding
+        for number, start in enumerate(range(0, len(rows), batch_size)):
+            batches.append((rows[start : start + batch_size], temperatures[number % len(temperatures)]))
+    random.Random(seed).shuffle(batches)
+    return [
+        PromptBatch(rows, temperature, random.Random(f"{seed} {number}").getrandbits(63))
+        for number, (rows, temperature) in enumerate(batches)
+    ]
+
+
+def write_documents(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, max_length: int
+) -> list[Document]:
+    """Let the model answer a batch of prompts.
+
+    Args:
+        model: The base model, at full depth.
+        tokenizer: Its tokenizer; it need not know a padding token.
+        batch: The prompts.
+        max_length: Tokens that the model may add to a prompt.
+
+    Returns:
+        The documents that hold at least one new position; their prompts are read but not counted.
+    """
+    pad = _pad_token(tokenizer)
+    width = max(map(len, batch.prompts))
+    input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in batch.prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch.prompts])
+    config = _generation_config(model, pad, max_length, batch.temperature)
+    with seeded(batch.seed, model.device):
+        generated = model.generate(
+            input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
+        )
+    ends = _end_tokens(config)
+    documents = []
+    for prompt, answer in zip(batch.prompts, generated[:, width:].tolist(), strict=True):
+        length = next((i for i, token in enumerate(answer) if token in ends), len(answer) - 1)
+        documents.append(Document(prompt + answer[:length], first=len(prompt) - 1))  # what follows was predicted
+    return [document for document in documents if document.num_positions > 0]
+
+
+def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) -> str:
+    """Replace each `{slot}`; two slots of one kind get different words."""
+    names = re.findall(r"\{(\w+)\}", template)
+    words = {name: iter(rng.sample(slots[name], names.count(name))) for name in slots if name in names}
+    return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any token can pad, since every use goes with a mask."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in candidates if token is not None)
+
+
+def _generation_config(
+    model: PreTrainedModel, pad: int, max_length: int, temperature: float | None
+) -> GenerationConfig:
+    own: Any = model.generation_config
+    settings: dict[str, Any] = {"max_new_tokens": max_length, "pad_token_id": pad, "num_beams": 1}
+    settings |= {"eos_token_id": own.eos_token_id, "bos_token_id": own.bos_token_id, "repetition_penalty": 1.0}
+    if temperature is not None:
+        settings |= {"do_sample": True, "temperature": temperature, "top_k": 50, "top_p": 1.0}
+    return GenerationConfig(**settings) if temperature is not None else GenerationConfig(**settings, do_sample=False)
+
+
+def _end_tokens(config: GenerationConfig) -> set[int]:
+    ends = config.eos_token_id
+    if ends is None:
+        return set()
+    return set(ends) if isinstance(ends, (list, tuple)) else {ends}
