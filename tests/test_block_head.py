@@ -7,8 +7,9 @@ from families import ATTENTION, LAYERS, tiny_model
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.block_head import block_config_of
-from tide_hf.calibration.block_training import BlockTrainer, DocumentBatch
-from tide_hf.calibration.data import Document, token_batches
+from tide_hf.calibration.block_stage import pad_documents
+from tide_hf.calibration.block_training import BlockTrainer
+from tide_hf.calibration.data import Document, plan_batches, token_batch
 from tide_hf.calibration.hidden_states import StateReader
 from tide_hf.configuration_tide import TIDEConfig
 from tide_hf.errors import ConfigurationError, UnsupportedModelError
@@ -76,17 +77,18 @@ def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(f
     for text, draft in made[0].drafted:
         if not draft:
             continue
-        batch = document_batch(model, structure, unembed, block_layer, text)
+        (batch,) = document_batches(model, block_layer, [Document(text, first=0)], 1)
         with torch.no_grad():
             top = unembed(trainer.states(batch))[0, -1].argmax()
         assert draft[0] == int(top)
 
 
-def document_batch(model, structure, unembed, block_layer, tokens):
-    (batch,) = token_batches([Document(list(tokens), first=0)], 1)
-    (states,) = StateReader(model, structure, unembed, [block_layer]).read([batch])
-    early, final = states.hidden_states[block_layer][None], states.final_states[None]
-    return DocumentBatch(batch.input_ids, batch.attention_mask, batch.counts, early, final)
+def document_batches(model, block_layer, documents, rows):
+    structure = find_structure(model)
+    reader = StateReader(model, structure, Unembed(model, structure), [block_layer])
+    for batch in plan_batches(documents, rows):
+        (states,) = reader.read([token_batch(documents, batch)])
+        yield pad_documents(states, batch, block_layer)
 
 
 def test_the_cache_holds_no_trace_of_the_block(tiny_llama):
@@ -173,22 +175,28 @@ def test_a_block_without_its_config_is_refused(block_config):
         TIDEConfig(**sizes, exit_layers=[2], block_layer=LAYERS, block_config={"model_type": "llama"})
 
 
+def test_documents_are_laid_side_by_side_in_their_own_order(tiny_llama):
+    documents = [Document([5, 6, 7], first=1), Document([8, 9], first=0)]
+    (batch,) = document_batches(tiny_llama(), 1, documents, 2)
+    assert sorted(
+        zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), batch.counted.tolist(), strict=True)
+    ) == [
+        ([5, 6, 7], [1, 1, 1], [False, True, True]),
+        ([8, 9, 0], [1, 1, 0], [True, True, False]),
+    ]
+    assert batch.early.shape == batch.final.shape == (2, 3, 32)
+
+
 def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama):
     model = tiny_llama()
     structure = find_structure(model)
     unembed = Unembed(model, structure)
     torch.manual_seed(0)
     documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
-    batches = []
-    for batch in token_batches(documents, 8):
-        (states,) = StateReader(model, structure, unembed, [1]).read([batch])
-        early = torch.zeros(*batch.input_ids.shape, 32)
-        final = early.clone()
-        early[batch.counts], final[batch.counts] = states.hidden_states[1], states.final_states
-        batches.append(DocumentBatch(batch.input_ids, batch.attention_mask, batch.counts, early, final))
+    batches = list(document_batches(model, 1, documents, 8))
     routers = routers_for(model, 1)
     model.requires_grad_(False)
-    trainer = BlockTrainer(model, structure, unembed, unembed, routers.block.head, 1)
+    trainer = BlockTrainer(model, structure, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
     trainer.start(batches)
     assert not any("forward" in module.__dict__ for module in model.modules())
     losses = [loss for _, loss in trainer.train(lambda: batches, len(batches), epochs=30)]

@@ -16,6 +16,7 @@ from ..configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure
 from ..unembed import check_parity
+from .block_stage import place_block
 from .budget import Budget
 from .data import Document, Splits, full_depth
 from .distillation import frequent_tokens
@@ -25,6 +26,7 @@ from .pipeline import Pipeline, Settings
 from .processes import Processes
 from .report import Steps, calibration_record, layer_figures, print_report
 from .selection import Candidate, agreements, exit_rates_within, proportional_cost, useful_exit_layers
+from .store import StateStore
 from .text import Text, load_documents
 from .threshold import Decisions, check_bounds, check_counts, choose_threshold
 from .work_folder import work_folder
@@ -63,11 +65,13 @@ def calibrate(
         tokenizer: Its tokenizer.
         dataset: A list of texts; `None` lets the model answer the package's own prompts, which gives the kind of text
             that it will see when it decodes.
-        samples: Documents to use. Half of them fit, a tenth tunes, the rest certifies the threshold. To certify a
-            tolerance of 2% with 95% confidence takes at least 373; the more there are, the more tokens may leave.
+        samples: Documents to use. A tenth of them tunes (150 at most), four tenths certify the threshold (500 at most),
+            the rest fits. To certify a tolerance of 2% with 95% confidence takes at least 373; the more there are, the
+            more tokens may leave, and the better heads are.
         max_length: Longest document in tokens; of self-written ones, longest answer.
         labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's.
-        exit_strategy: Kind of exit head, `"linear"` or `"identity"`.
+        exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
+            drafts from one layer and the deep state before (see [`block_head.BlockHead`]), which takes longer to make.
         exit_layers: Numbers of executed layers after which a token may leave; default: every fourth is tried, and those
             are kept that can be of use (see [`selection.useful_exit_layers`]).
         tolerance: Largest expected share of a document's tokens that may come out differently in `early_exit`.
@@ -105,10 +109,13 @@ def calibrate(
         check_precision(model, structure)
         check_parity(model, structure)
         layers = list(exit_layers) if exit_layers is not None else _candidates(structure)
+        block_layer, block_config = place_block(model, structure) if exit_strategy == "block" else (None, None)
         routers = TIDERouters.for_model(
             model,
             exit_layers=layers,
-            exit_strategy=exit_strategy,
+            exit_strategy="linear" if exit_strategy == "block" else exit_strategy,
+            block_layer=block_layer,
+            block_config=block_config,
             translator_rank=translator_rank,
             draft_vocab_size=None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
         ).to(model.device)
@@ -140,26 +147,31 @@ class _Measured:
     splits: Splits
     heads: dict[str, dict[str, Any]]
     routers: dict[str, dict[str, float]]
+    block: dict[str, Any] | None
     decisions: Decisions
     kept: list[int]
-    draft_vocab: Tensor | None
+    draft_vocab: Tensor
 
 
 def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float) -> _Measured:
     """Go through the stages."""
     documents = pipeline.write_text(text)
     store = pipeline.read_states(documents)
+    draft_vocab = _draft_vocab(pipeline, store)
+    block = pipeline.train_block(store, draft_vocab)
     heads, routers = pipeline.fit_heads(store), pipeline.train_routers(store)
     kept = pipeline.routers.exit_layers
     if select:
         kept = _select(pipeline, pipeline.decide(store, "tune"), tolerance)
     decisions = pipeline.decide(store, "certify")
+    return _Measured(documents, store.splits, heads, routers, block, decisions, kept, draft_vocab)
+
+
+def _draft_vocab(pipeline: Pipeline, store: StateStore) -> Tensor:
+    """The tokens that heads draft, ascending: those most frequent in the fit split, or all."""
     size = pipeline.routers.config.draft_vocab_size
-    draft_vocab = None
-    if size is not None:
-        read, chosen = store.count_tokens("fit", pipeline.structure.vocab_size)
-        draft_vocab = frequent_tokens(read + chosen, size)
-    return _Measured(documents, store.splits, heads, routers, decisions, kept, draft_vocab)
+    read, chosen = store.count_tokens("fit", pipeline.structure.vocab_size)
+    return frequent_tokens(read + chosen, pipeline.structure.vocab_size if size is None else size)
 
 
 def _candidates(structure: DecoderStructure) -> list[int]:
@@ -203,6 +215,7 @@ def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: floa
         "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
         "heads": measured.heads,
         "routers": measured.routers,
+        **({"block": measured.block} if measured.block is not None else {}),
         "labels": settings.labels,
         "max_length": settings.max_length,
         "seed": settings.seed,
@@ -220,7 +233,8 @@ def _finish(routers: TIDERouters, measured: _Measured, record: dict[str, Any]) -
     routers.config.exit_layers = measured.kept
     routers.config.exit_threshold = record["threshold"]["chosen"]
     routers.config.calibration = record
-    routers.draft_vocab = measured.draft_vocab
+    if routers.draft_vocab is not None:
+        routers.draft_vocab = measured.draft_vocab
     routers.to("cpu", torch.bfloat16).requires_grad_(False).eval()
 
 

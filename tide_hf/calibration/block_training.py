@@ -18,8 +18,8 @@ from ..skipping import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_g
 from ..structure import DecoderStructure
 from ..unembed import Unembed
 
-LEARNING_RATE = 1e-3  # of the layer
-TRANSLATOR_RATE = 3e-4  # which starts at the closed-form solution
+LEARNING_RATE = 2e-3  # of the layer
+TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
 WARMUP_STEPS, FLOOR = 20, 0.05
 MAX_GRADIENT = 1.0
 RIDGE_PENALTY = 1e-2
@@ -54,7 +54,7 @@ class BlockTrainer:
         model: The base model, at full depth.
         structure: Its structure.
         unembed: Its unembedding, for the final norm.
-        small: A frozen float32 unembedding over the draft vocabulary alone.
+        taught: Final states to log probabilities of the draft vocabulary, in float32, its weights frozen.
         head: The block, in float32; its layer starts as a copy of the base model's last where the shapes agree.
         block_layer: Number of executed layers after which it drafts.
     """
@@ -64,12 +64,12 @@ class BlockTrainer:
         model: PreTrainedModel,
         structure: DecoderStructure,
         unembed: Unembed,
-        small: Unembed,
+        taught: Callable[[Tensor], Tensor],
         head: BlockHead,
         block_layer: int,
     ) -> None:
         self.model, self.structure, self.block_layer = model, structure, block_layer
-        self.unembed, self.small, self.head = unembed, small, head
+        self.unembed, self.taught, self.head = unembed, taught, head
         self.gate = Gate(head.layer)
         head.use_attention_of(model.config.get_text_config())
 
@@ -133,9 +133,9 @@ class BlockTrainer:
 
     def _step(self, batch: DocumentBatch, optimizer: torch.optim.Optimizer) -> float:
         counted = batch.counted.to(batch.final.device)
-        student = self.small(self.states(batch)[counted]).log_softmax(dim=-1)
+        student = self.taught(self.states(batch)[counted])
         with torch.no_grad():
-            teacher = self.small(batch.final[counted].float()).log_softmax(dim=-1)
+            teacher = self.taught(batch.final[counted].float())
         divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
         loss = 0.5 * (divergence + nn.functional.nll_loss(student, teacher.argmax(dim=-1)))
         optimizer.zero_grad()

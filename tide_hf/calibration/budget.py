@@ -32,6 +32,11 @@ class Budget:
         """When to stop writing text."""
         return self.started + WRITING_SHARE * self.seconds
 
+    def share_of_rest(self, share: float) -> float:
+        """When a share of the time that is left will be over."""
+        now = perf_counter()
+        return now + max(0.0, share * (self.started + self.seconds - now))
+
     def distillation_deadline(self, seconds_afterwards: float, num_heads: int) -> float:
         """When to stop distilling the next of `num_heads` heads, each of which gets as much.
 

@@ -15,6 +15,7 @@ from ..errors import CalibrationError, describe
 from ..generation import TIDEGenerationMixin
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
+MOST = {"tune": 150, "certify": 500}  # documents, beyond which more text does more good to heads
 TOKENS_PER_BATCH = 16_384  # of a forward pass over long documents, padding included
 
 
@@ -138,7 +139,7 @@ def read_documents(
 
 
 def split_documents(documents: Sequence[Document], seed: int) -> Splits:
-    """Split by document, at random, in the shares of `SHARES`.
+    """Split by document, at random, in the shares of `SHARES`; what `MOST` leaves over goes to those that fit.
 
     Raises:
         CalibrationError: There are fewer than three documents.
@@ -153,8 +154,9 @@ def split_documents(documents: Sequence[Document], seed: int) -> Splits:
             )
         )
     shuffled = random.Random(seed).sample(list(documents), len(documents))
-    num_tune = max(1, round(SHARES["tune"] * len(shuffled)))
-    num_certify = max(1, round(SHARES["certify"] * len(shuffled)))
+    num_tune, num_certify = (
+        min(max(1, round(SHARES[split] * len(shuffled))), MOST[split]) for split in ("tune", "certify")
+    )
     tune_end = num_tune + num_certify
     return Splits(fit=shuffled[tune_end:], tune=shuffled[:num_tune], certify=shuffled[num_tune:tune_end])
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed
+from .block_stage import BlockStage
 from .budget import Budget
 from .data import Document, pack_documents, split_documents, unpack_documents
 from .distillation import can_distil, distil_head, frequent_tokens
@@ -31,6 +32,8 @@ DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # that are written however little time there is
 DOCUMENTS = "documents/list"
+BLOCK = "block/head"
+BLOCK_SHARE = 0.7  # of the time that is left when its turn comes
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Pipeline:
         self.budget = budget
         self.resumed_units = 0
         self.cut_short: list[str] = []
+        block_layer = routers.config.block_layer
+        self.state_layers = sorted({*routers.exit_layers, *([] if block_layer is None else [block_layer])})
 
     def write_text(self, text: Text) -> list[Document]:
         """Stage (a): the documents, written by the model where there are none yet."""
@@ -122,10 +127,10 @@ class Pipeline:
     def read_states(self, documents: Sequence[Document]) -> StateStore:
         """Stage (b): the base model's hidden states on the documents, one shard for each batch of them."""
         splits = split_documents(documents, self.settings.seed)
-        store = StateStore(self.work, splits, self.settings.batch_size, self.routers.exit_layers, self.model.dtype)
+        store = StateStore(self.work, splits, self.settings.batch_size, self.state_layers, self.model.dtype)
         self.work.check_space(store.missing_bytes(self.structure.hidden_size))
         self.processes.wait()  # what others write must not count against the space
-        reader = StateReader(self.model, self.structure, self.unembed, self.routers.exit_layers)
+        reader = StateReader(self.model, self.structure, self.unembed, self.state_layers)
         shards = store.shards()
         self._do("Reading hidden states", [shard.name for shard in shards], lambda i: store.write(shards[i], reader))
         return store
@@ -169,8 +174,27 @@ class Pipeline:
             self.routers[layer].router.load_state_dict(self.work.read(name))
         return {str(layer): self.work.facts(name) for layer, name in zip(layers, names, strict=True)}
 
+    def train_block(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
+        """Stage (e), where there is one: the block head that drafts `tokens`; returns its figures."""
+        point, block_layer = self.routers.block, self.routers.config.block_layer
+        if point is None:
+            return None
+
+        def train(_: int) -> None:
+            parts = (self.model, self.structure, self.unembed, store, point, block_layer, tokens, self.settings.seed)
+            stage = BlockStage(*parts)
+            facts = stage.make(self.budget.share_of_rest(BLOCK_SHARE))
+            self.work.write(BLOCK, point.state_dict(), facts | stage.figures())
+
+        self._do("Training the block head", [BLOCK], train)
+        point.load_state_dict(self.work.read(BLOCK))
+        facts = self.work.facts(BLOCK)
+        if facts["stopped"]:
+            self.cut_short.append("training of the block head")
+        return facts
+
     def decide(self, store: StateStore, split: str) -> Decisions:
-        """Stage (e): what every router and head would decide on a split that neither was fitted to."""
+        """Stage (f): what every router and head would decide on a split that neither was fitted to."""
         shards = store.shards(split)
         names = [f"decisions/{split}-{shard.number:05d}" for shard in shards]
 

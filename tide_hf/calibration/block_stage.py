@@ -1,0 +1,160 @@
+"""The stage of a calibration that makes a block head and its router, from the shards of whole documents."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..block_head import block_config_of
+from ..errors import UnsupportedModelError
+from ..modeling_tide import BlockPoint
+from ..structure import DecoderStructure
+from ..unembed import DraftUnembed, Unembed
+from .block_training import BlockTrainer, DocumentBatch
+from .distillation import FrequentUnembed
+from .fitting import round_weights
+from .hidden_states import StateBatch
+from .store import StateStore
+from .training import area_under_curve, expected_calibration_error, train_router
+
+EPOCHS = 6
+DOCUMENTS_PER_STEP = 16
+ROUTER_POSITIONS = 24_000
+
+
+def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:
+    """The shallowest exit layer that a block can follow, and the block's config.
+
+    A deeper one agrees hardly more often (41% after one or two of 30 layers, 39-40% after four or eight), and costs
+    more.
+
+    Raises:
+        UnsupportedModelError: No layer will do.
+    """
+    last = structure.num_layers - 1
+    for block_layer in range(1, last):
+        try:
+            return block_layer, block_config_of(model, structure, block_layer)
+        except UnsupportedModelError:
+            continue
+    return last, block_config_of(model, structure, last)
+
+
+class BlockStage:
+    """Makes one block head and its router.
+
+    Args:
+        model: The base model, at full depth.
+        structure: Its structure.
+        unembed: Its unembedding.
+        store: The states of the documents, at the block's exit layer among others.
+        point: The block and its router, fresh, in float32.
+        block_layer: Number of executed layers after which it drafts.
+        tokens: (V,) what it may draft, ascending.
+        seed: Of the order of the documents and the router's weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: DecoderStructure,
+        unembed: Unembed,
+        store: StateStore,
+        point: BlockPoint,
+        block_layer: int,
+        tokens: Tensor,
+        seed: int,
+    ) -> None:
+        self.store, self.point, self.block_layer, self.seed = store, point, block_layer, seed
+        self.unembed = unembed
+        self.drafts = DraftUnembed(unembed, tokens)
+        taught = FrequentUnembed(unembed, tokens)
+        self.trainer = BlockTrainer(model, structure, unembed, taught, point.head, block_layer)
+
+    def make(self, deadline: float) -> dict[str, Any]:
+        """Train until `deadline` (of `perf_counter`) at the latest; say how it went."""
+        self.trainer.start(self._batches("fit"))
+        num_batches = sum(1 for _ in self._documents("fit"))
+        epochs = iter(range(EPOCHS))
+        trained = list(
+            self.trainer.train(
+                lambda: self._batches("fit", self.seed + next(epochs)), num_batches, EPOCHS, deadline=deadline
+            )
+        )
+        round_weights(self.point.head)
+        fit, tune = self._scored("fit"), self._scored("tune")
+        train_router(self.point.router, fit, tune, self.seed)
+        round_weights(self.point.router)
+        steps, loss = trained[-1]
+        return {"epochs": len(trained), "steps": steps, "stopped": steps < EPOCHS * num_batches, "loss": loss}
+
+    def figures(self) -> dict[str, float]:
+        """Measure block and router on the certifying documents, ready for JSON."""
+        states, agrees = self._scored("certify")
+        scores = self.point.router(states).cpu()
+        return {
+            "layer": self.block_layer,
+            "agreement": float(agrees.double().mean()),
+            "router_auc": area_under_curve(scores, agrees),
+            "expected_calibration_error": expected_calibration_error(scores, agrees),
+            "parameters": sum(parameter.numel() for parameter in self.point.parameters()),
+        }
+
+    @torch.no_grad()
+    def _scored(self, split: str) -> tuple[Tensor, Tensor]:
+        """What the router sees at counted positions, (N, D) float32, and whether the block is right there, (N,)."""
+        states, agrees, taken = [], [], 0
+        for batch in self._batches(split, self.seed):
+            guesses = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
+            top = self.unembed(batch.final[batch.counted].to(guesses.dtype)).argmax(dim=-1)
+            states.append(self.unembed.normalize(guesses).float())
+            agrees.append(self.drafts(guesses) == top)
+            taken += len(top)
+            if split == "fit" and taken >= ROUTER_POSITIONS:
+                break
+        return torch.cat(states), torch.cat(agrees)
+
+    def _batches(self, split: str, seed: int | None = None) -> Iterator[DocumentBatch]:
+        """Whole documents, a few at a time; shuffled where there is a seed."""
+        shards = self.store.shards(split)
+        if seed is not None:
+            random.Random(seed).shuffle(shards)
+        for shard in shards:
+            whole = self.store.read(shard, [self.block_layer]).to(self.trainer.model.device, torch.float32)
+            documents = whole.document_ids.unique_consecutive().tolist()
+            if seed is not None:
+                random.Random(seed + shard.number).shuffle(documents)
+            for start in range(0, len(documents), DOCUMENTS_PER_STEP):
+                yield pad_documents(whole, documents[start : start + DOCUMENTS_PER_STEP], self.block_layer)
+
+    def _documents(self, split: str) -> Iterator[int]:
+        """The first document of each step."""
+        for shard in self.store.shards(split):
+            yield from range(0, len(shard.rows), DOCUMENTS_PER_STEP)
+
+
+def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:
+    """Cut some documents out of a batch and lay them side by side, padded on the right.
+
+    Args:
+        whole: Documents one after another.
+        documents: Their ids.
+        exit_layer: The layer whose states are wanted.
+    """
+    rows = [(whole.document_ids == document).nonzero()[:, 0] for document in documents]
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([tensor[row] for row in rows], batch_first=True)
+
+    return DocumentBatch(
+        input_ids=laid_out(whole.tokens),
+        attention_mask=laid_out(torch.ones_like(whole.tokens)),
+        counted=laid_out(whole.counted),
+        early=laid_out(whole.hidden_states[exit_layer]),
+        final=laid_out(whole.final_states),
+    )
