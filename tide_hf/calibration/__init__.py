@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
 from time import perf_counter
 
 import torch
@@ -11,11 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..modeling_tide import TIDERouters
 from ..structure import find_structure
 from ..unembed import Unembed, check_parity
-from .data import Document, full_depth, load_documents, num_positions, seeded, split_documents, token_batches
+from .data import Document, full_depth, num_positions, seeded, split_documents, token_batches
 from .fitting import FIT_CAPACITY, TUNE_CAPACITY, collect_moments, decide, fit_head, round_weights, train_routers
 from .hidden_states import Reservoir, StateBatch, StateReader
 from .labels import check_labels
 from .report import Steps, calibration_record, print_report
+from .sources import describe_source, load_documents
 from .threshold import check_bounds, choose_threshold
 
 __all__ = ["calibrate"]
@@ -24,7 +26,7 @@ __all__ = ["calibrate"]
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: Sequence[str] | None = None,
+    dataset: str | PathLike[str] | Iterable[object] | None = None,
     *,
     samples: int = 600,
     max_length: int = 64,
@@ -42,11 +44,23 @@ def calibrate(
     Args:
         model: A causal language model of transformers.
         tokenizer: Its tokenizer.
-        dataset: A list of texts; `None` lets the model answer the package's own prompts, which gives the kind of text
-            that it will see when it decodes.
+        dataset: `None` lets the model answer the package's own prompts, which gives the kind of text that it will see
+            when it decodes. Or one of:
+
+            - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
+            - a local file: .txt (documents are separated by blank lines; where there are none, each line is one),
+              .jsonl, .json (a list) or .parquet; or a folder of such files;
+            - the name of a Hub data set, `"org/name"`, `"org/name:config"`, `"org/name[split]"` or
+              `"org/name:config[split]"` (split: train if not given), of which only as many rows are read as are needed;
+            - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; of one without a length at most
+              the first 10,000 + 10 * `samples` rows are read.
+
+            Rows have a `text` column or a `messages` column, which goes through the tokenizer's chat template; of a
+            chat, the last answer is looked at. Repeats are dropped. Rows that are too short are skipped, but for those
+            of a list, where they are errors.
         samples: Documents to use. Half of them fit, a tenth tunes, the rest certifies the threshold. To certify a
             tolerance of 2% with 95% confidence takes at least 373; the more there are, the more tokens may leave.
-        max_length: Longest document in tokens; of self-written ones, longest answer.
+        max_length: Longest document in tokens; of self-written ones and of chats, longest answer.
         labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's.
         exit_strategy: Kind of exit head, `"linear"` or `"identity"`.
         exit_layers: Numbers of executed layers after which a token may leave; default: as [`TIDEConfig`] places them.
@@ -61,8 +75,9 @@ def calibrate(
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
-        CalibrationError: The data cannot be used, states are NaN, or the labels are not built.
+        CalibrationError: The data cannot be found, reached or used, states are NaN, or the labels are not built.
         ConfigurationError: An exit layer, strategy or bound makes no sense.
+        MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         UnsupportedModelError: The model is not supported.
     """
     started = perf_counter()
@@ -100,9 +115,8 @@ def calibrate(
     choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)
     routers.config.exit_threshold = choice.chosen
     settings = {"labels": labels, "max_length": max_length, "seed": seed, "dtype": str(model.dtype)}
-    data = "the model's own answers to the package's prompts" if dataset is None else "texts given by the caller"
     record = calibration_record(decisions, choice, documents, splits)
-    record |= settings | {"data": data, "seconds": round(perf_counter() - started, 1)}
+    record |= settings | {"data": describe_source(dataset), "seconds": round(perf_counter() - started, 1)}
     routers.config.calibration = record
     if progress:
         print_report(record, structure.num_layers)
