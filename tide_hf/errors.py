@@ -35,6 +35,10 @@ class CalibrationError(TIDEError, ValueError):
     """Calibration cannot start or go on with the data it was given."""
 
 
+class MissingPackageError(TIDEError, ImportError):
+    """An optional package is not installed."""
+
+
 class DemoModelError(TIDEError, OSError):
     """The demo's model could not be had from anywhere."""
 

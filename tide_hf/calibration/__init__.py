@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -37,7 +37,7 @@ __all__ = ["calibrate"]
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: Sequence[str] | None = None,
+    dataset: str | os.PathLike[str] | Iterable[object] | None = None,
     *,
     samples: int = 600,
     max_length: int = 64,
@@ -63,12 +63,24 @@ def calibrate(
     Args:
         model: A causal language model of transformers.
         tokenizer: Its tokenizer.
-        dataset: A list of texts; `None` lets the model answer the package's own prompts, which gives the kind of text
-            that it will see when it decodes.
+        dataset: `None` lets the model answer the package's own prompts, which gives the kind of text that it will see
+            when it decodes. Or one of:
+
+            - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
+            - a local file: .txt (documents are separated by blank lines; where there are none, each line is one),
+              .jsonl, .json (a list) or .parquet; or a folder of such files;
+            - the name of a Hub data set, `"org/name"`, `"org/name:config"`, `"org/name[split]"` or
+              `"org/name:config[split]"` (split: train if not given), of which only as many rows are read as are needed;
+            - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; of one without a length at most
+              the first 10,000 + 10 * `samples` rows are read.
+
+            Rows have a `text` column or a `messages` column, which goes through the tokenizer's chat template; of a
+            chat, the last answer is looked at. Repeats are dropped. Rows that are too short are skipped, but for those
+            of a list, where they are errors.
         samples: Documents to use. A tenth of them tunes (150 at most), four tenths certify the threshold (500 at most),
             the rest fits. To certify a tolerance of 2% with 95% confidence takes at least 373; the more there are, the
             more tokens may leave, and the better heads are.
-        max_length: Longest document in tokens; of self-written ones, longest answer.
+        max_length: Longest document in tokens; of self-written ones and of chats, longest answer.
         labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's.
         exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
             drafts from one layer and the deep state before (see [`block_head.BlockHead`]), which takes longer to make.
@@ -94,9 +106,10 @@ def calibrate(
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
-        CalibrationError: The data cannot be used, states are NaN, the labels are not built, the disk is full, or
-            `output_dir` holds another calibration's unfinished work.
+        CalibrationError: The data cannot be found, reached or used, states are NaN, the labels are not built, the disk
+            is full, or `output_dir` holds another calibration's unfinished work.
         ConfigurationError: An exit layer, strategy or bound makes no sense.
+        MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         UnsupportedModelError: The model is not supported.
     """
     check_labels(labels)
@@ -220,6 +233,7 @@ def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: floa
         "max_length": settings.max_length,
         "seed": settings.seed,
         "data": text.description,
+        "rows_skipped": text.num_skipped,
         "cut_short": pipeline.cut_short,
         "num_processes": pipeline.processes.count,
         "resumed_units": pipeline.resumed_units,

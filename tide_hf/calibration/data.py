@@ -1,4 +1,4 @@
-"""What calibration reads: documents, by default written by the model itself, split three ways and cut into batches."""
+"""Documents that calibration reads: written by the model itself, split three ways, cut into batches."""
 
 from __future__ import annotations
 
@@ -94,48 +94,18 @@ def num_positions(documents: Sequence[Document]) -> int:
     return sum(document.num_positions for document in documents)
 
 
-def read_documents(
-    texts: object, tokenizer: PreTrainedTokenizerBase, *, samples: int, max_length: int, seed: int
-) -> list[Document]:
-    """Turn a list of texts into documents.
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool
+) -> list[int]:
+    """Put messages through the tokenizer's chat template.
 
     Args:
-        texts: A list of str. Repeats are dropped, since one text must not stand on both sides of a split.
-        tokenizer: The base model's.
-        samples: At most this many texts are used, drawn at random.
-        max_length: Tokens after which a text is cut.
-        seed: Of the draw.
-
-    Raises:
-        CalibrationError: Another kind of data, no text, or a text of fewer than two tokens.
+        tokenizer: The base model's; it has a chat template.
+        messages: Each with "role" and "content".
+        add_generation_prompt: Whether the assistant is to speak next.
     """
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise CalibrationError(
-            describe(
-                "calibrate() cannot read this kind of dataset",
-                got=type(texts).__name__,
-                expected="None (the model writes its own text) or a list of str, which is all that is built so far",
-                do="Turn the data into a list, say [row['text'] for row in dataset], or leave dataset out.",
-            )
-        )
-    different = list(dict.fromkeys(texts))
-    chosen = random.Random(seed).sample(different, min(samples, len(different)))
-    if not chosen:
-        raise CalibrationError(
-            describe("the dataset is empty", got="no texts", expected="at least 3", do="Pass texts, or dataset=None.")
-        )
-    encoded = tokenizer(chosen, truncation=True, max_length=max_length)["input_ids"]
-    for text, tokens in zip(chosen, encoded, strict=True):
-        if len(tokens) < 2:
-            raise CalibrationError(
-                describe(
-                    "a text is too short to calibrate on",
-                    got=f"{len(tokens)} tokens for {text!r}",
-                    expected="at least 2 tokens",
-                    do="Leave such texts out of the dataset, or raise max_length.",
-                )
-            )
-    return [Document(tokens, first=1) for tokens in encoded]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def split_documents(documents: Sequence[Document], seed: int) -> Splits:

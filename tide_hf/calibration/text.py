@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from .data import Document, read_documents
+from .data import Document
+from .sources import describe_source, read_documents
 from .writing import PromptBatch, draw_prompts, encode_prompt, plan_writing
 
 
@@ -20,11 +21,13 @@ class Text:
         documents: The user's.
         prompts: Batches of prompts where there are none.
         description: What the text is, for the record.
+        num_skipped: Rows of the user's data that could not be used.
     """
 
     documents: list[Document]
     prompts: list[PromptBatch]
     description: str
+    num_skipped: int = 0
 
     def digest(self) -> str:
         """A hash of all of it."""
@@ -48,7 +51,7 @@ def load_documents(
         CalibrationError: The data cannot be used.
     """
     if dataset is not None:
-        documents = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
-        return Text(documents, [], "texts given by the caller")
+        documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
+        return Text(documents, [], describe_source(dataset), num_skipped)
     prompts = [encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples, seed)]
-    return Text([], plan_writing(prompts, batch_size, seed), "the model's own answers to the package's prompts")
+    return Text([], plan_writing(prompts, batch_size, seed), describe_source(None))

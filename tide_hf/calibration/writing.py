@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .data import Document, seeded
+from .data import Document, encode_messages, seeded
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
 
@@ -55,10 +55,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """The tokens of a user's message, in the tokenizer's chat template where it has one."""
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode_messages(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
 
 
 def plan_writing(prompts: list[list[int]], batch_size: int, seed: int) -> list[PromptBatch]:
