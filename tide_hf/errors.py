@@ -35,6 +35,10 @@ class CalibrationError(TIDEError, ValueError):
     """Calibration cannot start or go on with the data it was given."""
 
 
+class MissingDependencyError(TIDEError, ImportError):
+    """Something was asked for that needs a package which is not installed."""
+
+
 class DemoModelError(TIDEError, OSError):
     """The demo's model could not be had from anywhere."""
 

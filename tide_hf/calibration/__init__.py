@@ -47,7 +47,9 @@ def calibrate(
         samples: Documents to use. Half of them fit, a tenth tunes, the rest certifies the threshold. To certify a
             tolerance of 2% with 95% confidence takes at least 373; the more there are, the more tokens may leave.
         max_length: Longest document in tokens; of self-written ones, longest answer.
-        labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's.
+        labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's; `"cosine"`,
+            that the layer's state is close to the final one (the published rule); `"kl"`, that the exit head's
+            distribution is close to the full model's. The threshold is certified on agreement in any case.
         exit_strategy: Kind of exit head, `"linear"` or `"identity"`.
         exit_layers: Numbers of executed layers after which a token may leave; default: as [`TIDEConfig`] places them.
         tolerance: Largest expected share of a document's tokens that may come out differently in `early_exit`.
@@ -61,7 +63,7 @@ def calibrate(
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
-        CalibrationError: The data cannot be used, states are NaN, or the labels are not built.
+        CalibrationError: The data cannot be used, states are NaN, or the labels do not exist.
         ConfigurationError: An exit layer, strategy or bound makes no sense.
         UnsupportedModelError: The model is not supported.
     """
@@ -93,7 +95,7 @@ def calibrate(
             states = tune.hidden_states[layer].to(model.device)
             fit_head(routers[layer].head, moments.pop(layer), states, tune.top_tokens, unembed)
         fit = fit_reservoir.states()
-        trained = train_routers(routers, fit, tune, unembed, seed)
+        trained = train_routers(routers, fit, tune, unembed, seed, labels)
         for layer in steps.track("Training routers", trained, len(routers.exit_layers)):
             round_weights(routers[layer].router)
         decisions = decide(states_of("Certifying the threshold", splits.certify), routers, unembed)
@@ -101,7 +103,7 @@ def calibrate(
     routers.config.exit_threshold = choice.chosen
     settings = {"labels": labels, "max_length": max_length, "seed": seed, "dtype": str(model.dtype)}
     data = "the model's own answers to the package's prompts" if dataset is None else "texts given by the caller"
-    record = calibration_record(decisions, choice, documents, splits)
+    record = calibration_record(decisions, choice, documents, splits, routers, structure)
     record |= settings | {"data": data, "seconds": round(perf_counter() - started, 1)}
     routers.config.calibration = record
     if progress:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..modeling_tide import ExitHead, TIDERouters
 from ..unembed import Unembed
 from .hidden_states import Reservoir, StateBatch
-from .labels import agreement_labels
+from .labels import agreement_labels, router_labels
 from .threshold import Decisions
 from .training import RIDGE_PENALTIES, Moments, train_router
 
@@ -66,9 +66,9 @@ def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens:
 
 
 def train_routers(
-    routers: TIDERouters, fit: StateBatch, tune: StateBatch, unembed: Unembed, seed: int
+    routers: TIDERouters, fit: StateBatch, tune: StateBatch, unembed: Unembed, seed: int, labels: str = "agreement"
 ) -> Iterable[int]:
-    """Train every router on whether its head is right; yield each exit layer when it is done.
+    """Train every router on where a position may leave; yield each exit layer when it is done.
 
     Args:
         routers: Routers whose heads are fitted.
@@ -76,21 +76,26 @@ def train_routers(
         tune: Positions of the tune split.
         unembed: The base model's unembedding.
         seed: Of the training.
+        labels: What a router predicts; see [`labels.router_labels`].
     """
     for layer in routers.exit_layers:
         splits = []
         for part in (fit, tune):
             states = part.hidden_states[layer].to(routers.device)
-            labels = agreement_labels(unembed, routers[layer].head, states, part.top_tokens)
+            head = routers[layer].head
+            may_leave = router_labels(labels, unembed, head, states, part.final_states, part.top_tokens)
             with torch.no_grad():
-                splits.append((unembed.normalize(states).float(), labels.to(states.device)))
+                splits.append((unembed.normalize(states).float(), may_leave.to(states.device)))
         train_router(routers[layer].router, splits[0], splits[1], seed + layer)
         yield layer
 
 
 @torch.no_grad()
 def decide(batches: Iterable[StateBatch], routers: TIDERouters, unembed: Unembed) -> Decisions:
-    """Note for every position what each exit layer's router scores and whether its head is right."""
+    """Note for every position what each exit layer's router scores and whether its head is right.
+
+    Whatever the routers predict, the threshold is certified on agreement, since its promise is about tokens.
+    """
     scores, agrees, documents = [], [], []
     for batch in batches:
         columns = [
