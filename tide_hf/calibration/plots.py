@@ -103,5 +103,5 @@ PLOTS: dict[str, tuple[Callable[[Any, dict[str, Any]], None], Callable[[dict[str
     "exit_depth": (_draw_exit_depths, _all_layers_have("exit_rate")),
     "agreement": (_draw_agreement, _all_layers_have("agreement")),
     "reliability": (_draw_reliability, _all_layers_have("reliability")),
-    "risk": (_draw_risk, lambda record: bool(record.get("threshold", {}).get("table"))),
+    "risk": (_draw_risk, lambda record: bool((record.get("threshold") or {}).get("table"))),
 }

@@ -82,7 +82,7 @@ def coverage_table(record: dict[str, Any]) -> TextTable:
 
 def tolerance_table(record: dict[str, Any]) -> TextTable:
     """One row per tolerance; none where the record is older than this table."""
-    confidence = record.get("threshold", {}).get("confidence", 0.95)
+    confidence = (record.get("threshold") or {}).get("confidence", 0.95)
     rows = []
     for row in record.get("tolerances", []):
         interval = [_percent(end, 2) for end in row["interval"] or ()]
@@ -108,9 +108,14 @@ def rich_table(title: str, table: TextTable) -> Table:
     return shown
 
 
+def describe_bound(threshold: dict[str, Any]) -> str:
+    """What a threshold was certified for."""
+    return f"disagreement below {threshold['tolerance']:.1%} with {threshold['confidence']:.0%} confidence"
+
+
 def describe_threshold(threshold: dict[str, Any]) -> str:
     """One sentence on what was chosen."""
-    bound = f"disagreement below {threshold['tolerance']:.1%} with {threshold['confidence']:.0%} confidence"
+    bound = describe_bound(threshold)
     if threshold["chosen"] == NEVER_EXIT:
         return f"No threshold could be certified ({bound}): in early_exit no token leaves. More samples may help."
     row = next(row for row in threshold["table"] if row["exit_threshold"] == threshold["chosen"])
