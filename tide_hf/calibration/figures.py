@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..configuration_tide import NEVER_EXIT
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure
-from .threshold import Decisions, ThresholdChoice, choose_threshold
+from .threshold import Decisions, ThresholdChoice, choose_again
 from .training import area_under_curve, expected_calibration_error
 
 PRECISIONS = (0.99, 0.98, 0.95, 0.90)
@@ -102,14 +101,19 @@ def tolerance_rows(decisions: Decisions, choice: ThresholdChoice) -> list[dict[s
         `None` for threshold, disagreement and interval where no threshold could be certified.
     """
     rows = []
+    num_documents = len(decisions.document_ids.unique())
     for tolerance in TOLERANCES:
-        chosen = choose_threshold(decisions, tolerance=tolerance, confidence=choice.confidence).chosen
+        again = choose_again(choice, num_documents, tolerance)
+        chosen = next((row for row in again.table if row.exit_threshold == again.chosen), None)
         row: dict[str, Any] = {"tolerance": tolerance, "exit_threshold": None, "disagreement": None, "interval": None}
-        if chosen != NEVER_EXIT:
-            losses = decisions.disagreement_per_document(chosen)
-            interval = [round(end, DIGITS) for end in mean_interval(losses, choice.confidence)]
-            row |= {"exit_threshold": chosen, "disagreement": round(float(losses.mean()), DIGITS), "interval": interval}
-        rows.append(row | {"depth_fraction": round(decisions.depth_fraction(chosen), DIGITS)})
+        row["depth_fraction"] = 1.0
+        if chosen is not None:
+            losses = decisions.disagreement_per_document(chosen.exit_threshold)
+            row["exit_threshold"] = chosen.exit_threshold
+            row["disagreement"] = round(chosen.disagreement, DIGITS)
+            row["interval"] = [round(end, DIGITS) for end in mean_interval(losses, choice.confidence)]
+            row["depth_fraction"] = round(chosen.depth_fraction, DIGITS)
+        rows.append(row)
     return rows
 
 
