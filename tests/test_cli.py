@@ -1,27 +1,19 @@
 """The command line: what it prints, what it writes, and how it fails."""
 
-import dataclasses
-import inspect
 import io
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from families import tiny_model
 from rich.console import Console
-from test_report import made_up_record
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tide_hf
-from tide_hf import TIDERouters, calibrate_command, demo, streaming
+from tide_hf import TIDERouters, demo, streaming
 from tide_hf.benchmark import Contender, PromptResult, Result, Run
-from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.cli import main
 from tide_hf.errors import DemoModelError
 from tide_hf.stats import ExitStats
 
-SETTINGS = {"data": "texts", "labels": "kl", "max_length": 16, "seed": 0, "dtype": "torch.float32", "seconds": 1.0}
 QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
 
 
@@ -169,191 +161,9 @@ def test_the_table_says_where_lossless_was_not():
     assert any("no speed-up to give" in note for note in demo.notes([plain, other], 2, 1))
 
 
-@pytest.fixture
-def calibrated(monkeypatch, tiny_llama):
-    """Stands in for `calibrate`; holds what it was called with."""
-    calls = []
-
-    def calibrate(model, tokenizer, **options):
-        calls.append(options)
-        return TIDERouters.for_model(model, exit_layers=[2], calibration=made_up_record() | SETTINGS)
-
-    monkeypatch.setattr("tide_hf.calibrate_command.calibrate", calibrate)
-    return calls
-
-
-def test_calibrate_hands_on_what_is_given_and_nothing_else(tiny_model_folder, tmp_path, calibrated, capsys):
-    command = ["calibrate", str(tiny_model_folder), "--output-dir", str(tmp_path / "new" / "routers")]
-    assert main(command) == 0
-    assert calibrated == [{}]
-    threads = torch.get_num_threads()
-    given = {
-        "dataset": "some/texts",
-        "samples": 12,
-        "max_length": 16,
-        "labels": "kl",
-        "exit_strategy": "identity",
-        "exit_layers": [1, 3],
-        "tolerance": 0.05,
-        "confidence": 0.9,
-        "draft_vocab_size": 64,
-        "max_minutes": 1.5,
-        "batch_size": 4,
-        "seed": 7,
-    }
-    for name, value in given.items():
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        command += ["--" + name.replace("_", "-"), text]
-    try:
-        assert main([*command, "--dtype", "bfloat16", "--threads", "1", "--no-progress"]) == 0
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
-    assert calibrated[1] == given | {"progress": False}
-    assert "routers are in" in capsys.readouterr().out
-    card = (tmp_path / "new" / "routers" / "README.md").read_text()
-    assert f"Command: `tide-hf calibrate {tiny_model_folder} --output-dir" in card
-    assert "--exit-layers 1,3" in card
-
-
-def test_calibrate_passes_the_output_folder_to_a_calibrate_that_takes_it(tiny_model_folder, tmp_path, monkeypatch):
-    def calibrate(model, tokenizer, *, output_dir):
-        assert output_dir == tmp_path
-        return TIDERouters.for_model(model, exit_layers=[2], calibration=made_up_record() | SETTINGS)
-
-    monkeypatch.setattr("tide_hf.calibrate_command.calibrate", calibrate)
-    assert main(["calibrate", str(tiny_model_folder), "--output-dir", str(tmp_path)]) == 0
-
-
-def test_calibrate_makes_routers_that_inspect_shows(tiny_model_folder, tmp_path, capsys):
-    routers = tmp_path / "routers"
-    options = ["--samples", "24", "--max-length", "10", "--exit-layers", "1,3", "--batch-size", "8", "--labels", "kl"]
-    assert main(["calibrate", str(tiny_model_folder), "--output-dir", str(routers), *options]) == 0
-    err = capsys.readouterr().err
-    for expected in ("1 of 4", "99%", "none", "No threshold could be certified"):
-        assert expected in err
-    loaded = TIDERouters.from_pretrained(routers)
-    assert loaded.exit_layers == [1, 3]
-    assert loaded.config.calibration["labels"] == "kl"
-    assert loaded.config.calibration["weights"] == "a local folder"
-    assert sorted(file.name for file in routers.iterdir()) == ["README.md", "config.json", "model.safetensors", "plots"]
-    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers)]) == 0
-    out = capsys.readouterr().out
-    for expected in (
-        "family       llama",
-        "layers       4",
-        "parameters   53,792",
-        "self_speculative yes",
-        "packed weights: ",
-        "linear, after layers 1, 3",
-        "exit threshold   none, so that",
-        "draft vocabulary all tokens",
-        "1 of 4",
-        "within cosine",
-    ):
-        assert expected in out
-
-
-def test_inspect_without_routers_and_with_a_text_prints_json(tiny_model_folder, tmp_path, capsys):
-    (tmp_path / "text").write_text("the river\nruns\n\n\n to the sea\n", encoding="utf-8")
-    assert main(["inspect", str(tiny_model_folder), "--text", str(tmp_path / "text"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["structure"]["vocab_size"] == 260
-    assert facts["routers"] is None
-    assert {mode: fact["note"] for mode, fact in facts["modes"].items()} == {
-        "self_speculative": None,
-        "early_exit": "needs routers, and there are none",
-        "post_hoc": "needs routers, and there are none",
-    }
-    assert set(facts["packed_weights"]) == {"packed", "linear_layers", "size_mb"}
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    rows = convergence_by_layer(model, tokenizer, ["the river\nruns", "to the sea"])
-    assert facts["convergence"] == [dataclasses.asdict(row) for row in rows]
-
-
-def test_inspect_says_what_a_recurrent_model_cannot_do_and_why(tiny_tokenizer, tmp_path, capsys):
-    tiny_model("mamba", vocab_size=260).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "self_speculative no: MambaForCausalLM keeps a recurrent state" in out
-    assert "early_exit       no: MambaForCausalLM keeps a recurrent state" in out
-    assert "post_hoc         yes" in out
-    assert "routers: none" in out
-
-
-def test_inspect_copes_with_older_records(tiny_model_folder, routers_folder, capsys):
-    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
-    assert "60.0%" in capsys.readouterr().out
-    shipped = json.loads((Path(demo.shipped_routers(demo.DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
-    for row in shipped["exit_layers"].values():
-        row.pop("coverage", None)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    routers = TIDERouters.for_model(model, exit_layers=[4 - 1], exit_threshold=0.94, calibration=shipped)
-    routers.save_pretrained(routers_folder)
-    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
-    assert "0.94 (disagreement below 2.0% with 95% confidence)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["calibrate", "MODEL", "--output-dir", "FILE"], "the output folder cannot be made"),
-        (["calibrate", "no/such/model", "--output-dir", "OUT"], "no/such/model cannot be loaded"),
-        (["calibrate", "MODEL", "--output-dir", "OUT", "--tolerance", "7"], "tolerance makes no sense"),
-        (["calibrate", "MODEL", "--output-dir", "OUT", "--exit-layers", "9"], "exit layer out of range"),
-        (["inspect", "MODEL", "--text", "no/such/file"], "the text cannot be read"),
-        (["inspect", "MODEL", "--text", "EMPTY"], "convergence cannot be measured"),
-        (["inspect", "MODEL", "--routers", "no/such/routers"], "no routers at no/such/routers"),
-        (["inspect", "MODEL", "--routers", "OTHER"], "belong to another base model"),
-    ],
-)
-def test_calibrate_and_inspect_explain_their_errors(
-    tiny_model_folder, tiny_llama, tmp_path, monkeypatch, capsys, arguments, message
-):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "file").write_text("")
-    TIDERouters.for_model(tiny_llama(num_hidden_layers=5), exit_layers=[2]).save_pretrained(tmp_path / "other")
-    places = {
-        "MODEL": tiny_model_folder,
-        "EMPTY": tmp_path / "file",
-        "FILE": tmp_path / "file",
-        "OUT": tmp_path / "out",
-    }
-    places["OTHER"] = tmp_path / "other"
-    assert main([str(places.get(argument, argument)) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Expected" in captured.err
-    assert "Traceback" not in captured.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["calibrate", "model"], "--output-dir"),
-        (["calibrate", "model", "--output-dir", "x", "--labels", "euclid"], "invalid choice: 'euclid'"),
-        (["calibrate", "model", "--output-dir", "x", "--exit-layers", "8,deep"], "'8,deep' is not a list of layers"),
-        (["calibrate", "model", "--output-dir", "x", "--samples", "0"], "0 is not a whole number of at least 1"),
-        (["inspect"], "MODEL"),
-    ],
-)
-def test_wrong_options_of_calibrate_and_inspect(arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_every_command_has_a_help_text(capsys):
     for command in ("demo", "calibrate", "inspect"):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0
         assert f"usage: tide-hf {command}" in capsys.readouterr().out
-
-
-def test_the_options_have_the_names_of_the_function_s():
-    parameters = set(inspect.signature(tide_hf.calibrate).parameters)
-    assert set(calibrate_command.OPTIONS) - {"draft_vocab_size", "max_minutes"} <= parameters
