@@ -84,9 +84,10 @@ def test_memory_is_bounded_by_slices(setting, monkeypatch, kind):
     assert bool(sizes) == (kind == "kl")
 
 
-def test_half_precision_states_are_compared_in_float32():
-    state = torch.full((1, 4096), 300.0, dtype=torch.float16)  # the dot product overflows float16
-    assert labels.cosine_similarity(state, state).item() == pytest.approx(1.0)
+def test_half_precision_states_are_compared_in_float32(setting):
+    early, final = (state.bfloat16() for state in setting[1:3])
+    expected = torch.cosine_similarity(early.double(), final.double(), dim=-1)
+    torch.testing.assert_close(labels.cosine_similarity(early, final).double(), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["euclid", None, ["kl"]])
