@@ -59,7 +59,7 @@ def test_one_call_makes_routers_that_work(parts, tmp_path):
     assert sorted(record["exit_layers"]) == ["1", "2", "3"]
     for row in record["exit_layers"].values():
         assert 0 <= row["agreement"] <= 1
-        assert set(row) == {"agreement", "router_auc", "expected_calibration_error", "exit_rate"}
+        assert set(row) >= {"agreement", "router_auc", "expected_calibration_error", "exit_rate", "coverage", "cost"}
     assert sum(part["documents"] for part in record["splits"].values()) == record["num_documents"] == 24
     assert routers.config.exit_threshold == record["threshold"]["chosen"]
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
@@ -237,6 +237,20 @@ def test_where_nothing_can_be_certified_nothing_leaves(parts):
     assert routers.config.exit_threshold == NEVER_EXIT
 
 
+def test_other_labels_change_the_routers_and_not_the_heads_or_what_is_certified(parts):
+    made = {labels: small(*parts, texts(12), samples=12, labels=labels) for labels in ("agreement", "cosine", "kl")}
+    records = {labels: routers.config.calibration for labels, routers in made.items()}
+    for labels, record in records.items():
+        assert record["labels"] == labels
+        for layer in LAYERS:
+            assert torch.equal(made[labels][layer].head.translator.weight, made["kl"][layer].head.translator.weight)
+            assert (
+                record["exit_layers"][str(layer)]["agreement"] == records["kl"]["exit_layers"][str(layer)]["agreement"]
+            )
+    scores = [[row["reliability"] for row in record["exit_layers"].values()] for record in records.values()]
+    assert scores[0] != scores[1] != scores[2]
+
+
 def test_a_tokenizer_without_pad_or_template(parts, tiny_model_folder):
     model, _ = parts
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
@@ -275,8 +289,8 @@ def test_nan_states(tiny_llama, tiny_tokenizer):
 
 
 def test_options_that_make_no_sense(parts):
-    with pytest.raises(CalibrationError, match=r"not built yet: got labels='cosine'\. Expected 'agreement'"):
-        small(*parts, labels="cosine")
+    with pytest.raises(CalibrationError, match=r"do not exist: got labels='euclid'\. Expected 'agreement'"):
+        small(*parts, labels="euclid")
     for options in ({"tolerance": 0}, {"tolerance": "low"}, {"confidence": 1.5}):
         with pytest.raises(ConfigurationError, match=r"makes no sense: got .*Expected a number between 0 and 1"):
             small(*parts, **options)

@@ -159,3 +159,11 @@ def test_the_table_says_where_lossless_was_not():
     assert "differs" in row
     assert "0 of 1" in row
     assert any("no speed-up to give" in note for note in demo.notes([plain, other], 2, 1))
+
+
+def test_every_command_has_a_help_text(capsys):
+    for command in ("demo", "calibrate", "inspect"):
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        assert caught.value.code == 0
+        assert f"usage: tide-hf {command}" in capsys.readouterr().out

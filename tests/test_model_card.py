@@ -1,13 +1,18 @@
 """The card of calibrated routers."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from families import tiny_model
 from huggingface_hub import ModelCard
+from test_report import made_up_record
 
 from tide_hf import TIDERouters
 from tide_hf.errors import ConfigurationError
 from tide_hf.model_card import write_model_card
 
+SHIPPED = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
 ROW = {"agreement": 0.25, "router_auc": 0.7, "expected_calibration_error": 0.02, "exit_rate": 0.125}
 SPLIT = {"documents": 5, "tokens": 50}
 
@@ -46,6 +51,7 @@ def test_front_matter_and_tables(tmp_path):
     assert card.data.library_name == "tide_hf"
     assert card.data.license == "apache-2.0"
     assert 'from_pretrained("org/base", routers="org/base-tide")' in card.text
+    assert "| exit layer | agreement | router AUC | calibration error | leaving |\n| ---: |" in card.text
     assert "| 1 of 4 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 3 of 4 |" in card.text
     assert "| 0.9 | 1.00% | 90.0% | yes |" in card.text
     assert "| 0.8 | 1.00% | 80.0% | no |" in card.text
@@ -60,3 +66,43 @@ def test_it_says_so_where_nothing_was_certified(tmp_path):
 def test_routers_without_a_record_have_no_card(tmp_path):
     with pytest.raises(ConfigurationError, match=r"got no calibration record\. Expected routers that"):
         write_model_card(TIDERouters.for_model(tiny_model("llama"), exit_layers=[1]), tmp_path)
+
+
+def test_new_records_have_every_table_and_plot(tmp_path):
+    full = record() | made_up_record()
+    routers = TIDERouters.for_model(tiny_model("llama", num_hidden_layers=16), exit_layers=[4, 12], calibration=full)
+    text = write_model_card(routers, tmp_path).read_text()
+    coverage = full["exit_layers"]["12"]["coverage"]
+    for expected in (
+        "| head parameters | head MB | cost |",
+        "| 1,056 | 0.00 |",
+        "## Coverage",
+        f"| 12 | {coverage['0.99']:.1%} | {coverage['0.98']:.1%} | {coverage['0.95']:.1%} | {coverage['0.90']:.1%} |",
+        "picked on these same documents",
+        "| tolerance | certified threshold | disagreement | 90% interval | depth |",
+        "| 0.5% | none | - | - | 100.0% |",
+        f"{full['machine']['cpu']}, {full['machine']['torch_threads']} threads, device cpu.",
+        "## Limits",
+    ):
+        assert expected in text
+    assert text.index("| 4 of 16 |") < text.index("| 12 of 16 |")
+    for plot in ("exit_depth", "agreement", "reliability", "risk"):
+        assert f"](plots/{plot}.png)" in text
+        assert (tmp_path / "plots" / f"{plot}.png").is_file()
+    assert "Not drawn" not in text
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = card_of(tmp_path).text
+    assert "Not drawn: matplotlib was not installed (`pip install tide-hf[plots]`)." in text
+    assert ".png" not in text
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_the_shipped_routers_still_get_a_card_with_their_layers_in_order(tmp_path):
+    text = write_model_card(TIDERouters.from_pretrained(SHIPPED), tmp_path).read_text()
+    lines = [line for line in text.splitlines() if " of 30 |" in line]
+    assert [int(line.split()[1]) for line in lines] == [4, 8, 12, 16, 20, 24, 28]
+    assert "None" not in text
+    assert "{{" not in text

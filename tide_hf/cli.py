@@ -11,10 +11,13 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from . import __version__
+from .arguments import DTYPES, positive
+from .calibrate_command import add_calibrate
 from .configuration_tide import MODES
 from .demo import PROMPTS, DemoOptions, run_demo
 from .demo_model import DEFAULT_MODEL
 from .errors import TIDEError
+from .inspect_command import add_inspect
 
 EXIT_USAGE = 2  # also what argparse exits with
 EXIT_INTERRUPTED = 130
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 after an error that was explained on standard error, 130 where interrupted.
     """
     args = _parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:
@@ -65,15 +69,11 @@ def _add_demo(commands: argparse._SubParsersAction, common: argparse.ArgumentPar
     demo.add_argument("--routers", help="folder or Hub repository (default: those that are shipped for the model)")
     demo.add_argument("--mode", default="all", choices=("all", *MODES), help="what to measure (default: %(default)s)")
     demo.add_argument("--prompt", action="append", help=f"may be repeated (default: {len(PROMPTS)} built-in prompts)")
-    demo.add_argument(
-        "--max-new-tokens", type=_positive, default=defaults.max_new_tokens, help="(default: %(default)s)"
-    )
-    demo.add_argument(
-        "--dtype", default=defaults.dtype, choices=("float32", "bfloat16", "float16"), help="(default: %(default)s)"
-    )
-    demo.add_argument("--threads", type=_positive, help="CPU threads (default: torch's)")
+    demo.add_argument("--max-new-tokens", type=positive, default=defaults.max_new_tokens, help="(default: %(default)s)")
+    demo.add_argument("--dtype", default=defaults.dtype, choices=DTYPES, help="(default: %(default)s)")
+    demo.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     demo.add_argument("--exit-threshold", type=float, help="for early_exit and post_hoc (default: the calibrated one)")
-    demo.add_argument("--repeats", type=_positive, default=defaults.repeats, help="timed runs (default: %(default)s)")
+    demo.add_argument("--repeats", type=positive, default=defaults.repeats, help="timed runs (default: %(default)s)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the figures and where they are from to FILE")
     demo.set_defaults(run=_demo)
 
@@ -94,14 +94,7 @@ def _demo(args: argparse.Namespace) -> None:
     run_demo(options, Console())
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
-
-
-COMMANDS = (_add_demo,)
+COMMANDS = (_add_demo, add_calibrate, add_inspect)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .calibration.report import describe_threshold
-from .errors import ConfigurationError, describe
+from .calibration.plots import save_plots
+from .calibration.tables import describe_threshold, tables_of
+from .errors import ConfigurationError, MissingPackageError, describe
 from .modeling_tide import TIDERouters
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
@@ -18,7 +19,7 @@ TEMPLATE = Path(__file__).parent / "model_card_template.md"
 def write_model_card(
     routers: TIDERouters, folder: str | os.PathLike[str], *, repo_id: str | None = None, command: str | None = None
 ) -> Path:
-    """Write `README.md` for calibrated routers.
+    """Write `README.md` for calibrated routers, and its plots in `plots/` where matplotlib is installed.
 
     Args:
         routers: What `calibrate` made.
@@ -59,11 +60,21 @@ def write_model_card(
         "command": command,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "config": routers.config,
+        "tables": tables_of(record, routers.config.num_hidden_layers),
+        "plots": _draw(record, file.parent),
         "threshold": describe_threshold(record["threshold"]),
         "threshold_rows": _sampled(record["threshold"]["table"]),
     }
     ModelCard.from_template(data, template_path=str(TEMPLATE), **values).save(file)
     return file
+
+
+def _draw(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw the plots; their paths as seen from the card. None where matplotlib is missing, which the card says."""
+    try:
+        return [file.relative_to(folder) for file in save_plots(record, folder / "plots")]
+    except MissingPackageError:
+        return []
 
 
 def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -81,7 +81,9 @@ def calibrate(
             the rest fits. To certify a tolerance of 2% with 95% confidence takes at least 373; the more there are, the
             more tokens may leave, and the better heads are.
         max_length: Longest document in tokens; of self-written ones and of chats, longest answer.
-        labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's.
+        labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's; `"cosine"`,
+            that the layer's state is close to the final one (the published rule); `"kl"`, that the exit head's
+            distribution is close to the full model's. The threshold is certified on agreement in any case.
         exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
             drafts from one layer and the deep state before (see [`block_head.BlockHead`]), which takes longer to make.
         exit_layers: Numbers of executed layers after which a token may leave; default: every fourth is tried, and those
@@ -106,7 +108,7 @@ def calibrate(
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
-        CalibrationError: The data cannot be found, reached or used, states are NaN, the labels are not built, the disk
+        CalibrationError: The data cannot be found, reached or used, states are NaN, the labels do not exist, the disk
             is full, or `output_dir` holds another calibration's unfinished work.
         ConfigurationError: An exit layer, strategy or bound makes no sense.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
@@ -221,7 +223,7 @@ def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: floa
     decisions = measured.decisions
     kept = decisions.only(measured.kept)
     choice = choose_threshold(kept, tolerance=tolerance, confidence=confidence)
-    record = calibration_record(kept, choice, measured.documents, measured.splits)
+    record = calibration_record(kept, choice, measured.documents, measured.splits, pipeline.routers, pipeline.structure)
     dropped = [layer for layer in decisions.exit_layers if layer not in measured.kept]
     settings = pipeline.settings
     return record | {

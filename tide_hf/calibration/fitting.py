@@ -101,7 +101,9 @@ def fit_router(
     for batch in splits:
         with torch.no_grad():
             states = unembed.normalize(batch.hidden_states[exit_layer]).float()
-        parts.append((states, router_labels(labels, unembed, exit_point.head, batch, exit_layer).to(states.device)))
+        early = batch.hidden_states[exit_layer]
+        may_leave = router_labels(labels, unembed, exit_point.head, early, batch.final_states, batch.top_tokens)
+        parts.append((states, may_leave.to(states.device)))
     figures = train_router(exit_point.router, parts[0], parts[1], seed)
     round_weights(exit_point.router)
     return figures

@@ -10,12 +10,14 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ..configuration_tide import NEVER_EXIT
+from ..modeling_tide import TIDERouters
+from ..provenance import cpu_name
+from ..structure import DecoderStructure
 from .data import Document, Splits, num_positions
+from .figures import layer_figures, layer_sizes, tolerance_rows
+from .tables import describe_threshold, rich_table, tables_of
 from .threshold import Decisions, ThresholdChoice
-from .training import area_under_curve, expected_calibration_error
 
 Item = TypeVar("Item")
 
@@ -52,27 +54,22 @@ class Steps:
             advance(1)
 
 
-def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
-    """Measure each exit layer on the certifying documents, ready for JSON."""
-    rates = decisions.exit_rates(threshold)
-    figures = {}
-    for index, layer in enumerate(decisions.exit_layers):
-        scores, agrees = decisions.scores[:, index], decisions.agrees[:, index]
-        figures[str(layer)] = {
-            "agreement": float(agrees.double().mean()),
-            "router_auc": area_under_curve(scores, agrees),
-            "expected_calibration_error": expected_calibration_error(scores, agrees),
-            "exit_rate": rates[layer],
-        }
-    return figures
-
-
 def calibration_record(
-    decisions: Decisions, choice: ThresholdChoice, documents: Sequence[Document], splits: Splits
+    decisions: Decisions,
+    choice: ThresholdChoice,
+    documents: Sequence[Document],
+    splits: Splits,
+    routers: TIDERouters,
+    structure: DecoderStructure,
 ) -> dict[str, Any]:
     """What a calibration measured, ready for JSON."""
-    layers = {"exit_layers": layer_figures(decisions, choice.chosen), "threshold": choice.to_dict()}
-    return layers | data_figures(documents, splits) | {"versions": versions()}
+    sizes = layer_sizes(routers, structure)
+    layers = {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()}
+    return (
+        {"exit_layers": layers, "threshold": choice.to_dict(), "tolerances": tolerance_rows(decisions, choice)}
+        | data_figures(documents, splits)
+        | {"versions": versions(), "machine": machine(routers.device)}
+    )
 
 
 def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any]:
@@ -91,28 +88,17 @@ def versions() -> dict[str, str]:
     return {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the calibration ran on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"cpu": cpu_name(), "device": name, "torch_threads": torch.get_num_threads()}
+
+
 def print_report(record: dict[str, Any], num_layers: int) -> None:
     """Print the figures per exit layer and what the threshold came to."""
-    table = Table(title="Calibrated exit layers (on text that nothing was fitted to)")
-    for heading in ("exit layer", "agreement", "router AUC", "calibration error", "tokens that leave"):
-        table.add_column(heading, justify="right")
-    for layer, row in sorted(record["exit_layers"].items(), key=lambda item: int(item[0])):
-        share = f"{row['agreement']:.1%}", f"{row['router_auc']:.3f}"
-        table.add_row(
-            f"{layer} of {num_layers}", *share, f"{row['expected_calibration_error']:.3f}", f"{row['exit_rate']:.1%}"
-        )
     console = Console(stderr=True)
-    console.print(table)
+    for title, table, note in tables_of(record, num_layers):
+        console.print(rich_table(title, table))
+        console.print(note, highlight=False)
+        console.print()
     console.print(describe_threshold(record["threshold"]))
-
-
-def describe_threshold(threshold: dict[str, Any]) -> str:
-    """One sentence on what was chosen."""
-    bound = f"disagreement below {threshold['tolerance']:.1%} with {threshold['confidence']:.0%} confidence"
-    if threshold["chosen"] == NEVER_EXIT:
-        return f"No threshold could be certified ({bound}): in early_exit no token leaves. More samples may help."
-    row = next(row for row in threshold["table"] if row["exit_threshold"] == threshold["chosen"])
-    return (
-        f"exit_threshold {threshold['chosen']:g} ({bound}): measured disagreement {row['disagreement']:.2%}, "
-        f"depth {row['depth_fraction']:.1%} of the layers."
-    )

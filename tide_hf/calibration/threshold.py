@@ -119,14 +119,35 @@ def choose_threshold(
         confidence: Probability with which the bound holds, in (0, 1).
         grid: Thresholds, descending, fixed before looking at the data.
     """
-    table: list[ThresholdRow] = []
-    certified = True
+    measured = []
     for threshold in grid:
         losses = decisions.disagreement_per_document(threshold)
-        mean = float(losses.mean())
-        p_value = hoeffding_bentkus_p_value(mean, len(losses), tolerance)
+        measured.append((threshold, float(losses.mean()), decisions.depth_fraction(threshold)))
+    return _test(measured, len(losses), tolerance, confidence)
+
+
+def choose_again(choice: ThresholdChoice, num_documents: int, tolerance: float) -> ThresholdChoice:
+    """What [`choose_threshold`] would have found for another tolerance, from the figures that it measured.
+
+    Args:
+        choice: What it found.
+        num_documents: Documents that it looked at.
+        tolerance: The other one.
+    """
+    measured = [(row.exit_threshold, row.disagreement, row.depth_fraction) for row in choice.table]
+    return _test(measured, num_documents, tolerance, choice.confidence)
+
+
+def _test(
+    measured: Sequence[tuple[float, float, float]], num_documents: int, tolerance: float, confidence: float
+) -> ThresholdChoice:
+    """Test thresholds, each with its disagreement and depth, in their order until one fails."""
+    table: list[ThresholdRow] = []
+    certified = True
+    for threshold, mean, depth_fraction in measured:
+        p_value = hoeffding_bentkus_p_value(mean, num_documents, tolerance)
         certified = certified and p_value <= 1 - confidence
-        table.append(ThresholdRow(threshold, mean, decisions.depth_fraction(threshold), p_value, certified))
+        table.append(ThresholdRow(threshold, mean, depth_fraction, p_value, certified))
     chosen = min((row.exit_threshold for row in table if row.certified), default=NEVER_EXIT)
     return ThresholdChoice(tolerance, confidence, chosen, table)
 

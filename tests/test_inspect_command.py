@@ -1,0 +1,82 @@
+"""``tide-hf inspect``: what it tells about models and routers, old ones too, and how it fails."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from families import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tide_hf import TIDERouters, demo
+from tide_hf.calibration.convergence import convergence_by_layer
+from tide_hf.cli import main
+
+
+def test_inspect_without_routers_and_with_a_text_prints_json(tiny_model_folder, tmp_path, capsys):
+    (tmp_path / "text").write_text("the river\nruns\n\n\n to the sea\n", encoding="utf-8")
+    assert main(["inspect", str(tiny_model_folder), "--text", str(tmp_path / "text"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["structure"]["vocab_size"] == 260
+    assert facts["routers"] is None
+    assert {mode: fact["note"] for mode, fact in facts["modes"].items()} == {
+        "self_speculative": None,
+        "early_exit": "needs routers, and there are none",
+        "post_hoc": "needs routers, and there are none",
+    }
+    assert set(facts["packed_weights"]) == {"packed", "linear_layers", "size_mb"}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    rows = convergence_by_layer(model, tokenizer, ["the river\nruns", "to the sea"])
+    assert facts["convergence"] == [dataclasses.asdict(row) for row in rows]
+
+
+def test_inspect_says_what_a_recurrent_model_cannot_do_and_why(tiny_tokenizer, tmp_path, capsys):
+    tiny_model("mamba", vocab_size=260).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "self_speculative no: MambaForCausalLM keeps a recurrent state" in out
+    assert "early_exit       no: MambaForCausalLM keeps a recurrent state" in out
+    assert "post_hoc         yes" in out
+    assert "routers: none" in out
+
+
+def test_inspect_copes_with_older_records(tiny_model_folder, tmp_path, capsys):
+    routers_folder = tmp_path / "routers"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    sparse = {"exit_layers": {"2": {"agreement": 0.6}}}
+    TIDERouters.for_model(model, exit_layers=[2], calibration=sparse).save_pretrained(routers_folder)
+    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
+    assert "60.0%" in capsys.readouterr().out
+    shipped = json.loads((Path(demo.shipped_routers(demo.DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
+    for row in shipped["exit_layers"].values():
+        row.pop("coverage", None)
+    routers = TIDERouters.for_model(model, exit_layers=[3], exit_threshold=0.94, calibration=shipped)
+    routers.save_pretrained(routers_folder)
+    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
+    assert "0.94 (disagreement below 2.0% with 95% confidence)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "no/such/file"], "the text cannot be read"),
+        (["--text", "EMPTY"], "convergence cannot be measured"),
+        (["--text", "BINARY"], "the text cannot be read"),
+        (["--routers", "no/such/routers"], "no routers at no/such/routers"),
+        (["--routers", "OTHER"], "belong to another base model"),
+    ],
+)
+def test_errors_are_explained(tiny_model_folder, tiny_llama, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    TIDERouters.for_model(tiny_llama(num_hidden_layers=5), exit_layers=[2]).save_pretrained(tmp_path / "other")
+    places = {name.upper(): tmp_path / name for name in ("empty", "binary", "other")}
+    command = ["inspect", str(tiny_model_folder), *(str(places.get(argument, argument)) for argument in arguments)]
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Expected" in captured.err
+    assert "Traceback" not in captured.err

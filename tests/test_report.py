@@ -1,0 +1,208 @@
+"""The figures of a calibration against their definitions, and the tables that show them."""
+
+import functools
+import json
+
+import pytest
+import torch
+from families import tiny_model
+
+from tide_hf import TIDERouters
+from tide_hf.calibration import figures, report, tables
+from tide_hf.calibration.convergence import convergence_by_layer
+from tide_hf.calibration.data import Document, Splits
+from tide_hf.calibration.threshold import Decisions, choose_threshold
+from tide_hf.errors import CalibrationError
+from tide_hf.structure import find_structure
+
+
+def made_up_decisions(num_documents=400, length=25):
+    """Scores that are the probability of agreement, so that they are calibrated."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(num_documents * length, 2, generator=generator)
+    scores[:, 1] = scores[:, 1] ** 0.1
+    agrees = torch.rand(scores.shape, generator=generator) < scores
+    return Decisions([4, 12], 16, scores, agrees, torch.arange(num_documents).repeat_interleave(length))
+
+
+@functools.cache
+def made_up_record(draft_vocab_size=None):
+    decisions = made_up_decisions()
+    model = tiny_model("llama", num_hidden_layers=16)
+    routers = TIDERouters.for_model(
+        model, exit_layers=[4, 12], exit_strategy="linear", draft_vocab_size=draft_vocab_size
+    )
+    documents = [Document([1, 2, 3], 1)] * 3
+    choice = choose_threshold(decisions, tolerance=0.05, confidence=0.9)
+    splits = Splits(*([document] for document in documents))
+    return report.calibration_record(decisions, choice, documents, splits, routers, find_structure(model))
+
+
+def test_coverage_by_hand():
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.7, 0.6])
+    agrees = torch.tensor([True, True, True, False, True])
+    assert figures.coverage_at(scores, agrees, 0.99) == pytest.approx(2 / 5)
+    assert figures.coverage_at(scores, agrees, 0.80) == pytest.approx(1.0)  # beyond the dip to 3/4
+    assert figures.coverage_at(scores[:4], agrees[:4], 0.76) == pytest.approx(2 / 4)  # equal scores leave together
+    assert figures.coverage_at(scores, ~agrees, 0.5) == 0.0
+    assert figures.coverage_at(torch.ones(4), torch.ones(4).bool(), 1.0) == 1.0
+
+
+def test_coverage_against_every_threshold():
+    made = made_up_decisions(40)
+    scores, agrees = made.scores[:, 0], made.agrees[:, 0]
+    for precision in figures.PRECISIONS:
+        shares = [
+            float((scores >= t).double().mean()) for t in scores if agrees[scores >= t].double().mean() >= precision
+        ]
+        assert figures.coverage_at(scores, agrees, precision) == pytest.approx(max(shares, default=0.0))
+
+
+def test_reliability_by_hand():
+    scores = torch.tensor([0.05, 0.15, 0.12, 1.0])
+    bins = figures.reliability_bins(scores, torch.tensor([False, True, False, True]))
+    assert bins == [[0.05, 0.0, 1], [0.135, 0.5, 2], [1.0, 1.0, 1]]
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("llama", "linear"), ("opt", "identity"), ("gpt2", "linear")])
+def test_costs_count_the_weights_that_are_read(family, strategy):
+    model = tiny_model(family)
+    structure = find_structure(model)
+    sizes = figures.layer_sizes(TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy=strategy), structure)
+    assert [sizes[layer]["head_parameters"] for layer in ("1", "3")] == [32 * 33 if strategy == "linear" else 0] * 2
+    assert sizes["1"]["head_mb"] == round(2e-6 * sizes["1"]["head_parameters"], 3)
+
+    def count(*modules):
+        return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())
+
+    after = count(structure.norm, structure.projection, structure.head)
+    exit_point = TIDERouters.for_model(model, exit_layers=[1], exit_strategy=strategy)[1]
+    expected = (count(*structure.layers[:3], exit_point) + after) / (count(*structure.layers) + after)
+    assert sizes["3"]["cost"] == pytest.approx(expected, abs=1e-5)
+    assert sizes["1"]["cost"] < sizes["3"]["cost"]
+
+
+def test_a_draft_vocabulary_makes_an_exit_cheaper():
+    whole, half = made_up_record(), made_up_record(draft_vocab_size=48)
+    assert half["exit_layers"]["4"]["cost"] < whole["exit_layers"]["4"]["cost"]
+
+
+def test_tolerances_are_certified_one_by_one():
+    made = made_up_decisions()
+    rows = figures.tolerance_rows(made, choose_threshold(made, tolerance=0.3, confidence=0.9))
+    assert [row["tolerance"] for row in rows] == [0.005, 0.01, 0.02, 0.05, 0.10]
+    assert rows[0] == {
+        "tolerance": 0.005, "exit_threshold": None, "disagreement": None, "interval": None, "depth_fraction": 1.0
+    }  # fmt: skip
+    certified = [row for row in rows if row["exit_threshold"] is not None]
+    assert certified
+    for row in certified:
+        assert row["exit_threshold"] == choose_threshold(made, tolerance=row["tolerance"], confidence=0.9).chosen
+        assert row["interval"][0] < row["disagreement"] < row["interval"][1]
+        assert row["depth_fraction"] == pytest.approx(made.depth_fraction(row["exit_threshold"]), abs=1e-5)
+    assert [row["depth_fraction"] for row in rows] == sorted((row["depth_fraction"] for row in rows), reverse=True)
+
+
+def test_an_interval_covers_as_often_as_it_says(monkeypatch):
+    monkeypatch.setattr(figures, "RESAMPLES", 200)
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(300):
+        rate = 0.2 * torch.rand(200, 1, generator=generator).double()  # documents differ
+        losses = (torch.rand(200, 20, generator=generator) < rate).double().mean(dim=1)
+        lower, upper = figures.mean_interval(losses, 0.9)
+        covered += lower <= 0.1 <= upper
+    assert 0.84 <= covered / 300 <= 0.96
+
+
+def test_no_loss_seen_is_not_certainty():
+    lower, upper = figures.mean_interval(torch.zeros(100).double(), 0.95)
+    assert lower == 0.0
+    assert (1 - upper) ** 100 == pytest.approx(0.025)
+
+
+def test_an_interval_does_not_depend_on_the_slices(monkeypatch):
+    losses = torch.rand(50, generator=torch.Generator().manual_seed(0)).double()
+    whole = figures.mean_interval(losses, 0.9)
+    monkeypatch.setattr(figures, "RESAMPLED_AT_ONCE", 130)
+    assert figures.mean_interval(losses, 0.9) == pytest.approx(whole)
+
+
+def test_the_record_is_ready_for_json_and_compact():
+    record = made_up_record()
+    assert json.loads(json.dumps(record)) == record
+    assert set(record["exit_layers"]["4"]) == {
+        "agreement", "router_auc", "expected_calibration_error", "coverage", "exit_rate", "reliability",
+        "head_parameters", "head_mb", "cost",
+    }  # fmt: skip
+    assert len(json.dumps(record["exit_layers"])) < 2500
+    assert record["machine"]["device"] == "cpu"
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_the_tables_are_printed_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    record = made_up_record()
+    report.print_report(record, 16)
+    err = capsys.readouterr().err
+    assert "…" not in err
+    lines = [line.split() for line in err.splitlines()]
+    four = next(line for line in lines if line[:3] == ["4", "of", "16"])
+    row = record["exit_layers"]["4"]
+    expected = [f"{row['agreement']:.1%}", f"{row['router_auc']:.3f}", f"{row['expected_calibration_error']:.3f}"]
+    assert four[3:] == [*expected, f"{row['exit_rate']:.1%}", "1,056", "0.00", f"{row['cost']:.1%}"]
+    coverage = [f"{row['coverage'][precision]:.1%}" for precision in ("0.99", "0.98", "0.95", "0.90")]
+    assert ["4", *coverage] in lines
+    assert ["0.5%", "none", "-", "-", "100.0%"] in lines
+    assert "these same documents" in err
+    assert "exit_threshold" in err
+
+
+def test_layers_are_sorted_as_numbers():
+    record = {"exit_layers": {"12": {"agreement": 0.5}, "4": {"agreement": 0.25}}}
+    table = tables.layer_table(record, 16)
+    assert table.headings == ["exit layer", "agreement"]
+    assert table.rows == [["4 of 16", "25.0%"], ["12 of 16", "50.0%"]]
+
+
+def test_older_records_have_the_tables_that_they_can():
+    assert [title for title, _, _ in tables.tables_of({"exit_layers": {"2": {}}}, 4)] == ["Exit layers"]
+    assert tables.tables_of({}, 4) == []
+    assert [title for title, _, _ in tables.tables_of(made_up_record(), 16)] == [
+        "Exit layers",
+        "Coverage",
+        "Tolerances",
+    ]
+
+
+def test_convergence_is_that_of_the_states_before_the_final_norm(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    structure = find_structure(model)
+    states = []
+    handles = [layer.register_forward_hook(lambda _m, _a, output: states.append(output)) for layer in structure.layers]
+    texts = ["the river runs", "to the sea, and on"]
+    encoded = [tiny_tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    with torch.no_grad():
+        for ids in encoded:
+            model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    by_layer = [torch.cat([states[layer][0], states[4 + layer][0]]) for layer in range(4)]
+    cosine = [torch.cosine_similarity(by_layer[layer], by_layer[3], dim=-1) for layer in range(3)]
+    threshold = float(cosine[1].median())
+    rows = convergence_by_layer(model, tiny_tokenizer, ["", *texts], convergence_threshold=threshold)
+    assert [row.layer for row in rows] == [1, 2, 3]
+    for row, expected in zip(rows, cosine, strict=True):
+        assert row.mean_cosine == pytest.approx(float(expected.mean()), abs=1e-5)
+        assert row.converged == pytest.approx(float((expected > threshold).double().mean()), abs=1.5 / len(expected))
+    assert 0 < rows[1].converged < 1
+    (one,) = {len(convergence_by_layer(model, tiny_tokenizer, texts, batch_size=size)) for size in (1, 2)}
+    assert one == 3
+
+
+def test_convergence_cuts_long_texts_and_wants_some(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    cut = convergence_by_layer(model, tiny_tokenizer, ["abcdefgh" * 9], max_length=8)
+    assert cut == convergence_by_layer(model, tiny_tokenizer, ["abcdefgh"])
+    with pytest.raises(CalibrationError, match=r"convergence cannot be measured: got no text\. Expected at least one"):
+        convergence_by_layer(model, tiny_tokenizer, [""])

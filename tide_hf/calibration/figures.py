@@ -1,0 +1,147 @@
+"""What a calibration measures on the certifying documents, and what it counts; all of it ready for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..modeling_tide import TIDERouters
+from ..structure import DecoderStructure
+from .threshold import Decisions, ThresholdChoice, choose_again
+from .training import area_under_curve, expected_calibration_error
+
+PRECISIONS = (0.99, 0.98, 0.95, 0.90)
+TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.10)
+RELIABILITY_BINS = 10
+RESAMPLES = 1000
+RESAMPLED_AT_ONCE = 2**22  # documents, all resamples together: 32 MB of positions
+DIGITS = 5
+
+
+def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
+    """Measure each exit layer by itself; whatever its router predicts, against agreement with the full model.
+
+    Args:
+        decisions: On the certifying documents.
+        threshold: The chosen one, for the exit rates.
+    """
+    rates = decisions.exit_rates(threshold)
+    figures = {}
+    for index, layer in enumerate(decisions.exit_layers):
+        scores, agrees = decisions.scores[:, index], decisions.agrees[:, index]
+        figures[str(layer)] = {
+            "agreement": float(agrees.double().mean()),
+            "router_auc": area_under_curve(scores, agrees),
+            "expected_calibration_error": expected_calibration_error(scores, agrees),
+            "coverage": {f"{p:.2f}": round(coverage_at(scores, agrees, p), DIGITS) for p in PRECISIONS},
+            "exit_rate": rates[layer],
+            "reliability": reliability_bins(scores, agrees),
+        }
+    return figures
+
+
+def coverage_at(scores: Tensor, agrees: Tensor, precision: float) -> float:
+    """Largest share of positions at or above a threshold of which at least `precision` agree.
+
+    The threshold is picked on the very positions that it is measured on, so new ones will do a little worse.
+
+    Args:
+        scores: (N,).
+        agrees: (N,) bool.
+        precision: In (0, 1].
+    """
+    ordered, order = scores.sort(descending=True)
+    right = agrees[order].double().cumsum(0)
+    counts = torch.arange(1, len(scores) + 1)
+    last_of_score = torch.ones_like(agrees)
+    last_of_score[:-1] = ordered[1:] != ordered[:-1]  # a threshold takes all positions of one score, or none
+    reached = counts[last_of_score & (right >= precision * counts - 1e-9)]
+    return int(reached[-1]) / len(scores) if len(reached) else 0.0
+
+
+def reliability_bins(scores: Tensor, agrees: Tensor, num_bins: int = RELIABILITY_BINS) -> list[list[float]]:
+    """Mean score, share of agreement and positions of each bin of equal width that is not empty."""
+    bins = (scores * num_bins).long().clamp(0, num_bins - 1)
+    counts = torch.bincount(bins, minlength=num_bins)
+    sums = [torch.bincount(bins, weights=values.double(), minlength=num_bins) for values in (scores, agrees)]
+    rows = zip(*((part / counts).tolist() for part in sums), counts.tolist(), strict=True)
+    return [[round(score, DIGITS), round(share, DIGITS), count] for score, share, count in rows if count]
+
+
+def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, dict[str, Any]]:
+    """Count each exit head's parameters, and the weights that an exit there reads over those of a full pass.
+
+    An exit reads the layers up to it, its router and exit head, the final norm and the output head (of which only the
+    draft vocabulary's rows, where there is one). A mixture's experts all count, though a token reads but a few.
+    """
+    after = sum(map(_num_weights, (structure.norm, structure.projection)))
+    output_head = _num_weights(structure.head)
+    layers = [_num_weights(layer) for layer in structure.layers]
+    whole = sum(layers) + after + output_head
+    drafted = output_head * (routers.config.draft_vocab_size or structure.vocab_size) / structure.vocab_size
+    sizes = {}
+    for layer in routers.exit_layers:
+        head = _num_weights(routers[layer].head)
+        read = sum(layers[:layer]) + _num_weights(routers[layer].router) + head + after + drafted
+        sizes[str(layer)] = {
+            "head_parameters": head,
+            "head_mb": round(2e-6 * head, 3),
+            "cost": round(read / whole, DIGITS),
+        }
+    return sizes
+
+
+def tolerance_rows(decisions: Decisions, choice: ThresholdChoice) -> list[dict[str, Any]]:
+    """What each of `TOLERANCES` would have bought, at the confidence of `choice`, each promise by itself.
+
+    Returns:
+        Rows of tolerance, the threshold certified for it, the measured disagreement with its interval, and the depth;
+        `None` for threshold, disagreement and interval where no threshold could be certified.
+    """
+    rows = []
+    num_documents = len(decisions.document_ids.unique())
+    for tolerance in TOLERANCES:
+        again = choose_again(choice, num_documents, tolerance)
+        chosen = next((row for row in again.table if row.exit_threshold == again.chosen), None)
+        row: dict[str, Any] = {"tolerance": tolerance, "exit_threshold": None, "disagreement": None, "interval": None}
+        row["depth_fraction"] = 1.0
+        if chosen is not None:
+            losses = decisions.disagreement_per_document(chosen.exit_threshold)
+            row["exit_threshold"] = chosen.exit_threshold
+            row["disagreement"] = round(chosen.disagreement, DIGITS)
+            row["interval"] = [round(end, DIGITS) for end in mean_interval(losses, choice.confidence)]
+            row["depth_fraction"] = round(chosen.depth_fraction, DIGITS)
+        rows.append(row)
+    return rows
+
+
+def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
+    """Interval of the mean loss of a document, by resampling documents.
+
+    Positions of one document are not independent, so the document is the unit. Where no document has any loss,
+    resampling would claim to be certain: the upper end is then Clopper and Pearson's for the share of documents with
+    a loss, which the mean cannot exceed.
+
+    Args:
+        losses: (documents,) in [0, 1], float64.
+        confidence: In (0, 1).
+
+    Returns:
+        Lower and upper end.
+    """
+    miss = (1 - confidence) / 2
+    count = len(losses)
+    if not bool(losses.any()):
+        return 0.0, 1 - miss ** (1 / count)
+    generator = torch.Generator().manual_seed(0)
+    at_once = max(1, RESAMPLED_AT_ONCE // count)
+    parts = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
+    means = [losses[torch.randint(count, (part, count), generator=generator)].mean(dim=1) for part in parts]
+    lower, upper = torch.cat(means).quantile(torch.tensor([miss, 1 - miss], dtype=losses.dtype)).tolist()
+    return lower, upper
+
+
+def _num_weights(module: nn.Module | None) -> int:
+    return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
