@@ -170,5 +170,6 @@ def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):
     json.dumps(record)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert provenance.commit(tmp_path) is None
     assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
     assert provenance.cpu_name(tmp_path / "none")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,20 @@ def provenance(model: Any) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "commit": commit(),
         "versions": {"tide-hf": tide_hf.__version__, "torch": torch.__version__}
         | {name: metadata.version(name) for name in PACKAGES},
     }
+
+
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The git commit of the source tree that `folder` belongs to; `None` where it is installed from a wheel."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    command = [git, "-C", str(folder), "rev-parse", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
