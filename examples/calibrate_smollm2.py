@@ -13,7 +13,8 @@ FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
 
 if __name__ == "__main__":
     model, tokenizer = load_demo_model(NAME, dtype=torch.float32)
-    routers = calibrate(model, tokenizer, samples=800, max_length=64, exit_layers=[4, 8, 12, 16, 20, 24, 28])
+    layers = [4, 8, 12, 16, 20, 24, 28]
+    routers = calibrate(model, tokenizer, samples=800, max_length=64, exit_layers=layers, output_dir=FOLDER)
     routers.config.base_model_name_or_path = NAME
     routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
     routers.save_pretrained(FOLDER)

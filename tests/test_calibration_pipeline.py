@@ -40,6 +40,8 @@ WORDS = [
     "in",
     "spring",
 ]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TIMES = ("seconds", "resumed_units", "num_processes")
 
 
@@ -50,15 +52,6 @@ class Killed(BaseException):
 @pytest.fixture(scope="module")
 def parts(tiny_llama, tiny_tokenizer):
     return tiny_llama(), tiny_tokenizer
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So that one process computes exactly what several do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def texts(count):
