@@ -38,6 +38,15 @@ def pytest_configure(config):
         torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // workers)))
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny models compute faster on one thread, and the same as processes that have one each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32 and its tokenizer; what is attached to it has to be detached again.

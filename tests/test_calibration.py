@@ -15,6 +15,8 @@ from tide_hf.errors import CalibrationError, ConfigurationError
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS = [1, 2, 3]
 
 

@@ -24,7 +24,7 @@ def record(chosen=0.9):
         for t in grid
     ]
     return {
-        "exit_layers": {"1": ROW, "3": ROW},
+        "exit_layers": {"12": ROW, "4": ROW},  # sorted as text, as a file has them
         "threshold": {"tolerance": 0.02, "confidence": 0.95, "chosen": chosen, "table": table},
         "data": "texts given by the caller",
         "num_documents": 15,
@@ -39,7 +39,9 @@ def record(chosen=0.9):
 
 
 def card_of(tmp_path, **options):
-    routers = TIDERouters.for_model(tiny_model("llama"), exit_layers=[1, 3], calibration=record(**options))
+    routers = TIDERouters.for_model(
+        tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12], calibration=record(**options)
+    )
     routers.config.base_model_name_or_path = "org/base"
     return ModelCard.load(write_model_card(routers, tmp_path, repo_id="org/base-tide", command="make them"))
 
@@ -52,7 +54,7 @@ def test_front_matter_and_tables(tmp_path):
     assert card.data.license == "apache-2.0"
     assert 'from_pretrained("org/base", routers="org/base-tide")' in card.text
     assert "| exit layer | agreement | router AUC | calibration error | leaving |\n| ---: |" in card.text
-    assert "| 1 of 4 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 3 of 4 |" in card.text
+    assert "| 4 of 14 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 12 of 14 |" in card.text
     assert "| 0.9 | 1.00% | 90.0% | yes |" in card.text
     assert "| 0.8 | 1.00% | 80.0% | no |" in card.text
     assert "exit_threshold 0.9 (disagreement below 2.0% with 95% confidence)" in card.text

@@ -29,7 +29,7 @@ from .selection import Candidate, agreements, exit_rates_within, proportional_co
 from .store import StateStore
 from .text import Text, load_documents
 from .threshold import Decisions, check_bounds, check_counts, choose_threshold
-from .work_folder import work_folder
+from .work_folder import open_work_folder
 
 __all__ = ["calibrate"]
 
@@ -139,7 +139,7 @@ def calibrate(
         )
         layers = routers.exit_layers
         settings = Settings(samples, max_length, labels, exit_strategy, layers, translator_rank, batch_size, seed)
-        with work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
+        with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
             pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)
             measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)

@@ -132,7 +132,10 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
     Raises:
         CalibrationError: All weights are integers, or the head cannot be applied.
     """
-    problem = None if model.dtype.is_floating_point else f"nothing but {model.dtype} weights"
+    dtypes = list(dict.fromkeys(weight.dtype for weight in model.parameters()))
+    problem = None
+    if not any(dtype.is_floating_point for dtype in dtypes):
+        problem = "nothing but " + " and ".join(map(str, dtypes)) + " weights"
     head: Any = structure.head
     if problem is None and not head.weight.is_floating_point():
         state = torch.zeros(1, structure.hidden_size, dtype=model.dtype, device=head.weight.device)

@@ -69,7 +69,7 @@ class Pipeline:
         budget: Of time.
 
     Attributes:
-        resumed_units: Units that had been done before.
+        resumed_units: Units of this process's share that had been done before.
         cut_short: What was left undone for want of time, in words.
     """
 
@@ -114,7 +114,9 @@ class Pipeline:
             documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length)
             self.work.write(names[number], pack_documents(documents))
 
-        if not self.work.has(DOCUMENTS):
+        if self.work.has(DOCUMENTS):
+            self.resumed_units += len(self.processes.share(self.work.facts(DOCUMENTS)["names"]))
+        else:
             self._do("Writing text", names, write)
             if self.processes.is_main:  # from here on these are the documents, whatever time a later run has
                 self.work.write(DOCUMENTS, {}, {"names": [name for name in names if self.work.has(name)]})

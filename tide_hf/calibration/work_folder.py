@@ -189,7 +189,7 @@ class WorkFolder:
 
 
 @contextmanager
-def work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
+def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
     """The work folder in `output_dir`, which outlives a failure, or a temporary one, which does not."""
     if output_dir is not None:
         folder = Path(output_dir) / NAME
