@@ -234,6 +234,12 @@ def test_an_off_by_one_in_the_rule_breaks_the_promise():
     assert simulated_risk(lambda losses, grid: chosen(losses, grid, behind=1)) > 0.1
 
 
+def test_nothing_behind_the_first_failure_is_certified():
+    losses = {0.9: torch.zeros(150).double(), 0.8: torch.ones(150).double(), 0.7: torch.zeros(150).double()}
+    assert chosen(losses, (0.9, 0.8, 0.7)) == 0.9
+    assert chosen(losses, (0.8, 0.7)) == NEVER_EXIT
+
+
 def test_where_nothing_can_be_certified_nothing_leaves(parts):
     routers = small(*parts)  # far too few documents for 2%
     assert routers.config.exit_threshold == NEVER_EXIT
