@@ -5,9 +5,9 @@ import torch
 from drafters import HeadDrafter
 from families import ATTENTION, LAYERS, tiny_model
 
-from tide_hf import TIDEModelForCausalLM
+from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.block_head import block_config_of
-from tide_hf.calibration.block_stage import pad_documents
+from tide_hf.calibration.block_stage import EPOCHS, pad_documents
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document, plan_batches, token_batch
 from tide_hf.calibration.hidden_states import StateReader
@@ -205,3 +205,37 @@ def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama):
     assert not any(parameter.requires_grad for parameter in routers.block.head.parameters())
     steps = [step for step, _ in trainer.train(lambda: batches, len(batches), epochs=8, deadline=0.0)]
     assert steps == [1]  # a deadline that is over stops it at once
+
+
+def test_calibrate_makes_a_block_that_drafts(tiny_llama, tiny_tokenizer, tmp_path):
+    model = tiny_llama()
+    texts = [f"text number {number} of many, and what follows is {number * 7}" for number in range(60)]
+    options = {"samples": 60, "max_length": 24, "exit_layers": [2], "progress": False, "draft_vocab_size": 128}
+    routers = calibrate(model, tiny_tokenizer, texts, exit_strategy="block", output_dir=tmp_path, **options)
+    figures = routers.config.calibration["block"]
+    assert routers.config.block_layer == figures["layer"] == 1
+    assert figures["epochs"] == EPOCHS
+    assert not figures["stopped"]
+    assert 0.0 <= figures["agreement"] <= 1.0
+    assert figures["parameters"] == sum(parameter.numel() for parameter in routers.block.parameters())
+    assert routers.config.exit_strategy == "linear"
+    ids = torch.tensor([tiny_tokenizer(texts[0])["input_ids"]])
+    expected = model.generate(ids, max_new_tokens=16, do_sample=False)
+    attached = TIDEModelForCausalLM.attach(model, str(tmp_path))
+    made = attach_drafting(attached, attached._tide.routers, width=2)
+    assert torch.equal(attached.generate(ids, max_new_tokens=16, do_sample=False), expected)
+    drafted = {token for _, draft in made[0].drafted for token in draft}
+    assert drafted <= set(routers.draft_vocab.tolist())
+
+
+def test_a_block_trained_in_no_time_says_so(tiny_llama, tiny_tokenizer):
+    texts = [f"{number} is the number of this text" for number in range(60)]
+    options = {"samples": 60, "max_length": 12, "exit_layers": [2], "progress": False, "max_minutes": 1e-6}
+    routers = calibrate(tiny_llama(), tiny_tokenizer, texts, exit_strategy="block", **options)
+    assert routers.config.calibration["block"]["stopped"]
+    assert "training of the block head" in routers.config.calibration["cut_short"]
+
+
+def test_an_unknown_exit_strategy_is_refused(tiny_llama, tiny_tokenizer):
+    with pytest.raises(ConfigurationError, match=r"unknown exit_strategy.*'identity', 'linear', 'block'"):
+        calibrate(tiny_llama(), tiny_tokenizer, ["a text"], exit_strategy="magic")

@@ -208,8 +208,10 @@ def test_of_a_chat_the_answer_alone_is_cut(tokenizer):
 
 
 def test_what_follows_the_last_answer_is_not_read(tokenizer):
-    (document,) = read([[*CHATS[3], {"role": "user", "content": "Thanks!"}]], tokenizer)[0]
-    assert document == read([CHATS[3]], tokenizer)[0][0]
+    own = copy.deepcopy(tokenizer)
+    own.eos_token = None  # or the answer is cut there
+    (document,) = read([[*CHATS[3], {"role": "user", "content": "Thanks!"}]], own)[0]
+    assert own.decode(document.tokens).endswith("<assistant>It is 3.<eos>")
 
 
 def test_where_the_template_does_not_tell_the_whole_chat_is_looked_at(tokenizer, tiny_tokenizer):
@@ -301,10 +303,9 @@ def test_a_file_is_drawn_from_evenly(tokenizer, tmp_path, monkeypatch):
 
 def test_an_iterable_without_end(tokenizer):
     def endless():
-        number = 0
-        while True:
+        for number in range(50_000):
             yield f"number {number}"
-            number += 1
+        pytest.fail("it is read on and on")
 
     assert len(read(endless(), tokenizer, samples=5)[0]) == 5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from rich.console import Console
 
 from .arguments import DTYPES, layer_list, make_folder, positive
-from .calibration import calibrate
+from .calibration import STRATEGIES, calibrate
 from .calibration.labels import LABELS
-from .configuration_tide import EXIT_STRATEGIES
 from .demo_model import load_demo_model
 from .model_card import write_model_card
 
@@ -24,7 +22,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "samples": (positive, "documents to use"),
     "max_length": (positive, "longest document in tokens; of self-written ones, longest answer"),
     "labels": (LABELS, "what a router predicts"),
-    "exit_strategy": (EXIT_STRATEGIES, "kind of exit head"),
+    "exit_strategy": (STRATEGIES, "kind of exit head"),
     "exit_layers": (layer_list, "numbers of executed layers after which a token may leave, such as 8,16"),
     "tolerance": (float, "largest share of tokens that may differ in early_exit, such as 0.02"),
     "confidence": (float, "probability with which the tolerance is kept, such as 0.95"),
@@ -68,9 +66,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
     options = {name: getattr(args, name) for name in (*OPTIONS, "progress") if hasattr(args, name)}
-    if "output_dir" in inspect.signature(calibrate).parameters:
-        options["output_dir"] = folder
-    routers = calibrate(model, tokenizer, **options)
+    routers = calibrate(model, tokenizer, output_dir=folder, **options)
     if routers.config.calibration is not None:
         routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
     routers.save_pretrained(folder)

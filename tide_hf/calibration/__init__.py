@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
+from ..configuration_tide import EXIT_STRATEGIES, NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure
 from ..unembed import check_parity
@@ -31,7 +31,9 @@ from .text import Text, load_documents
 from .threshold import Decisions, check_bounds, check_counts, choose_threshold
 from .work_folder import open_work_folder
 
-__all__ = ["calibrate"]
+STRATEGIES = (*EXIT_STRATEGIES, "block")
+
+__all__ = ["STRATEGIES", "calibrate"]
 
 
 def calibrate(
@@ -115,6 +117,7 @@ def calibrate(
         UnsupportedModelError: The model is not supported.
     """
     check_labels(labels)
+    check_choice("exit_strategy", exit_strategy, STRATEGIES)
     check_bounds(tolerance, confidence)
     check_counts(samples=samples, max_length=max_length, batch_size=batch_size, max_minutes=max_minutes)
     budget = Budget.of_minutes(max_minutes)

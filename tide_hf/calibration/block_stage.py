@@ -93,6 +93,7 @@ class BlockStage:
         steps, loss = trained[-1]
         return {"epochs": len(trained), "steps": steps, "stopped": steps < EPOCHS * num_batches, "loss": loss}
 
+    @torch.no_grad()
     def figures(self) -> dict[str, float]:
         """Measure block and router on the certifying documents, ready for JSON."""
         states, agrees = self._scored("certify")
