@@ -21,6 +21,10 @@ COVERAGE_NOTE = (
     "Coverage: share of tokens that would leave if the layer stood alone and at least so many of those that leave had "
     "to agree. The threshold for it is picked on these same documents, so new text does a little worse."
 )
+BLOCK_NOTE = (
+    "The block head only drafts (self_speculative). Agreement: its top token, given the true states before, is the "
+    "full model's; along a draft it leans on its own guesses and agrees less often."
+)
 TOLERANCE_NOTE = (
     "Each promise holds by itself, so pick the tolerance before looking. The interval is for the measured "
     "disagreement, by resampling documents."
@@ -44,6 +48,7 @@ def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTa
     """Titles, tables and notes; the tables that a record is too old for are left out."""
     tables = [
         ("Exit layers", layer_table(record, num_layers), LAYER_NOTE),
+        ("Block head", block_table(record, num_layers), BLOCK_NOTE),
         ("Coverage", coverage_table(record), COVERAGE_NOTE),
         ("Tolerances", tolerance_table(record), TOLERANCE_NOTE),
     ]
@@ -70,6 +75,17 @@ def layer_table(record: dict[str, Any], num_layers: int) -> TextTable:
     }
     rows = [[cell(layer, row) for cell in columns.values()] for layer, row in rows_by_layer(record)]
     return _without_empty_columns(list(columns), rows)
+
+
+def block_table(record: dict[str, Any], num_layers: int) -> TextTable:
+    """One row, where there is a block head."""
+    headings = ["after layer", "agreement", "router AUC", "calibration error", "parameters", "epochs"]
+    block = record.get("block")
+    if block is None:
+        return TextTable(headings, [])
+    figures = [_percent(block["agreement"]), _number(block["router_auc"]), _number(block["expected_calibration_error"])]
+    row = [f"{block['layer']} of {num_layers}", *figures, _count(block["parameters"]), _count(block["epochs"])]
+    return TextTable(headings, [row])
 
 
 def coverage_table(record: dict[str, Any]) -> TextTable:
