@@ -424,7 +424,8 @@ def test_a_hub_data_set_that_cannot_be_loaded(error, tokenizer, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(
-        CalibrationError, match=rf"\(org/name \(train\)\): got {type(error).__name__}: .* `hf auth login`"
+        CalibrationError,
+        match=rf"\(org/name \(train\)\): got {type(error).__name__}: .*[^.]\. Expected .*`hf auth login`",
     ):
         read("org/name", tokenizer)
 

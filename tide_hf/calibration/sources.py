@@ -185,7 +185,7 @@ def _stream_rows(load: Callable[[], Any], source: str, seed: int) -> Iterator[ob
         raise CalibrationError(
             describe(
                 f"the data set cannot be read ({source})",
-                got=f"{type(error).__name__}: {' '.join(str(error).split())}",
+                got=f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}",
                 expected="a data set that exists, can be reached, and that you may read",
                 do='Check the name ("org/name:config[split]") and the connection; where access has to be granted, '
                 "run `hf auth login`. Or pass a local file.",
