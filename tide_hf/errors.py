@@ -35,6 +35,10 @@ class CalibrationError(TIDEError, ValueError):
     """Calibration cannot start or go on with the data it was given."""
 
 
+class KernelError(TIDEError, RuntimeError):
+    """Fused kernels were insisted on and cannot be had."""
+
+
 class DemoModelError(TIDEError, OSError):
     """The demo's model could not be had from anywhere."""
 

@@ -114,7 +114,8 @@ class SelfSpeculativeDecoder:
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", "past_key_values"):
             self.model_kwargs.pop(name, None)
-        self.slots = CacheSlots(outputs.past_key_values, mask, self.attachment.compaction_threshold)
+        threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
+        self.slots = CacheSlots(outputs.past_key_values, mask, threshold, ops)
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
         drafts = [Draft() for _ in self.batch]
         for row, tokens in zip(self.batch, self._accept(outputs.logits[:, -1:], drafts), strict=True):
@@ -258,7 +259,7 @@ class _Shallow:
         with active(run):
             state = run.state_after(decoder.forward, unseen, start=fed)
         exit_point = on_device(attachment.exit_point(exit_layer), state)
-        scores = exit_point.router(attachment.unembed.normalize(state))
+        scores = attachment.unembed.route(exit_point.router, state)
         self.unembed = self.unembed or attachment.draft_unembed()
         drafted = self.unembed(exit_point.head(state)).tolist()
         self.layers_executed += run.layers_executed
