@@ -19,12 +19,13 @@ import pytest  # noqa: E402
 pytest.importorskip("triton")
 pytest.importorskip("kernels")
 
-import kernels  # noqa: E402
-
-from tide_hf import ops as reference_ops  # noqa: E402
-
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for stage.py
 sys.path.insert(0, str(Path(__file__).parent))  # for reference64.py
+
+import kernels  # noqa: E402
+import stage  # noqa: E402
+
+from tide_hf import ops as reference_ops  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +35,6 @@ def device():
 
 @pytest.fixture(scope="session")
 def kernel_module(tmp_path_factory):
-    import stage
-
     folder = os.environ.get("TIDE_KERNELS")
     if folder is None:
         folder = tmp_path_factory.mktemp("build")

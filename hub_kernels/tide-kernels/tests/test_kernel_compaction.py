@@ -84,7 +84,8 @@ def test_project(ops, device, size, dtype, norm):
     ops.exit_project(rows, indices, out, weight, bias, eps=1e-5, norm=norm)
     expected = reference64.normalize(rows, weight, bias, 1e-5, norm)
     differs = (out[indices].double() - expected).abs()
-    assert float((differs / (expected.abs() + 1e-3)).max()) <= 4 * torch.finfo(dtype).eps
+    allowed = 2 * torch.finfo(dtype).eps * (expected.abs() + float(expected.abs().max()) / 8 + 1e-3)
+    assert bool((differs <= allowed).all())
     if dtype != torch.float32:  # float32 sums tip only few roundings
         assert float((differs > 0).double().mean()) < 0.02
     assert out[[1, 3]].isnan().all()

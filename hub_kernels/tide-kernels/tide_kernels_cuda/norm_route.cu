@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(THREADS) norm_route_kernel(const Arguments a) 
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) mean[t] /= a.size;
   }
+#pragma unroll (TOKENS == 1 ? 4 : 1)
   for (int col = threadIdx.x * WIDTH; col < a.size; col += THREADS * WIDTH) {
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(THREADS) norm_route_kernel(const Arguments a) 
   for (int t = 0; t < TOKENS; ++t) scale[t] = rsqrtf(scale[t] / a.size + a.eps);
 
   float sums[TOKENS * RANKS] = {};
+#pragma unroll (TOKENS == 1 ? 4 : 1)  // several rows keep enough loads in flight, and registers busy, as it is
   for (int col = threadIdx.x * WIDTH; col < a.size; col += THREADS * WIDTH) {
     Vector<float, WIDTH> down[RANKS];
 #pragma unroll

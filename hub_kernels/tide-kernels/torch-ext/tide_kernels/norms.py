@@ -22,7 +22,7 @@ def rounded(x, DTYPE: tl.constexpr):
     if DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # noqa: PLR0124 (false for NaN)
     elif DTYPE == tl.float16:
         x = x.to(tl.float16).to(tl.float32)
     return x
