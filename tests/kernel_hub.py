@@ -1,4 +1,4 @@
-"""A Hub on this machine that has kernel repositories; `kernels` and huggingface_hub read it as they read the real one."""
+"""A Hub on this machine that has kernel repositories, for `kernels` and huggingface_hub to read."""
 
 import hashlib
 import json
@@ -27,10 +27,10 @@ def kernel_hub(root):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    def do_HEAD(self):  # noqa: N802 (the name that http.server calls)
+    def do_HEAD(self):
         self.do_GET()
 
-    def do_GET(self):  # noqa: N802
+    def do_GET(self):
         path = unquote(urlsplit(self.path).path).strip("/")
         self.server.asked.append(path)
         match path.split("/"):

@@ -16,6 +16,8 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -66,11 +68,14 @@ def stage_noarch(folder: Path, backend: str = "cuda") -> Path:
     return variant
 
 
-def stage_cuda(folder: Path, verbose_ptxas: bool = False) -> tuple[Path, str]:
+def stage_cuda(
+    folder: Path, capabilities: Sequence[str] = CAPABILITIES, verbose_ptxas: bool = False
+) -> tuple[Path, str]:
     """Build the CUDA C++ ops against PyTorch's stable ABI, and stage them with the Triton ones.
 
     Args:
         folder: Where the variant's folder goes.
+        capabilities: What to compile for, ascending; the last one as PTX as well, which newer GPUs compile themselves.
         verbose_ptxas: Have the assembler report registers and spills.
 
     Returns:
@@ -88,17 +93,20 @@ def stage_cuda(folder: Path, verbose_ptxas: bool = False) -> tuple[Path, str]:
     sources = [HERE / name for name in (*CUDA_SOURCES, *CUDA_HEADERS)]
     unique_name = _unique_name("cuda", [*sorted(PYTHON_FILES.glob("*.py")), *sources])
     library = f"{unique_name}.abi3.so"
-    log = _run(nvcc_command(variant / library, unique_name, verbose_ptxas))
-    archs = [*CAPABILITIES[:-1], f"{CAPABILITIES[-1]}+PTX"]
+    with tempfile.TemporaryDirectory() as stubs:
+        log = _run(_nvcc_command(variant / library, unique_name, capabilities, _link_flags(Path(stubs)), verbose_ptxas))
+    archs = [*capabilities[:-1], f"{capabilities[-1]}+PTX"]
     _write(variant, unique_name, load=LOAD_LIBRARY.format(library=library), backend="cuda", archs=archs)
     return variant, log
 
 
-def nvcc_command(output: Path, unique_name: str, verbose_ptxas: bool = False) -> list[str]:
-    """The command that compiles and links the CUDA C++ ops for every capability, and as PTX for newer ones."""
+def _nvcc_command(
+    output: Path, unique_name: str, capabilities: Sequence[str], link_flags: list[str], verbose_ptxas: bool
+) -> list[str]:
+    """The command that compiles and links the CUDA C++ ops."""
     from torch.utils.cpp_extension import include_paths  # noqa: PLC0415 (copying Triton files needs no PyTorch)
 
-    codes = [capability.replace(".", "") for capability in CAPABILITIES]
+    codes = [capability.replace(".", "") for capability in capabilities]
     targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     targets.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")
     return [
@@ -115,9 +123,27 @@ def nvcc_command(output: Path, unique_name: str, verbose_ptxas: bool = False) ->
         "-DUSE_CUDA",
         f"-DTORCH_EXTENSION_NAME={unique_name}",
         *(str(HERE / name) for name in CUDA_SOURCES),
+        *link_flags,
         "-o",
         str(output),
     ]
+
+
+def _link_flags(stubs: Path) -> list[str]:
+    """Flags that link to PyTorch.
+
+    Where this PyTorch has no CUDA, one function of its CUDA library is linked from a stand-in, which is not shipped:
+    at run time the linker takes the library of that name that PyTorch has loaded.
+    """
+    import torch  # noqa: PLC0415 (copying Triton files needs no PyTorch)
+
+    libraries = Path(torch.__file__).parent / "lib"
+    if not (libraries / "libtorch_cuda.so").exists():
+        source = stubs / "stub.cpp"
+        source.write_text('extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }')
+        stub = stubs / "libtorch_cuda.so"
+        _run(["nvcc", "-shared", "-Xcompiler=-fPIC", "-Xlinker=-soname=libtorch_cuda.so", str(source), "-o", str(stub)])
+    return [f"-L{libraries}", f"-L{stubs}", "-ltorch_cpu", "-ltorch_cuda"]
 
 
 def _write(variant: Path, unique_name: str, load: str, backend: str, archs: list[str] | None) -> None:
@@ -170,9 +196,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("noarch", "cuda"))
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"), help="of noarch (default: %(default)s)")
+    parser.add_argument("--capabilities", nargs="+", default=CAPABILITIES, help="of cuda (default: all supported)")
     parser.add_argument("--folder", type=Path, default=HERE / "build", help="(default: build/ beside this file)")
     args = parser.parse_args()
-    variant = stage_noarch(args.folder, args.backend) if args.what == "noarch" else stage_cuda(args.folder)[0]
+    if args.what == "noarch":
+        variant = stage_noarch(args.folder, args.backend)
+    else:
+        variant, _ = stage_cuda(args.folder, args.capabilities)
     print(variant)
 
 
