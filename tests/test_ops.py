@@ -150,6 +150,25 @@ def test_kernels_from_a_local_folder(local_kernels, caplog, monkeypatch):
 
 
 @on_cpu
+def test_the_facts_for_people(local_kernels):
+    cpu, fused = torch.device("cpu"), ops.load_kernels(use_kernels=True)
+    facts = ops.kernel_facts(fused, cpu, torch.bfloat16)
+    assert facts == {
+        "gpu": None,
+        "dtype": "bfloat16",
+        "variant": "torch-cpu",
+        "reason": f"{REPO}, build torch-cpu",
+        "ops": dict.fromkeys(ops.OPS, "triton"),
+    }
+    facts = ops.kernel_facts(fused, cpu, torch.float64)
+    assert (facts["variant"], facts["reason"]) == (None, "there are no kernels for torch.float64")
+    assert set(facts["ops"].values()) == {"torch"}
+    facts = ops.kernel_facts(ops.load_kernels(), cpu, torch.float32)
+    assert (facts["variant"], facts["ops"]["norm_route"]) == (None, "torch")
+    assert "need an NVIDIA GPU" in facts["reason"]
+
+
+@on_cpu
 def test_auto_never_takes_the_interpreter(local_kernels):
     assert ops.load_kernels().kernels is None
 

@@ -314,6 +314,23 @@ def load_kernels(
     return Ops(None, found, request)
 
 
+def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What runs for a model on `device` in `dtype`, ready for JSON.
+
+    Returns:
+        `gpu` (its name, or `None`), `dtype`, `variant` (the build of the kernels, or `None`), `reason`, and `ops`: by
+        name, `"cuda"`, `"triton"` or `"torch"`.
+    """
+    fits = dtype in KERNEL_DTYPES
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "variant": ops.kernels.variant if ops.kernels is not None and fits else None,
+        "reason": ops.reason if fits else f"there are no kernels for {dtype}",
+        "ops": ops.implementations() if fits else dict.fromkeys(OPS, "torch"),
+    }
+
+
 def _asked_again(*request: Any) -> Ops:
     return load_kernels(request[0], request[1], "auto", request[2]) if request else PLAIN
 

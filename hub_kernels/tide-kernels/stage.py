@@ -16,9 +16,12 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 PYTHON_FILES = HERE / "torch-ext" / "tide_kernels"
@@ -98,6 +101,18 @@ def stage_cuda(
     archs = [*capabilities[:-1], f"{capabilities[-1]}+PTX"]
     _write(variant, unique_name, load=LOAD_LIBRARY.format(library=library), backend="cuda", archs=archs)
     return variant, log
+
+
+def load_variant(variant: Path) -> ModuleType:
+    """Import a staged variant by itself, for tests and benchmarks; everyone else goes through the `kernels` client."""
+    name = f"staged_{hashlib.sha256(str(variant.resolve()).encode()).hexdigest()[:8]}"
+    spec = spec_from_file_location(name, variant / "__init__.py", submodule_search_locations=[str(variant)])
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{variant} holds no staged variant.")
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _nvcc_command(

@@ -1,6 +1,6 @@
 """Runs on a GPU where there is one, and under Triton's interpreter where there is none.
 
-`TIDE_KERNELS=<folder>` names a folder of staged variants to test; by default the Triton variant is staged afresh.
+`TIDE_KERNELS=<folder>` names a staged variant to test; by default the Triton variant is staged afresh.
 """
 
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-os.environ.setdefault("HF_HUB_USER_AGENT_ORIGIN", "tide_hf")  # without it kernels may send an illegal header
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
@@ -17,12 +16,10 @@ if DEVICE == "cpu":
 import pytest  # noqa: E402
 
 pytest.importorskip("triton")
-pytest.importorskip("kernels")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for stage.py
 sys.path.insert(0, str(Path(__file__).parent))  # for reference64.py
 
-import kernels  # noqa: E402
 import stage  # noqa: E402
 
 from tide_hf import ops as reference_ops  # noqa: E402
@@ -35,11 +32,8 @@ def device():
 
 @pytest.fixture(scope="session")
 def kernel_module(tmp_path_factory):
-    folder = os.environ.get("TIDE_KERNELS")
-    if folder is None:
-        folder = tmp_path_factory.mktemp("build")
-        stage.stage_noarch(folder, DEVICE)
-    return kernels.get_local_kernel(Path(folder))
+    folder = os.environ.get("TIDE_KERNELS") or stage.stage_noarch(tmp_path_factory.mktemp("build"), DEVICE)
+    return stage.load_variant(Path(folder))
 
 
 @pytest.fixture(params=["kernel", "reference"])
