@@ -17,9 +17,13 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, as transformers does
+
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
-import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 

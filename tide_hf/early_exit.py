@@ -56,6 +56,7 @@ class ExitRun(LayerRun):
         super().__init__(structure, cache)
         self.routers = routers
         self.unembed = unembed
+        self.ops = unembed.ops
         self.exit_threshold = exit_threshold
         self.exit_criterion = exit_criterion
         self.exit_layers = frozenset(layer for layer in routers.exit_layers if layer >= min_layers)
@@ -96,7 +97,7 @@ class ExitRun(LayerRun):
             return torch.full(hidden_states.shape[:-1], float("inf"), device=hidden_states.device)
         if self.exit_criterion == "confidence":
             return self.unembed(exit_point.head(hidden_states)).float().softmax(dim=-1).amax(dim=-1)
-        return exit_point.router(self.unembed.normalize(hidden_states))
+        return self.unembed.route(exit_point.router, hidden_states)
 
     def end_pass(self) -> None:
         """Note the layer that each row was read from."""

@@ -39,6 +39,10 @@ class MissingPackageError(TIDEError, ImportError):
     """An optional package is not installed."""
 
 
+class KernelError(TIDEError, RuntimeError):
+    """Fused kernels were insisted on and cannot be had."""
+
+
 class DemoModelError(TIDEError, OSError):
     """The demo's model could not be had from anywhere."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, QuantizedCache, StaticLayer
 
 from .errors import UnsupportedOptionError, describe
+from .ops import PLAIN, Ops, kv_compact
 
 
 class _Stored(BaseException):
@@ -130,16 +131,23 @@ class CacheSlots:
         attention_mask: (rows, cached) of the prompt; `None` where nothing is padded.
         compaction_threshold: Share of holes that is put up with.
         device: Where the tokens are; the layers of an offloaded cache come and go.
+        ops: What moves the rows together.
     """
 
     def __init__(
-        self, cache: Cache, attention_mask: Tensor | None, compaction_threshold: float, device: torch.device
+        self,
+        cache: Cache,
+        attention_mask: Tensor | None,
+        compaction_threshold: float,
+        device: torch.device,
+        ops: Ops = PLAIN,
     ) -> None:
         self.cache = cache
         self.device = device
         self.mask = attention_mask
         self.holes: Tensor | None = None
         self.compaction_threshold = compaction_threshold
+        self.ops = ops
         self.num_compactions = 0
 
     def mask_for(self, width: int) -> Tensor | None:
@@ -193,20 +201,22 @@ class CacheSlots:
         return torch.cat([mask, kept.to(mask)], dim=-1), torch.cat([holes, ~kept], dim=-1)
 
     def _compact(self, mask: Tensor, holes: Tensor) -> None:
-        """Move the rows together by one gather per layer, each ending at the last slot."""
+        """Move the rows together by one gather (or kernel) per layer, each ending at the last slot."""
         self.num_compactions += 1
         total, width = holes.shape[1], int((~holes).sum(dim=1).max())
         # A stable sort puts holes first and leaves the tokens in order; what is left of a longer row's holes goes.
         order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
         self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
         self.holes = remaining if bool(remaining.any()) else None
+        moved = order.masked_fill(remaining, -1) if self.ops.kernels is not None else order
         for layer in self.cache.layers:
-            _gather_slots(layer, order, total)
+            _gather_slots(layer, moved, total, self.ops)
 
 
-def _gather_slots(layer: Any, order: Tensor, total: int) -> None:
+def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
     """Replace a layer's slots by those that `order` (rows, kept) names, counted from the sequence's first.
 
+    What stands in a slot of which the order is negative does not matter: the mask hides it.
     A sliding-window layer holds only the last slots, and needs no more of them than the window.
     """
     width = order.shape[1]
@@ -214,11 +224,8 @@ def _gather_slots(layer: Any, order: Tensor, total: int) -> None:
     if layer.is_sliding:
         order = order[:, -min(width, layer.sliding_window - 1) :] - (total - stored)
         layer.cumulative_length = width
-    index = order.clamp(min=0)[:, None, :, None].to(layer.keys.device)
-    rows, heads, _, size = layer.keys.shape
-    layer.keys = layer.keys.gather(2, index.expand(rows, heads, -1, size))
-    heads, size = layer.values.shape[1], layer.values.shape[3]
-    layer.values = layer.values.gather(2, index.expand(rows, heads, -1, size))
+    compact = ops.kv_compact if ops.run_on(layer.keys, layer.values) else kv_compact
+    layer.keys, layer.values = compact(layer.keys, layer.values, order.to(layer.keys.device))
 
 
 def _append(mask: Tensor, width: int, value: int) -> Tensor:

@@ -12,6 +12,7 @@ from .errors import ConfigurationError, describe
 from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
 from .loading import load_base_model
 from .modeling_tide import TIDERouters
+from .ops import USE_KERNELS, load_kernels
 from .packed_linear import linears_to_pack, open_linear_gates, remove_linear_gates
 from .skipping import open_gates, remove_gates
 from .structure import find_structure
@@ -54,6 +55,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         routers_revision: str | None = None,
         ignore_base_mismatch: bool = False,
         pack_weights: bool | str = "auto",
+        use_kernels: bool | str = "auto",
         **auto_model_kwargs: Any,
     ) -> Any:
         """Load a base model and attach TIDE to it.
@@ -69,6 +71,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             pack_weights: Keep a second copy of float32 weights on a CPU in the layout that makes passes over four to
                 eight tokens (or rows) cost little more than one. `"auto"`: where it takes at most a quarter of the
                 free memory when TIDE is attached. The copy is made when it is first of use.
+            use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
+                See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model.
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `token`, `quantization_config` and the rest.
 
@@ -80,9 +84,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             BaseModelMismatchError: The routers belong to another model.
             RoutersFileError, RoutersNotFoundError: The routers cannot be read.
             ConfigurationError: A setting makes no sense.
+            KernelError: `use_kernels=True`, and kernels cannot be had.
         """
         check_mode(mode)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
+        check_choice("use_kernels", use_kernels, USE_KERNELS)
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in ("token", "cache_dir") if name in auto_model_kwargs}
@@ -95,6 +101,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold=exit_threshold,
             ignore_base_mismatch=ignore_base_mismatch,
             pack_weights=pack_weights,
+            use_kernels=use_kernels,
         )
 
     @classmethod
@@ -107,6 +114,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         exit_threshold: float | None = None,
         ignore_base_mismatch: bool = False,
         pack_weights: bool | str = "auto",
+        use_kernels: bool | str = "auto",
     ) -> Any:
         """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
 
@@ -117,6 +125,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold: As in `from_pretrained`.
             ignore_base_mismatch: As in `from_pretrained`.
             pack_weights: As in `from_pretrained`.
+            use_kernels: As in `from_pretrained`.
 
         Returns:
             `model` itself.
@@ -136,7 +145,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         attachment = Attachment(
             base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
-            unembed=Unembed(model, structure),
+            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=model.device)),
             routers=loaded,
             mode=mode,
             exit_threshold=threshold,

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .modeling_tide import ExitPoint
+from .ops import PLAIN, Ops
 from .structure import DecoderStructure
 
 _ACTIVE: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
@@ -76,7 +77,22 @@ class MLPGate(Gate):
         """Let the active run choose the tokens; without one, run the MLP on all."""
         run = _ACTIVE.get()
         kept = run.tokens_for_mlp() if run is not None else None
-        return self.native(*args, **kwargs) if kept is None else self._on_some(kept, args, kwargs)
+        if run is None or kept is None:
+            return self.native(*args, **kwargs)
+        if len(args) + len(kwargs) == 1 and run.ops.run_on(input_state(args, kwargs)):
+            return self._on_compacted(kept, input_state(args, kwargs), run.ops)
+        return self._on_some(kept, args, kwargs)
+
+    def _on_compacted(self, kept: Tensor, hidden_states: Tensor, ops: Ops) -> Any:
+        """As `_on_some`, with kernels."""
+        rows, indices, counts = ops.exit_compact(hidden_states.flatten(0, 1), ~kept.to(hidden_states.device).flatten())
+        staying = int(counts[0])
+        output = self.native(rows[None, :staying])
+        state = output[0] if isinstance(output, tuple) else output
+        scattered = state.new_zeros((rows.shape[0], state.shape[-1]))
+        ops.exit_scatter(state.flatten(0, -2), indices[:staying], scattered)
+        scattered = scattered.view(*kept.shape, -1)
+        return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
 
     def _on_some(self, kept: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on the tokens of a (rows, length) mask; what stands at the others is zero and of no account."""
@@ -137,7 +153,10 @@ class LayerRun:
 
     Attributes:
         layers_executed: Layers that ran to their end, once per row.
+        ops: What is run where kernels fuse several steps.
     """
+
+    ops = PLAIN
 
     def __init__(self, structure: DecoderStructure, cache: Any = None) -> None:
         self.num_layers = structure.num_layers

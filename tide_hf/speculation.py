@@ -123,9 +123,8 @@ class SelfSpeculativeDecoder:
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", "past_key_values"):
             self.model_kwargs.pop(name, None)
-        self.slots = CacheSlots(
-            outputs.past_key_values, mask, self.attachment.compaction_threshold, self.input_ids.device
-        )
+        threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
+        self.slots = CacheSlots(outputs.past_key_values, mask, threshold, self.input_ids.device, ops)
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
         drafts = [Draft() for _ in self.batch]
         for row, tokens in zip(self.batch, self._accept(outputs.logits[:, -1:], drafts), strict=True):
@@ -282,11 +281,11 @@ class _Shallow:
         if decoder.block is not None and exit_layer == decoder.block.block_layer:
             guess = decoder.block.draft(call)
             self.block_steps += 1
-            scores = decoder.block.point.router(attachment.unembed.normalize(guess))
+            scores = attachment.unembed.route(decoder.block.point.router, guess)
         else:
             state = call.state[:, -1]
             exit_point = on_device(attachment.exit_point(exit_layer), state)
-            scores = exit_point.router(attachment.unembed.normalize(state))
+            scores = attachment.unembed.route(exit_point.router, state)
             guess = exit_point.head(state)
         self.unembed = self.unembed or attachment.draft_unembed()
         drafted = self.unembed(guess).tolist()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError, describe
+from .ops import PLAIN, Ops, which_norm
 from .structure import DecoderStructure
 
 HASH_ROWS = 256
@@ -22,11 +23,14 @@ class Unembed:
     Args:
         model: The base model.
         structure: Its structure.
+        ops: What is run where kernels fuse several steps.
     """
 
-    def __init__(self, model: PreTrainedModel, structure: DecoderStructure) -> None:
+    def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = PLAIN) -> None:
         config = model.config.get_text_config()
         self.structure = structure
+        self.ops = ops
+        self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # what kernels call the final norm, once known
         self.divisor = getattr(config, "logits_scaling", None)  # granite
         self.factor = getattr(config, "logit_scale", None)  # cohere
         self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
@@ -35,6 +39,30 @@ class Unembed:
         """Hidden states of any layer, before the final norm -> after it. Shape and dtype stay."""
         norm = self.structure.norm
         return hidden_states if norm is None else norm(hidden_states)
+
+    def route(self, router: Any, hidden_states: Tensor) -> Tensor:
+        """Score hidden states before the final norm.
+
+        Args:
+            router: An `ExitRouter`.
+            hidden_states: (..., D).
+
+        Returns:
+            (...) exit scores in float32.
+        """
+        norm: Any = self.structure.norm
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        down, up = router.down, router.up
+        fused = self.ops.run_on(hidden_states, weight, bias, down.weight, up.weight) and weight is not None
+        if fused and hidden_states.dtype not in self._norms:
+            self._norms[hidden_states.dtype] = which_norm(norm, hidden_states)
+        found = self._norms[hidden_states.dtype] if fused else None
+        if found is None:
+            return router(self.normalize(hidden_states))
+        rows, (name, eps) = hidden_states.reshape(-1, hidden_states.shape[-1]), found
+        weights = (weight, bias, down.weight, down.bias, up.weight, up.bias)
+        scores, _ = self.ops.norm_route(rows, *weights, eps=eps, exit_threshold=1.0, norm=name)
+        return scores.view(hidden_states.shape[:-1])
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Map hidden states to logits.
@@ -85,7 +113,12 @@ class DraftUnembed:
         state = self.unembed.normalize(hidden_states)
         if self.unembed.structure.projection is not None:
             state = self.unembed.structure.projection(state)
-        top = self.head(state).argmax(dim=-1)
+        head, ops = self.head, self.unembed.ops
+        if type(head) is nn.Linear and state.dtype == head.weight.dtype and ops.run_on(state, head.weight, head.bias):
+            rows = state.reshape(-1, state.shape[-1])
+            top = ops.draft_top1(rows, head.weight, head.bias)[0].view(state.shape[:-1])
+        else:
+            top = head(state).argmax(dim=-1)
         return top if self.token_ids is None else self.token_ids.to(top.device)[top]
 
 

@@ -1,0 +1,225 @@
+"""Put a kernel's variants into a folder as `kernels.get_kernel` reads them: `build/<variant>/`.
+
+    python hub_kernels/tide-kernels/stage.py noarch    # Triton; copies files
+    python hub_kernels/tide-kernels/stage.py cuda      # and CUDA C++; needs nvcc and a PyTorch of at least 2.10
+
+Both replace the variant that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+PYTHON_FILES = HERE / "torch-ext" / "tide_kernels"
+CUDA_SOURCES = (
+    "torch-ext/torch_binding.cpp",
+    "tide_kernels_cuda/norm_route.cu",
+    "tide_kernels_cuda/compaction.cu",
+)
+CUDA_HEADERS = ("torch-ext/torch_binding.h", "tide_kernels_cuda/common.cuh")
+NAME, VERSION, LICENSE = "tide-kernels", 1, "apache-2.0"
+CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+STABLE_ABI = (2, 10)
+
+OPS_FILE = '''"""The namespace of this build's ops. Written when the build was staged."""
+
+from __future__ import annotations
+
+import torch
+{load}
+ops = torch.ops.{unique_name}
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """Prefix an op by its namespace."""
+    return f"{unique_name}::{{op_name}}"
+'''
+LOAD_LIBRARY = """from pathlib import Path
+
+torch.ops.load_library(Path(__file__).with_name("{library}"))
+"""
+
+
+def stage_noarch(folder: Path, backend: str = "cuda") -> Path:
+    """Stage the Triton variant.
+
+    Args:
+        folder: Where the variant's folder goes.
+        backend: `"cuda"`; or `"cpu"`, which runs under Triton's interpreter alone (`TRITON_INTERPRET=1`).
+
+    Returns:
+        The variant's folder.
+    """
+    variant = _emptied(folder / f"torch-{backend}")
+    unique_name = _unique_name(backend, sorted(PYTHON_FILES.glob("*.py")))
+    archs = [f"{CAPABILITIES[0]}+PTX"] if backend == "cuda" else None  # Triton compiles for whatever is newer
+    _write(variant, unique_name, load="", backend=backend, archs=archs)
+    return variant
+
+
+def stage_cuda(
+    folder: Path, capabilities: Sequence[str] = CAPABILITIES, verbose_ptxas: bool = False
+) -> tuple[Path, str]:
+    """Build the CUDA C++ ops against PyTorch's stable ABI, and stage them with the Triton ones.
+
+    Args:
+        folder: Where the variant's folder goes.
+        capabilities: What to compile for, ascending; the last one as PTX as well, which newer GPUs compile themselves.
+        verbose_ptxas: Have the assembler report registers and spills.
+
+    Returns:
+        The variant's folder, and what the compiler said.
+
+    Raises:
+        SystemExit: nvcc is missing or refuses the sources.
+    """
+    release = re.search(r"release (\d+)\.(\d+)", _run(["nvcc", "--version"]))
+    if release is None:
+        raise SystemExit("nvcc --version names no release.")
+    cuda = "".join(release.groups())
+    torch_abi = "".join(map(str, STABLE_ABI))
+    variant = _emptied(folder / f"torch-stable-abi{torch_abi}-cu{cuda}-{platform.machine()}-linux")
+    sources = [HERE / name for name in (*CUDA_SOURCES, *CUDA_HEADERS)]
+    unique_name = _unique_name("cuda", [*sorted(PYTHON_FILES.glob("*.py")), *sources])
+    library = f"{unique_name}.abi3.so"
+    with tempfile.TemporaryDirectory() as stubs:
+        log = _run(_nvcc_command(variant / library, unique_name, capabilities, _link_flags(Path(stubs)), verbose_ptxas))
+    archs = [*capabilities[:-1], f"{capabilities[-1]}+PTX"]
+    _write(variant, unique_name, load=LOAD_LIBRARY.format(library=library), backend="cuda", archs=archs)
+    return variant, log
+
+
+def load_variant(variant: Path) -> ModuleType:
+    """Import a staged variant by itself, for tests and benchmarks; everyone else goes through the `kernels` client."""
+    name = f"staged_{hashlib.sha256(str(variant.resolve()).encode()).hexdigest()[:8]}"
+    spec = spec_from_file_location(name, variant / "__init__.py", submodule_search_locations=[str(variant)])
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{variant} holds no staged variant.")
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _nvcc_command(
+    output: Path, unique_name: str, capabilities: Sequence[str], link_flags: list[str], verbose_ptxas: bool
+) -> list[str]:
+    """The command that compiles and links the CUDA C++ ops."""
+    from torch.utils.cpp_extension import include_paths  # noqa: PLC0415 (copying Triton files needs no PyTorch)
+
+    codes = [capability.replace(".", "") for capability in capabilities]
+    targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
+    targets.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")
+    return [
+        "nvcc",
+        "-shared",
+        "-O3",
+        "-std=c++17",
+        "--threads=0",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        *(["-Xptxas=-v"] if verbose_ptxas else []),
+        *targets,
+        *(f"-I{path}" for path in include_paths()),
+        f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI[0]:02x}{STABLE_ABI[1]:02x}000000000000",
+        "-DUSE_CUDA",
+        f"-DTORCH_EXTENSION_NAME={unique_name}",
+        *(str(HERE / name) for name in CUDA_SOURCES),
+        *link_flags,
+        "-o",
+        str(output),
+    ]
+
+
+def _link_flags(stubs: Path) -> list[str]:
+    """Flags that link to PyTorch.
+
+    Where this PyTorch has no CUDA, one function of its CUDA library is linked from a stand-in, which is not shipped:
+    at run time the linker takes the library of that name that PyTorch has loaded.
+    """
+    import torch  # noqa: PLC0415 (copying Triton files needs no PyTorch)
+
+    libraries = Path(torch.__file__).parent / "lib"
+    if not (libraries / "libtorch_cuda.so").exists():
+        source = stubs / "stub.cpp"
+        source.write_text('extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }')
+        stub = stubs / "libtorch_cuda.so"
+        _run(["nvcc", "-shared", "-Xcompiler=-fPIC", "-Xlinker=-soname=libtorch_cuda.so", str(source), "-o", str(stub)])
+    return [f"-L{libraries}", f"-L{stubs}", "-ltorch_cpu", "-ltorch_cuda"]
+
+
+def _write(variant: Path, unique_name: str, load: str, backend: str, archs: list[str] | None) -> None:
+    for file in sorted(PYTHON_FILES.glob("*.py")):
+        shutil.copy(file, variant)
+    (variant / "_ops.py").write_text(OPS_FILE.format(load=load, unique_name=unique_name))
+    files = sorted(path for path in variant.iterdir() if path.is_file())
+    metadata = {
+        "name": NAME,
+        "id": unique_name,
+        "version": VERSION,
+        "license": LICENSE,
+        "python-depends": [],
+        "backend": {"type": backend, **({"archs": archs} if archs else {})},
+        "digest": {"algorithm": "sha256", "files": {path.name: _sha256(path) for path in files}},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+
+
+def _unique_name(backend: str, files: list[Path]) -> str:
+    """A name for the ops that changes with the sources, so that two builds can be loaded side by side."""
+    content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return f"_{NAME.replace('-', '_')}_{backend}_{content[:8]}"
+
+
+def _sha256(path: Path) -> str:
+    return base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SystemExit(
+            f"{command[0]} was not found. Install the CUDA toolkit, or stage the noarch variant."
+        ) from None
+    if done.returncode:
+        raise SystemExit(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def main() -> None:
+    """Stage what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("noarch", "cuda"))
+    parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"), help="of noarch (default: %(default)s)")
+    parser.add_argument("--capabilities", nargs="+", default=CAPABILITIES, help="of cuda (default: all supported)")
+    parser.add_argument("--folder", type=Path, default=HERE / "build", help="(default: build/ beside this file)")
+    args = parser.parse_args()
+    if args.what == "noarch":
+        variant = stage_noarch(args.folder, args.backend)
+    else:
+        variant, _ = stage_cuda(args.folder, args.capabilities)
+    print(variant)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`exit_compact`, `exit_scatter` and `exit_project`: copies are exact, the norm is held against float64."""
+
+import pytest
+import reference64
+import torch
+from reference64 import DTYPES, NORMS, SIZES, strided
+
+MASKS = {
+    "all": lambda n: torch.ones(n, dtype=torch.bool),
+    "none": lambda n: torch.zeros(n, dtype=torch.bool),
+    "mixed": lambda n: torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.4,
+}
+
+
+def states(num_rows, size, dtype, device):
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size)).to(device, dtype)
+
+
+def check(ops, hidden_states, exit_mask):
+    rows, indices, counts = ops.exit_compact(hidden_states, exit_mask)
+    expected = torch.cat([torch.where(~exit_mask)[0], torch.where(exit_mask)[0]])
+    assert torch.equal(indices, expected)
+    assert torch.equal(rows, hidden_states[expected])
+    assert counts.tolist() == [int((~exit_mask).sum()), int(exit_mask.sum())]
+    assert counts.dtype == torch.int32
+    return rows, indices, counts
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compact(ops, device, dtype, mask):
+    check(ops, states(19, 127, dtype, device), MASKS[mask](19).to(device))
+
+
+@pytest.mark.parametrize("num_rows", [0, *SIZES])
+def test_compact_numbers_of_rows(ops, device, num_rows):
+    check(ops, states(num_rows, 3, torch.float32, device), MASKS["mixed"](num_rows).to(device))
+
+
+@pytest.mark.parametrize("size", [0, *SIZES])
+def test_compact_sizes(ops, device, size):
+    check(ops, states(5, size, torch.bfloat16, device), MASKS["mixed"](5).to(device))
+
+
+def test_compact_strided(ops, device):
+    hidden_states, exit_mask = states(19, 33, torch.float16, device), MASKS["mixed"](19).to(device)
+    check(ops, strided(hidden_states), exit_mask)
+    check(ops, hidden_states, torch.stack([exit_mask, ~exit_mask], dim=1)[:, 0])
+
+
+@pytest.mark.parametrize("size", [0, *SIZES])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_puts_rows_back(ops, device, dtype, size):
+    hidden_states = states(19, size, dtype, device)
+    rows, indices, _ = check(ops, hidden_states, MASKS["mixed"](19).to(device))
+    out = torch.full_like(hidden_states, float("nan"))
+    assert ops.exit_scatter(rows, indices, out) is out
+    assert torch.equal(out, hidden_states)
+
+
+def test_scatter_of_some_rows_into_a_strided_tensor(ops, device):
+    hidden_states, exit_mask = states(19, 33, torch.float32, device), MASKS["mixed"](19).to(device)
+    rows, indices, counts = check(ops, hidden_states, exit_mask)
+    out = strided(torch.zeros(19, 33, device=device))
+    ops.exit_scatter(strided(rows), strided(indices), out, limit=counts[:1])
+    assert torch.equal(out, torch.where(exit_mask[:, None], 0.0, hidden_states))
+
+
+def test_scatter_of_no_rows(ops, device):
+    out = torch.ones(3, 5, device=device)
+    ops.exit_scatter(out[:0], torch.empty(0, dtype=torch.int64, device=device), out)
+    assert torch.equal(out, torch.ones(3, 5, device=device))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_project(ops, device, size, dtype, norm):
+    rows = states(3, size, dtype, device)
+    weight, bias = states(2, size, dtype, device)
+    bias = bias if norm == "layer" else None
+    indices = torch.tensor([4, 0, 2], device=device)
+    out = torch.full((5, size), float("nan"), dtype=dtype, device=device)
+    ops.exit_project(rows, indices, out, weight, bias, eps=1e-5, norm=norm)
+    expected = reference64.normalize(rows, weight, bias, 1e-5, norm)
+    differs = (out[indices].double() - expected).abs()
+    allowed = 2 * torch.finfo(dtype).eps * (expected.abs() + float(expected.abs().max()) / 8 + 1e-3)
+    assert bool((differs <= allowed).all())
+    if dtype != torch.float32:  # float32 sums tip only few roundings
+        assert float((differs > 0).double().mean()) < 0.02
+    assert out[[1, 3]].isnan().all()
+
+
+def test_project_of_some_rows(ops, device):
+    rows, weight = states(3, 33, torch.bfloat16, device), torch.ones(33, device=device)
+    out = torch.zeros(3, 33, dtype=torch.bfloat16, device=device)
+    limit = torch.tensor([2], dtype=torch.int32, device=device)
+    ops.exit_project(strided(rows), torch.arange(3, device=device), out, weight, eps=1e-5, limit=limit)
+    expected = reference64.normalize(rows, weight, None, 1e-5, "rms")
+    torch.testing.assert_close(out[:2].double(), expected[:2], rtol=1e-2, atol=1e-3)
+    assert not out[2].any()
+
+
+def test_what_cannot_be_is_refused(kernel_module, device):
+    rows, indices = torch.zeros(3, 5, device=device), torch.arange(3, device=device)
+    with pytest.raises(ValueError, match=r"\(N, D\) and \(N,\)"):
+        kernel_module.exit_compact(rows, torch.zeros(4, dtype=torch.bool, device=device))
+    with pytest.raises(ValueError, match="as the rows"):
+        kernel_module.exit_scatter(rows, indices, rows.half())
+    with pytest.raises(ValueError, match="out"):
+        kernel_module.exit_project(rows, indices, rows, torch.ones(4, device=device), eps=1e-5)

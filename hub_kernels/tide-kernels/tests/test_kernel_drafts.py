@@ -1,0 +1,108 @@
+"""`draft_top1` against float64, and `accept_drafts`."""
+
+import pytest
+import reference64
+import torch
+from reference64 import DTYPES, SIZES, strided
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4}
+REFERENCE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # it rounds its logits
+
+
+def inputs(num_rows, size, vocab_size, dtype, device):
+    generator = torch.Generator().manual_seed(vocab_size)
+    hidden_states = torch.randn(num_rows, size, generator=generator).to(device, dtype)
+    head_weight = torch.randn(vocab_size, size, generator=generator) * 3 / size**0.5
+    return hidden_states, head_weight.to(device, dtype)
+
+
+def check(ops, is_kernel, *args):
+    top, log_probability = ops.draft_top1(*args)
+    logits, log_probabilities = reference64.draft_top1(*args)
+    tolerance = (TOLERANCE if is_kernel else REFERENCE_TOLERANCE)[args[0].dtype]
+    assert top.dtype == torch.int64
+    assert log_probability.dtype == torch.float32
+    chosen = logits.gather(-1, top[:, None]).squeeze(-1)
+    torch.testing.assert_close(chosen, logits.amax(dim=-1), rtol=0, atol=tolerance)
+    expected = log_probabilities.gather(-1, top[:, None]).squeeze(-1)
+    torch.testing.assert_close(log_probability.double(), expected, rtol=0, atol=tolerance)
+    return top
+
+
+@pytest.fixture
+def is_kernel(ops, kernel_module):
+    return ops is kernel_module
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes(ops, is_kernel, device, dtype, size):
+    check(ops, is_kernel, *inputs(3, size, 127, dtype, device))
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_vocabularies(ops, is_kernel, device, dtype, vocab_size):
+    check(ops, is_kernel, *inputs(2, 33, vocab_size, dtype, device))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 17])
+def test_numbers_of_rows(ops, is_kernel, device, num_rows):
+    check(ops, is_kernel, *inputs(num_rows, 33, 70, torch.float32, device))
+
+
+def test_strided_with_a_bias(ops, is_kernel, device):
+    hidden_states, head_weight = inputs(3, 33, 70, torch.float32, device)
+    bias = torch.linspace(-3, 3, 70, device=device)
+    plain = check(ops, is_kernel, hidden_states, head_weight, bias)
+    assert torch.equal(check(ops, is_kernel, strided(hidden_states), strided(head_weight), strided(bias)), plain)
+
+
+def test_of_equal_tokens_the_first(ops, device):
+    head_weight = torch.zeros(200, 16, device=device)
+    head_weight[[70, 71, 150]] = 1.0
+    top, log_probability = ops.draft_top1(torch.ones(2, 16, device=device), head_weight)
+    assert top.tolist() == [70, 70]
+    expected = -torch.log(3 + 197 * torch.exp(torch.tensor(-16.0)))
+    torch.testing.assert_close(log_probability.cpu(), expected.expand(2))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 17])
+def test_accept_drafts(ops, device, num_drafts):
+    generator = torch.Generator().manual_seed(num_drafts)
+    verified = torch.randint(0, 9, (12, num_drafts + 1), generator=generator)
+    drafts = verified[:, :-1].clone()
+    for row in range(12):
+        drafts[row, row:] = -1 if row % 2 else 10
+    verified_there, drafts_there = strided(verified.to(device)), strided(drafts.to(device))
+    n_matches, bonus_token = ops.accept_drafts(drafts_there, verified_there)
+    expected = [min(row, num_drafts) for row in range(12)]
+    assert n_matches.tolist() == expected
+    assert bonus_token.tolist() == [int(verified[row, expected[row]]) for row in range(12)]
+
+
+def test_accept_goes_on_to_the_first_mistake_only(ops, device):
+    drafts = torch.tensor([[1, 2, 3], [9, 2, 3]], device=device)
+    verified = torch.tensor([[1, 9, 3, 4], [1, 2, 3, 4]], device=device)
+    n_matches, bonus_token = ops.accept_drafts(drafts, verified)
+    assert n_matches.tolist() == [1, 0]
+    assert bonus_token.tolist() == [9, 1]
+
+
+def test_accept_of_no_rows(ops, device):
+    empty = torch.empty(0, 3, dtype=torch.int64, device=device)
+    n_matches, bonus_token = ops.accept_drafts(empty[:, :2], empty)
+    assert n_matches.shape == bonus_token.shape == (0,)
+
+
+def test_what_cannot_be_is_refused(kernel_module, device):
+    hidden_states, head_weight = inputs(3, 8, 5, torch.float32, device)
+    with pytest.raises(ValueError, match="one dtype"):
+        kernel_module.draft_top1(hidden_states.half(), head_weight)
+    with pytest.raises(ValueError, match=r"\(N, D\) and \(V, D\)"):
+        kernel_module.draft_top1(hidden_states, head_weight[:0])
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"\(rows, K \+ 1\)"):
+        kernel_module.accept_drafts(tokens, tokens)
+    with pytest.raises(ValueError, match="int64"):
+        kernel_module.accept_drafts(tokens[:, :2].int(), tokens.int())

@@ -1,0 +1,338 @@
+"""`exit_compact`, `exit_scatter` and `exit_project`: rows that stay to the front, and rows back to their places."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .norms import NORMS, normalized, rounded, row_statistics
+from .registration import on_device_of, register, require
+
+CHUNK = 1024  # rows whose staying is counted together
+ROWS = 16  # rows that one program moves; divides CHUNK
+
+
+@triton.jit
+def _count_kernel(exit_mask, mask_stride, chunk_counts, num_rows, CHUNK: tl.constexpr):
+    """How many rows of each chunk stay."""
+    rows = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    exits = tl.load(exit_mask + rows * mask_stride, mask=rows < num_rows, other=1)
+    tl.store(chunk_counts + tl.program_id(0), tl.sum((exits == 0).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _compact_kernel(
+    hidden_states,
+    row_stride,
+    col_stride,
+    exit_mask,
+    mask_stride,
+    chunk_counts,
+    rows_out,
+    indices,
+    counts,
+    num_rows,
+    size,
+    ONE_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Move ROWS rows, BLOCK columns of them, to where they belong."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    chunk = first // CHUNK
+    in_chunk = chunk * CHUNK + tl.arange(0, CHUNK)
+    exits = tl.load(exit_mask + in_chunk * mask_stride, mask=in_chunk < num_rows, other=1)
+    before = tl.sum(((exits == 0) & (in_chunk < first)).to(tl.int32), axis=0)
+    if ONE_CHUNK:
+        staying = tl.sum((exits == 0).to(tl.int32), axis=0)
+    else:
+        staying = tl.zeros((), tl.int32)
+        for start in range(0, tl.cdiv(num_rows, CHUNK), CHUNK):
+            chunks = start + tl.arange(0, CHUNK)
+            found = tl.load(chunk_counts + chunks, mask=chunks * CHUNK < num_rows, other=0)
+            staying += tl.sum(found, axis=0)
+            before += tl.sum(tl.where(chunks < chunk, found, 0), axis=0)
+
+    rows = first + tl.arange(0, ROWS)
+    row_ok = rows < num_rows
+    stays = tl.load(exit_mask + rows * mask_stride, mask=row_ok, other=1) == 0
+    stayed_before = before + tl.cumsum(stays.to(tl.int32), axis=0) - stays.to(tl.int32)
+    places = tl.where(stays, stayed_before, staying + rows - stayed_before)
+
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = row_ok[:, None] & (cols < size)[None, :]
+    x = tl.load(hidden_states + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=ok)
+    tl.store(rows_out + places[:, None] * size + cols[None, :], x, mask=ok)
+    if tl.program_id(1) == 0:
+        tl.store(indices + places, rows, mask=row_ok)
+        if tl.program_id(0) == 0:
+            tl.store(counts, staying)
+            tl.store(counts + 1, num_rows - staying)
+
+
+@triton.jit
+def _scatter_kernel(
+    rows_in,
+    row_stride,
+    col_stride,
+    indices,
+    index_stride,
+    limit,
+    out,
+    out_row_stride,
+    out_col_stride,
+    num_rows,
+    size,
+    HAS_LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write ROWS rows, BLOCK columns of them, to their places."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if HAS_LIMIT:
+        num_rows = tl.minimum(num_rows, tl.load(limit))
+    row_ok = rows < num_rows
+    places = tl.load(indices + rows * index_stride, mask=row_ok, other=0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = row_ok[:, None] & (cols < size)[None, :]
+    x = tl.load(rows_in + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=ok)
+    tl.store(out + places[:, None] * out_row_stride + cols[None, :] * out_col_stride, x, mask=ok)
+
+
+@triton.jit
+def _project_kernel(
+    rows_in,
+    row_stride,
+    col_stride,
+    indices,
+    index_stride,
+    limit,
+    out,
+    out_row_stride,
+    out_col_stride,
+    norm_weight,
+    norm_bias,
+    num_rows,
+    size,
+    eps,
+    HAS_LIMIT: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_NORM_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Normalise one row and write it to its place."""
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    if HAS_LIMIT:
+        num_rows = tl.minimum(num_rows, tl.load(limit))
+    row_ok = rows < num_rows
+    places = tl.load(indices + rows * index_stride, mask=row_ok, other=0)
+    pointers = rows_in + rows * row_stride
+    mean, scale = row_statistics(pointers, row_ok, col_stride, size, eps, NORM, 1, BLOCK)
+    for start in range(0, size, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        col_ok = cols < size
+        ok = row_ok[:, None] & col_ok[None, :]
+        x = tl.load(pointers[:, None] + cols[None, :] * col_stride, mask=ok, other=0.0)
+        y = normalized(x, mean, scale, norm_weight, norm_bias, cols, col_ok, NORM, HAS_NORM_BIAS)
+        y = rounded(y, out.dtype.element_ty)
+        tl.store(out + places[:, None] * out_row_stride + cols[None, :] * out_col_stride, y, mask=ok)
+
+
+def _exit_compact_triton(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, size = hidden_states.shape
+    rows, indices, counts = _exit_compact_fake(hidden_states, exit_mask)
+    if num_rows == 0:
+        return rows, indices, counts.zero_()
+    exit_mask = exit_mask.view(torch.uint8)
+    num_chunks = triton.cdiv(num_rows, CHUNK)
+    chunk_counts = torch.empty(num_chunks, dtype=torch.int32, device=hidden_states.device)
+    block = min(256, triton.next_power_of_2(max(1, size)))
+    with on_device_of(hidden_states):
+        if num_chunks > 1:
+            _count_kernel[(num_chunks,)](exit_mask, exit_mask.stride(0), chunk_counts, num_rows, CHUNK=CHUNK)
+        _compact_kernel[triton.cdiv(num_rows, ROWS), max(1, triton.cdiv(size, block))](
+            hidden_states,
+            *hidden_states.stride(),
+            exit_mask,
+            exit_mask.stride(0),
+            chunk_counts,
+            rows,
+            indices,
+            counts,
+            num_rows,
+            size,
+            ONE_CHUNK=num_chunks == 1,
+            CHUNK=CHUNK,
+            ROWS=ROWS,
+            BLOCK=block,
+        )
+    return rows, indices, counts
+
+
+def _exit_compact_fake(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    device, num_rows = hidden_states.device, hidden_states.shape[0]
+    rows = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=device)
+    indices = torch.empty(num_rows, dtype=torch.int64, device=device)
+    return rows, indices, torch.empty(2, dtype=torch.int32, device=device)
+
+
+def _exit_scatter_triton(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | None) -> None:
+    num_rows, size = rows.shape
+    if num_rows == 0 or size == 0:
+        return
+    block = min(256, triton.next_power_of_2(size))
+    with on_device_of(rows):
+        _scatter_kernel[triton.cdiv(num_rows, ROWS), triton.cdiv(size, block)](
+            rows,
+            *rows.stride(),
+            indices,
+            indices.stride(0),
+            limit,
+            out,
+            *out.stride(),
+            num_rows,
+            size,
+            HAS_LIMIT=limit is not None,
+            ROWS=ROWS,
+            BLOCK=block,
+        )
+
+
+def _exit_project_triton(
+    rows: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    norm: int,
+    limit: Tensor | None,
+) -> None:
+    num_rows, size = rows.shape
+    if num_rows == 0 or size == 0:
+        return
+    with on_device_of(rows):
+        _project_kernel[(num_rows,)](
+            rows,
+            *rows.stride(),
+            indices,
+            indices.stride(0),
+            limit,
+            out,
+            *out.stride(),
+            norm_weight,
+            norm_bias,
+            num_rows,
+            size,
+            eps,
+            HAS_LIMIT=limit is not None,
+            NORM=norm,
+            HAS_NORM_BIAS=norm_bias is not None,
+            BLOCK=min(2048, triton.next_power_of_2(size)),
+        )
+
+
+def _nothing(*_args: object) -> None:
+    """The fake of an op that only writes to its arguments."""
+
+
+_exit_compact = register(
+    "exit_compact(Tensor hidden_states, Tensor exit_mask) -> (Tensor, Tensor, Tensor)",
+    _exit_compact_triton,
+    _exit_compact_fake,
+)
+_exit_scatter = register(
+    "exit_scatter(Tensor rows, Tensor indices, Tensor(a!) out, Tensor? limit) -> ()", _exit_scatter_triton, _nothing
+)
+_exit_project = register(
+    "exit_project(Tensor rows, Tensor indices, Tensor(a!) out, Tensor norm_weight, Tensor? norm_bias, float eps, "
+    "int norm, Tensor? limit) -> ()",
+    _exit_project_triton,
+    _nothing,
+)
+
+
+def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that stay first, then those that exit, each in their old order. The host waits for nothing.
+
+    Args:
+        hidden_states: (N, D).
+        exit_mask: (N,) bool, true where a row exits.
+
+    Returns:
+        (N, D) rows; (N,) int64 place each came from; (2,) int32 numbers of rows that stay and that exit.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    _require_rows("exit_compact", hidden_states, exit_mask)
+    return _exit_compact(hidden_states, exit_mask)
+
+
+def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | None = None) -> Tensor:
+    """Write `rows[i]` to `out[indices[i]]`.
+
+    Args:
+        rows: (M, D).
+        indices: (M,) int64, no place twice.
+        out: (N, D) of the same dtype; written to.
+        limit: (1,) int32 on the device: only the first so many rows. `None` for all.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    _require_rows("exit_scatter", rows, indices)
+    require(out.dtype == rows.dtype, "exit_scatter", f"out of {out.dtype}", f"{rows.dtype}, as the rows")
+    require(out.dim() == 2 and out.shape[1] == rows.shape[1], "exit_scatter", f"out {tuple(out.shape)}", "(N, D)")
+    _exit_scatter(rows, indices, out, limit)
+    return out
+
+
+def exit_project(
+    rows: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None = None,
+    *,
+    eps: float,
+    norm: str = "rms",
+    limit: Tensor | None = None,
+) -> Tensor:
+    """`exit_scatter` with the final norm on the way.
+
+    Args:
+        rows: (M, D), before the norm.
+        indices: As in `exit_scatter`.
+        out: As in `exit_scatter`.
+        norm_weight: As in `norm_route`.
+        norm_bias: As in `norm_route`.
+        eps: As in `norm_route`.
+        norm: As in `norm_route`.
+        limit: As in `exit_scatter`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or there is no such norm.
+    """
+    _require_rows("exit_project", rows, indices)
+    require(norm in NORMS, "exit_project", f"norm={norm!r}", f"one of {NORMS}")
+    require(out.dtype == rows.dtype, "exit_project", f"out of {out.dtype}", f"{rows.dtype}, as the rows")
+    fits = out.dim() == 2 and out.shape[1] == rows.shape[1] == norm_weight.numel()
+    require(fits, "exit_project", f"out {tuple(out.shape)}, norm {tuple(norm_weight.shape)}", "(N, D), (D,)")
+    bias = norm_bias if norm_bias is None else norm_bias.contiguous()
+    _exit_project(rows, indices, out, norm_weight.contiguous(), bias, eps, NORMS.index(norm), limit)
+    return out
+
+
+def _require_rows(op: str, rows: Tensor, per_row: Tensor) -> None:
+    fits = rows.dim() == 2 and per_row.shape == rows.shape[:1]
+    require(fits, op, f"shapes {tuple(rows.shape)} and {tuple(per_row.shape)}", "(N, D) and (N,)")

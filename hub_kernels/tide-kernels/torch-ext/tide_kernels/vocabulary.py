@@ -1,0 +1,146 @@
+"""`draft_top1`: the head's top token without its logits in memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .registration import on_device_of, register, require
+
+ROWS = 16  # the fewest that a matrix product of Triton takes
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter has no products of bfloat16
+
+
+@triton.jit
+def _block_top1_kernel(
+    hidden_states,
+    row_stride,
+    col_stride,
+    head_weight,
+    token_stride,
+    head_col_stride,
+    head_bias,
+    best,
+    best_token,
+    weight_sum,
+    num_rows,
+    vocab_size,
+    size,
+    num_blocks,
+    HAS_BIAS: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Logits of ROWS rows and TOKENS tokens: their maximum, where it is, and their softmax's denominator."""
+    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    row_ok, token_ok = rows < num_rows, tokens < vocab_size
+    logits = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, size, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        col_ok = (cols < size)[None, :]
+        at = rows[:, None] * row_stride + cols[None, :] * col_stride
+        x = tl.load(hidden_states + at, mask=row_ok[:, None] & col_ok, other=0.0)
+        at = tokens[:, None] * token_stride + cols[None, :] * head_col_stride
+        w = tl.load(head_weight + at, mask=token_ok[:, None] & col_ok, other=0.0)
+        if IN_FLOAT32:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        logits = tl.dot(x, tl.trans(w), logits, input_precision="ieee")
+    if HAS_BIAS:
+        logits += tl.load(head_bias + tokens, mask=token_ok, other=0.0).to(tl.float32)[None, :]
+    logits = tl.where(token_ok[None, :], logits, float("-inf"))
+    highest, place = tl.max(logits, axis=1, return_indices=True)
+    total = tl.sum(tl.exp(logits - highest[:, None]), axis=1)
+    at = rows * num_blocks + tl.program_id(0)
+    tl.store(best + at, highest, mask=row_ok)
+    tl.store(best_token + at, tl.program_id(0) * TOKENS + place, mask=row_ok)
+    tl.store(weight_sum + at, total, mask=row_ok)
+
+
+@triton.jit
+def _top1_kernel(best, best_token, weight_sum, top, log_probability, num_blocks, BLOCKS: tl.constexpr):
+    """One row: the best of its blocks. Where several are equal, the first."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS)
+    ok = blocks < num_blocks
+    highest_of = tl.load(best + row * num_blocks + blocks, mask=ok, other=float("-inf"))
+    highest, place = tl.max(highest_of, axis=0, return_indices=True)
+    total = tl.load(weight_sum + row * num_blocks + blocks, mask=ok, other=0.0)
+    total = tl.sum(total * tl.exp(highest_of - highest), axis=0)
+    tl.store(top + row, tl.load(best_token + row * num_blocks + place).to(tl.int64))
+    tl.store(log_probability + row, -tl.log(total))
+
+
+def _draft_top1_triton(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    (num_rows, size), vocab_size = hidden_states.shape, head_weight.shape[0]
+    top, log_probability = _draft_top1_fake(hidden_states)
+    if num_rows == 0:
+        return top, log_probability
+    tokens = 64
+    num_blocks = triton.cdiv(vocab_size, tokens)
+    best, weight_sum = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=hidden_states.device)
+    best_token = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=hidden_states.device)
+    with on_device_of(hidden_states):
+        _block_top1_kernel[num_blocks, triton.cdiv(num_rows, ROWS)](
+            hidden_states,
+            *hidden_states.stride(),
+            head_weight,
+            *head_weight.stride(),
+            head_bias,
+            best,
+            best_token,
+            weight_sum,
+            num_rows,
+            vocab_size,
+            size,
+            num_blocks,
+            HAS_BIAS=head_bias is not None,
+            IN_FLOAT32=INTERPRETED,
+            ROWS=ROWS,
+            TOKENS=tokens,
+            BLOCK=min(32 if hidden_states.dtype == torch.float32 else 128, max(16, triton.next_power_of_2(size))),
+        )
+        blocks = triton.next_power_of_2(num_blocks)
+        _top1_kernel[(num_rows,)](best, best_token, weight_sum, top, log_probability, num_blocks, BLOCKS=blocks)
+    return top, log_probability
+
+
+def _draft_top1_fake(hidden_states: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
+    num_rows, device = hidden_states.shape[0], hidden_states.device
+    top = torch.empty(num_rows, dtype=torch.int64, device=device)
+    return top, torch.empty(num_rows, dtype=torch.float32, device=device)
+
+
+_draft_top1 = register(
+    "draft_top1(Tensor hidden_states, Tensor head_weight, Tensor? head_bias) -> (Tensor, Tensor)",
+    _draft_top1_triton,
+    _draft_top1_fake,
+)
+
+
+def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The head's top token of each row, and its log-probability, without writing the logits.
+
+    Args:
+        hidden_states: (N, D), after the final norm; float32, float16 or bfloat16.
+        head_weight: (V, D), of the same dtype.
+        head_bias: (V,) or `None`.
+
+    Returns:
+        (N,) int64 tokens, the first where several are equal, and (N,) float32 log-probabilities.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or the vocabulary is empty.
+    """
+    fits = hidden_states.dim() == head_weight.dim() == 2 and hidden_states.shape[1] == head_weight.shape[1]
+    shapes = [tuple(tensor.shape) for tensor in (hidden_states, head_weight)]
+    require(fits and head_weight.shape[0] > 0, "draft_top1", f"shapes {shapes}", "(N, D) and (V, D)")
+    dtypes = hidden_states.dtype, head_weight.dtype
+    require(dtypes[0] == dtypes[1], "draft_top1", f"{dtypes[0]} states and a {dtypes[1]} head", "one dtype")
+    return _draft_top1(hidden_states, head_weight, head_bias if head_bias is None else head_bias.contiguous())

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include <torch/csrc/stable/tensor.h>
+
+namespace tide {
+
+using torch::stable::Tensor;
+
+// Arguments and results as the schemas in torch-ext/tide_kernels say.
+
+std::tuple<Tensor, Tensor> norm_route(
+    const Tensor& hidden_states,
+    const Tensor& norm_weight,
+    const std::optional<Tensor>& norm_bias,
+    const Tensor& down_weight,
+    const std::optional<Tensor>& down_bias,
+    const Tensor& up_weight,
+    const std::optional<Tensor>& up_bias,
+    double eps,
+    double exit_threshold,
+    int64_t norm,
+    const Tensor& counters);
+
+std::tuple<Tensor, Tensor, Tensor> exit_compact(const Tensor& hidden_states, const Tensor& exit_mask);
+
+void exit_scatter(const Tensor& rows, const Tensor& indices, const Tensor& out, const std::optional<Tensor>& limit);
+
+}  // namespace tide

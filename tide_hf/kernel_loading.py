@@ -1,0 +1,117 @@
+"""Fetch the fused kernels with the `kernels` client, or say why that cannot be."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HTTPError  # of httpx, which huggingface_hub renamed once
+
+OLDEST_CAPABILITY = (7, 5)  # Turing
+
+
+@dataclass(frozen=True)
+class LoadedKernels:
+    """Kernels that are ready to run.
+
+    Attributes:
+        module: The kernel's module.
+        variant: The build that was chosen, such as `torch-cuda`.
+        implementations: What each op is written in, `"triton"` or `"cuda"`.
+    """
+
+    module: ModuleType
+    variant: str
+    implementations: dict[str, str]
+
+
+def obstacle(device: torch.device, in_interpreter: bool) -> str | None:
+    """Why kernels cannot run on `device`; `None` where they can.
+
+    Args:
+        device: Where the model is.
+        in_interpreter: Whether Triton's interpreter will do, which runs kernels on a CPU, slowly, for tests.
+    """
+    if device.type == "cpu" and in_interpreter and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the model is on {'an AMD GPU' if device.type == 'cuda' else device.type}, and they need an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        name, needed = torch.cuda.get_device_name(device), ".".join(map(str, OLDEST_CAPABILITY))
+        return f"{name} has compute capability {'.'.join(map(str, capability))}, and they need {needed} or later"
+    return None
+
+
+def fetch(repo: str, revision: str | None) -> LoadedKernels | str:
+    """Load the build that fits this machine, from where `LOCAL_KERNELS` says or from the Hub.
+
+    Args:
+        repo: The kernel repository. No other is trusted, not even one that it depends on.
+        revision: The commit to fetch; not needed for a local folder.
+
+    Returns:
+        The kernels, or why there are none.
+    """
+    try:
+        kernels: Any = import_module("kernels")
+    except ImportError:
+        return "the package kernels is not installed (pip install 'tide-hf[kernels]')"
+    try:
+        local = _local_folder(repo)
+        if local is None:
+            if revision is None:
+                return f"no kernels are published yet, and LOCAL_KERNELS does not name a folder for {repo}"
+            if not re.fullmatch(r"[0-9a-f]{40}", revision):
+                return f"revision {revision!r} is no commit (40 hexadecimal digits), and other names can change"
+            check_files(kernels.install_kernel(repo, revision=revision, trust_remote_code=[repo]))
+        else:
+            for metadata in [
+                *local.glob("metadata.json"),
+                *local.glob("*/metadata.json"),
+                *local.glob("build/*/*.json"),
+            ]:
+                check_files(metadata.parent)
+        module = kernels.get_kernel(repo, revision=revision or "local", trust_remote_code=[repo])
+        return LoadedKernels(module, Path(str(module.__file__)).parent.name, module.implementations())
+    except (AttributeError, HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
+        return f"{repo} cannot be loaded: {str(error).strip() or type(error).__name__}"
+
+
+def check_files(variant: Path) -> None:
+    """Refuse a build whose files are not those that its metadata lists, before any of it runs.
+
+    Raises:
+        ValueError: They are not, or the metadata cannot be read.
+    """
+    path = variant / "metadata.json"
+    try:
+        digest = json.loads(path.read_text())["digest"]
+        algorithm, listed = digest["algorithm"], dict(digest["files"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read, or lists no files ({error!r})") from error
+    present = {
+        file.relative_to(variant).as_posix(): base64.b64encode(
+            hashlib.new(algorithm, file.read_bytes()).digest()
+        ).decode()
+        for file in variant.rglob("*")
+        if file.is_file() and file.parent.name != "__pycache__" and not file.name.startswith("metadata.json")
+    }
+    wrong = sorted(name for name in {*listed, *present} if listed.get(name) != present.get(name))
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} in {variant} is not what metadata.json lists")
+
+
+def _local_folder(repo: str) -> Path | None:
+    entries = (entry.split("=", 1) for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if "=" in entry)
+    folder = dict(entries).get(repo)
+    return None if folder is None else Path(folder)
