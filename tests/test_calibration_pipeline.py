@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from tide_hf import TIDERouters, calibrate, model_card
-from tide_hf.calibration import data, hidden_states, store, work_folder
+from tide_hf.calibration import data, hidden_states, sources, store, work_folder
 from tide_hf.errors import CalibrationError, ConfigurationError
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
@@ -96,6 +96,7 @@ def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, tmp_path, mon
         "README.md",
         "config.json",
         "model.safetensors",
+        "plots",
     ]
     folder, kills = tmp_path / "killed", 0
     for call in range(100):
@@ -260,7 +261,7 @@ def test_layers_are_chosen_where_none_are_named(tiny_llama, tiny_tokenizer):
     assert kept == sorted(map(int, record["exit_layers"]))
     assert dropped  # of three heads on noise not all can be of use
     for row in record["dropped_exit_layers"].values():
-        assert set(row) == set(record["exit_layers"][str(kept[0])])
+        assert set(row) <= set(record["exit_layers"][str(kept[0])])
     assert sorted(map(int, routers.exits)) == kept
 
 
@@ -270,7 +271,7 @@ def test_the_draft_vocabulary_is_that_of_the_text(parts):
     options = OPTIONS | {"samples": 30, "max_length": 40}
     routers = calibrate(model, tokenizer, dataset, **options, draft_vocab_size=20)
     counts = torch.zeros(260)
-    documents = data.read_documents(dataset, tokenizer, samples=30, max_length=40, seed=0)
+    documents, _ = sources.read_documents(dataset, tokenizer, samples=30, max_length=40, seed=0)
     for document in data.split_documents(documents, 0).fit:
         with torch.no_grad():
             top = model(torch.tensor([document.tokens])).logits[0].argmax(-1)

@@ -104,14 +104,15 @@ def test_routers_learn_the_labels_they_are_given(monkeypatch, kind):
     generator = torch.Generator().manual_seed(0)
     final = torch.randn(60, 32, generator=generator)
     early = final + torch.linspace(0, 1, 60)[:, None] * torch.randn(60, 32, generator=generator)
-    batch = StateBatch({2: early}, final, unembed(final).argmax(-1), torch.arange(60))
+    rest = {"tokens": torch.zeros(60).long(), "counted": torch.ones(60).bool(), "document_ids": torch.arange(60)}
+    batch = StateBatch({2: early}, final, unembed(final).argmax(-1), **rest)
     routers = TIDERouters.for_model(model, exit_layers=[2])
     given = []
     monkeypatch.setattr(fitting, "train_router", lambda router, fit, tune, seed: given.append((fit[1], tune[1])))
-    assert list(fitting.train_routers(routers, batch, batch, unembed, 0, kind)) == [2]
+    fitting.fit_router(routers[2], 2, (batch, batch), unembed, kind, 0)
     expected = labels.router_labels(kind, unembed, routers[2].head, early, final, batch.top_tokens)
     assert torch.equal(given[0][0], expected)
     assert torch.equal(given[0][1], expected)
     agrees = labels.agreement_labels(unembed, routers[2].head, early, batch.top_tokens)
-    assert torch.equal(fitting.decide([batch], routers, unembed).agrees[:, 0], agrees)
+    assert torch.equal(fitting.decide(batch, routers, unembed)["agrees"][:, 0], agrees)
     assert (kind == "agreement") == torch.equal(agrees, expected)
