@@ -73,6 +73,13 @@ def test_staging_writes_what_the_client_reads(tmp_path):
     check_files(variant)
 
 
+def test_a_copy_of_a_build_that_is_loaded_can_be_loaded_as_well(kernel_module, tmp_path):
+    copy = shutil.copytree(Path(kernel_module.__file__).parent, tmp_path / "copy")
+    again = stage.load_variant(copy)
+    assert again is not kernel_module
+    assert again.implementations() == kernel_module.implementations()
+
+
 def test_staging_replaces_what_is_there(tmp_path):
     variant = stage.stage_noarch(tmp_path)
     (variant / "left_over.py").touch()

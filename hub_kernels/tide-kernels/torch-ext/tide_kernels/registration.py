@@ -24,10 +24,11 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
         fake: Shapes and dtypes alone, for `torch.compile`.
     """
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=_LIBRARY)
     _NAMES.append(name)
+    if not hasattr(ops, name):  # else the same build was loaded from another folder
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=_LIBRARY)
     return getattr(ops, name).default
 
 
