@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tide_hf import TIDERouters, demo
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.cli import main
+from tide_hf.inspect_command import _kernel_lines
 
 
 def test_inspect_without_routers_and_with_a_text_prints_json(tiny_model_folder, tmp_path, capsys):
@@ -25,6 +26,7 @@ def test_inspect_without_routers_and_with_a_text_prints_json(tiny_model_folder, 
         "post_hoc": "needs routers, and there are none",
     }
     assert set(facts["packed_weights"]) == {"packed", "linear_layers", "size_mb"}
+    assert (facts["kernels"]["dtype"], set(facts["kernels"]["ops"].values())) == ("float32", {"torch"})
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     rows = convergence_by_layer(model, tokenizer, ["the river\nruns", "to the sea"])
@@ -40,6 +42,15 @@ def test_inspect_says_what_a_recurrent_model_cannot_do_and_why(tiny_tokenizer, t
     assert "early_exit       no: MambaForCausalLM keeps a recurrent state" in out
     assert "post_hoc         yes" in out
     assert "routers: none" in out
+    assert "fused kernels: none, plain PyTorch runs (CPU, float32): the model is on cpu" in out
+
+
+def test_inspect_names_the_kernels_in_use():
+    ops = {"norm_route": "cuda", "draft_top1": "triton"}
+    fact = {"gpu": "NVIDIA L4", "dtype": "bfloat16", "variant": "torch-cuda", "reason": "", "ops": ops}
+    head, first, second = _kernel_lines(fact)
+    assert head == "fused kernels: build torch-cuda (NVIDIA L4, bfloat16)"
+    assert (first.split(), second.split()) == (["norm_route", "cuda"], ["draft_top1", "triton"])
 
 
 def test_inspect_copes_with_older_records(tiny_model_folder, tmp_path, capsys):

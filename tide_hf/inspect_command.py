@@ -54,6 +54,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     lines += ["", "modes"]
     lines += [f"  {mode:<16} {_support(fact)}" for mode, fact in facts["modes"].items()]
     lines += ["", f"packed weights: {_packing(facts['packed_weights'])}"]
+    lines += ["", *_kernel_lines(facts["kernels"])]
     lines += ["", *_router_lines(routers)]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -79,6 +80,14 @@ def _packing(fact: dict[str, Any]) -> str:
     if fact["packed"]:
         return f"yes, {fact['linear_layers']} linear layers, {fact['size_mb']:g} MB once they are first of use"
     return "no; they take float32 weights on a CPU, a PyTorch with MKL, and four times their size in free memory"
+
+
+def _kernel_lines(fact: dict[str, Any]) -> list[str]:
+    where = f"{fact['gpu'] or 'CPU'}, {fact['dtype']}"
+    if fact["variant"] is None:
+        return [f"fused kernels: none, plain PyTorch runs ({where}): {fact['reason']}"]
+    ops = [f"  {name:<16} {written_in}" for name, written_in in fact["ops"].items()]
+    return [f"fused kernels: build {fact['variant']} ({where})", *ops]
 
 
 def _router_lines(routers: dict[str, Any] | None) -> list[str]:

@@ -14,6 +14,7 @@ from .configuration_tide import MODES, NEVER_EXIT
 from .errors import UnsupportedModelError
 from .generation import Attachment, hybrid_drafter
 from .modeling_tide import TIDERouters
+from .ops import kernel_facts, load_kernels
 from .packed_linear import linears_to_pack
 from .structure import DecoderStructure, find_structure
 from .unembed import Unembed, check_parity
@@ -31,7 +32,7 @@ def inspect_model(
         texts: What its convergence is measured on.
 
     Returns:
-        `structure`, `modes`, `routers`, `packed_weights` and `convergence`, ready for JSON.
+        `structure`, `modes`, `routers`, `packed_weights`, `kernels` and `convergence`, ready for JSON.
 
     Raises:
         UnsupportedModelError: The model is not supported at all.
@@ -46,6 +47,7 @@ def inspect_model(
         "modes": mode_facts(model, structure, routers),
         "routers": router_facts(routers) if routers is not None else None,
         "packed_weights": packing_facts(structure),
+        "kernels": kernel_facts(load_kernels(device=model.device), model.device, model.dtype),
         "convergence": [asdict(row) for row in convergence_by_layer(model, tokenizer, texts)],
     }
 
