@@ -195,6 +195,13 @@ def test_p_values_against_a_simulation():
     assert threshold.hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)
 
 
+def test_exact_interval_of_a_probability():
+    # 5 of 100 at 95%: 1.64% to 11.28%, as tables of Clopper and Pearson's interval have it
+    assert threshold.clopper_pearson(5, 100, 0.95) == pytest.approx((0.016432, 0.112835), abs=1e-6)
+    assert threshold.clopper_pearson(0, 100, 0.95) == (0.0, pytest.approx(1 - 0.025**0.01))
+    assert threshold.clopper_pearson(100, 100, 0.95) == (pytest.approx(0.025**0.01), 1.0)
+
+
 def simulated_risk(rule, trials=1500) -> float:
     """How often a rule chooses a threshold whose true disagreement exceeds the tolerance.
 

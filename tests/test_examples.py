@@ -5,8 +5,9 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import decode, precision
+from examples.benchmarks import decode, disagreement, precision
 from tide_hf import TIDERouters
+from tide_hf.calibration.writing import draw_prompts
 
 
 def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, tmp_path, capsys):
@@ -52,6 +53,27 @@ def test_no_speed_for_other_tokens():
     record = {"dtype": "float32", "categories": {"chat": [plain, wrong]}, "batch": [plain], "sampling": [plain]}
     assert "| wrong | differs | differs | 0/1 | - | - |" in decode.table(record)
     assert "| wrong | 2.00 | 2.00 | 0/1 | - | - |" in decode.table(record | {"dtype": "bfloat16"})
+
+
+def test_the_disagreement_study_counts_what_the_full_model_would_not_have_said(tiny_model_folder, tmp_path, capsys):
+    output = tmp_path / "disagreement.json"
+    routers = TIDERouters.for_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), exit_layers=[1])
+    rows = [{"tolerance": 0.02, "exit_threshold": 1.0}, {"tolerance": 0.5, "exit_threshold": 0.0}]
+    rows.append({"tolerance": 0.01, "exit_threshold": None})
+    routers.config.calibration = {"num_documents": 9, "seed": 0, "tolerances": rows}
+    routers.save_pretrained(tmp_path / "routers")
+    options = {"--routers": tmp_path / "routers", "--max-new-tokens": 6, "--prompts": 5, "--batch-size": 2}
+    arguments = [str(part) for pair in options.items() for part in pair]
+    disagreement.main(["--model", str(tiny_model_folder), "--output", str(output), "--threads", "1", *arguments])
+    full, shallow = json.loads(output.read_text())["tolerances"]
+    for found in full["measured"].values():
+        assert (found["prompts"], found["differ"], found["depth_fraction"]) == (5, 0, 1.0)
+    for found in shallow["measured"].values():
+        assert 0 < found["differ"] <= found["tokens"]
+        assert found["depth_fraction"] < 1
+        assert found["binomial_interval"][0] < found["differ"] / found["tokens"] <= found["binomial_interval"][1]
+    assert capsys.readouterr().out.count("| new draws |") == 2
+    assert not set(disagreement.unseen_prompts(20, 0, 500)) & set(draw_prompts(40, 0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,7 +7,7 @@ beforehand are tested from the most careful one on, each at the full level, unti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -195,6 +195,35 @@ def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) ->
     hoeffding = math.exp(-count * _bernoulli_divergence(below, tolerance))
     bentkus = math.e * _binomial_cdf(math.ceil(count * mean_loss - 1e-9), count, tolerance)
     return min(1.0, hoeffding, bentkus)
+
+
+def clopper_pearson(successes: int, count: int, confidence: float) -> tuple[float, float]:
+    """Exact interval of a probability (Clopper and Pearson, Biometrika 26, 1934).
+
+    Args:
+        successes: In 0 ... `count`.
+        count: Number of independent trials.
+        confidence: In (0, 1).
+
+    Returns:
+        Lower and upper end.
+    """
+    miss = (1 - confidence) / 2
+    lower, upper = 0.0, 1.0
+    if successes > 0:
+        lower = _root(lambda probability: 1 - _binomial_cdf(successes - 1, count, probability) >= miss)
+    if successes < count:
+        upper = _root(lambda probability: _binomial_cdf(successes, count, probability) <= miss)
+    return lower, upper
+
+
+def _root(reached: Callable[[float], bool]) -> float:
+    """Where in (0, 1) a condition begins to hold, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
 
 
 def _bernoulli_divergence(p: float, q: float) -> float:
