@@ -124,7 +124,7 @@ def test_the_hybrid_drafter_uses_the_block_if_it_pays(tiny_llama):
     routers = routers_for(model, 1)
     routers.config.calibration = {"exit_layers": {"2": {"agreement": 0.01}}, "block": {"agreement": 0.99}}
     TIDEModelForCausalLM.attach(model, routers)
-    costs = model._tide.costs_of(1)
+    costs = model._tide.costs_of(1, "eager")
     for key, milliseconds in {("verify", 1): 10.0, ("verify", 16): 10.0, ("draft", 1): 0.01}.items():
         for _ in range(20):
             costs.record(key, milliseconds)

@@ -78,7 +78,7 @@ class BlockRun(LayerRun):
         """
         before = self.drafted if self.drafted is not None else self.deep_before
         inputs = self._inputs(call, before)
-        state = self.point.head.state_of(self.gate.native(*inputs.args, **inputs.kwargs))
+        state = self.point.head.state_of(self.run_whole(self.gate, inputs.args, inputs.kwargs))
         self.drafted = self._normalize(state)
         return state[:, -1]
 

@@ -12,6 +12,7 @@ from .errors import ConfigurationError, describe
 EXIT_STRATEGIES = ("identity", "linear")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
 EXIT_CRITERIA = ("router", "confidence", "fixed")
+ENGINES = ("eager", "compiled")
 MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 
@@ -157,6 +158,11 @@ def check_min_layers(value: object) -> int:
 def check_mode(mode: object) -> str:
     """Return `mode`, or raise [`ConfigurationError`] where there is no such mode."""
     return check_choice("tide_mode", mode, MODES)
+
+
+def check_engine(engine: object) -> str:
+    """Refuse an engine that does not exist."""
+    return check_choice("tide_engine", engine, ENGINES)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:

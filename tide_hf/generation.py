@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .compiled_layers import CompiledLayers
 from .configuration_tide import (
     EXIT_CRITERIA,
     TIDEConfig,
     check_choice,
+    check_engine,
     check_exit_threshold,
     check_min_layers,
     check_mode,
@@ -24,13 +27,13 @@ from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .modeling_tide import ExitPoint, TIDERouters
 from .packed_linear import linear_gates
 from .policy import CostTable
-from .skipping import active, active_run
+from .skipping import LayerRun, active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import DecoderStructure, check_rope
 from .unembed import DraftUnembed, Unembed, is_plain_linear
 
-OPTIONS = ("tide_mode", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
+OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
 
 @dataclass
@@ -45,7 +48,9 @@ class Attachment:
         mode: The mode of a call that names none.
         exit_threshold: The threshold of a call that names none.
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
-        costs: Measured costs of this model on this machine, by number of rows.
+        engine: The engine of a call that names none.
+        compiled_layers: What runs the layers in calls with `engine="compiled"`.
+        costs: Measured costs of this model on this machine, by engine and number of rows.
     """
 
     base_class: type
@@ -55,7 +60,9 @@ class Attachment:
     mode: str
     exit_threshold: float
     make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
-    costs: dict[int, CostTable] = field(default_factory=dict)
+    engine: str = "eager"
+    compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
+    costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
 
     @property
     def compaction_threshold(self) -> float:
@@ -63,17 +70,27 @@ class Attachment:
         config = self.routers.config if self.routers is not None else TIDEConfig()
         return float(config.compaction_threshold)
 
-    def costs_of(self, num_rows: int) -> CostTable:
+    def costs_of(self, num_rows: int, engine: str) -> CostTable:
         """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess."""
-        if num_rows not in self.costs:
-            larger = [known for known in self.costs if known > num_rows]
+        if (engine, num_rows) not in self.costs:
+            larger = [rows for known, rows in self.costs if known == engine and rows > num_rows]
             table = (
-                self.costs[min(larger)].resized()
+                self.costs[engine, min(larger)].resized()
                 if larger
                 else CostTable(self.structure.num_layers, self.structure.head_share)
             )
-            self.costs[num_rows] = table
-        return self.costs[num_rows]
+            self.costs[engine, num_rows] = table
+        return self.costs[engine, num_rows]
+
+    @contextmanager
+    def running(self, engine: str, run: LayerRun) -> Iterator[None]:
+        """Have `run` execute its layers by `engine`."""
+        if engine == "eager":
+            yield
+            return
+        run.execute_layer = self.compiled_layers.run
+        with self.compiled_layers.ready(list(self.structure.layers)):
+            yield
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
@@ -115,9 +132,9 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: An
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
     record = (attachment.routers.config.calibration or {}) if attachment.routers is not None else {}
     priors = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
-    if shallow is not None and shallow.block_layer is not None and "block" in record:
+    if shallow.block_layer is not None and "block" in record:
         priors[shallow.block_layer] = float(record["block"]["agreement"])
-    return HybridDrafter(prompts, attachment.costs_of, priors, shallow if priors else None)
+    return HybridDrafter(prompts, shallow.costs_of, priors, shallow if priors else None)
 
 
 class TIDEGenerationMixin:
@@ -163,19 +180,21 @@ class TIDEGenerationMixin:
         attachment.check_mode(mode)
         for gate in linear_gates(attachment.structure):
             gate.release_if_changed()
+        engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             check_rope(self.config.get_text_config(), input_ids.shape[1], generation_config.max_length)
             rows = input_ids.shape[0]
             user = f"tide_mode={mode!r}" + (f" with {rows} sequences" if rows > 1 else "")
             find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
-            decoder = SelfSpeculativeDecoder(self, attachment, input_ids, model_kwargs=model_kwargs, **common)
-            result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
+            decoder = SelfSpeculativeDecoder(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
+            with attachment.running(engine, decoder.run):
+                result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             self.last_exit_stats = decoder.stats
             return result
         run = _exit_run(attachment, mode, generation_config, model_kwargs)
         generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
-        with active(run):
+        with attachment.running(engine, run), active(run):
             result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
             cache = model_kwargs.get("past_key_values")
             if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
@@ -188,6 +207,7 @@ class TIDEGenerationMixin:
         """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
         for gate in linear_gates(self._tide.structure):
             gate.release()
+        self._tide.compiled_layers.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""
@@ -244,7 +264,7 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
 def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any]) -> ExitRun:
     """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS[1:])
+    threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS[2:])
     options: dict[str, Any] = {
         "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .configuration_tide import NEVER_EXIT, check_choice, check_exit_threshold, check_mode
+from .configuration_tide import NEVER_EXIT, check_choice, check_engine, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
 from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
 from .loading import load_base_model
@@ -56,6 +56,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         ignore_base_mismatch: bool = False,
         pack_weights: bool | str = "auto",
         use_kernels: bool | str = "auto",
+        engine: str = "eager",
         **auto_model_kwargs: Any,
     ) -> Any:
         """Load a base model and attach TIDE to it.
@@ -73,6 +74,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 free memory when TIDE is attached. The copy is made when it is first of use.
             use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
                 See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model.
+            engine: What runs the layers: `"eager"`; or `"compiled"`, which compiles them by `torch.compile` when it
+                meets a pass of a new kind, a few seconds each, and leaves to eager what cannot be compiled. A call may
+                name another (`tide_engine=`).
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `token`, `quantization_config` and the rest.
 
@@ -89,6 +93,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_mode(mode)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
         check_choice("use_kernels", use_kernels, USE_KERNELS)
+        check_engine(engine)
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in ("token", "cache_dir") if name in auto_model_kwargs}
@@ -102,6 +107,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             ignore_base_mismatch=ignore_base_mismatch,
             pack_weights=pack_weights,
             use_kernels=use_kernels,
+            engine=engine,
         )
 
     @classmethod
@@ -115,6 +121,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         ignore_base_mismatch: bool = False,
         pack_weights: bool | str = "auto",
         use_kernels: bool | str = "auto",
+        engine: str = "eager",
     ) -> Any:
         """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
 
@@ -126,6 +133,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             ignore_base_mismatch: As in `from_pretrained`.
             pack_weights: As in `from_pretrained`.
             use_kernels: As in `from_pretrained`.
+            engine: As in `from_pretrained`.
 
         Returns:
             `model` itself.
@@ -135,6 +143,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """
         check_mode(mode)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
+        check_engine(engine)
         loaded = _load_routers(routers)
         structure = find_structure(model)
         threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
@@ -150,6 +159,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             mode=mode,
             exit_threshold=threshold,
             make_drafter=hybrid_drafter,
+            engine=engine,
         )
         attachment.check_mode(mode)
         check_parity(model, structure)

@@ -54,15 +54,7 @@ class LinearGate(Gate):
             or not _is_plain(weight)
         ):
             return self.native(input)
-        bias: Any = self.module.bias
-        flat = input.reshape(rows, -1)
-        if rows > PACKED_ROWS:
-            output = torch.mm(weight, flat.t()).t().contiguous()
-            output = output if bias is None else output + bias
-        else:
-            padded = functional.pad(flat, (0, 0, 0, PACKED_ROWS - rows))
-            output = torch.ops.mkl._mkl_linear(padded, self._packed_weight(weight), weight, bias, PACKED_ROWS)[:rows]
-        return output.reshape(*input.shape[:-1], -1)
+        return linear_over_few_rows(input, weight, self.module.bias, self.packed())  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles pack their own weights."""
@@ -78,7 +70,9 @@ class LinearGate(Gate):
         if self._source is not None and not self._is_packed(weight, sampled=True):
             self.release()
 
-    def _packed_weight(self, weight: Tensor) -> Tensor:
+    def packed(self) -> Tensor:
+        """The packed weights; they are packed now if they are not yet, or have changed."""
+        weight: Any = self.module.weight
         if self._packed is None or not self._is_packed(weight):
             self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), PACKED_ROWS)
             self._source = (weight, weight._version, _sample(weight))
@@ -89,6 +83,45 @@ class LinearGate(Gate):
             return False
         source, version, sample = self._source
         return source is weight and version == weight._version and (not sampled or torch.equal(sample, _sample(weight)))
+
+
+def linear_over_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
+    """Apply a linear layer to more rows than MKL multiplies by as they are, and at most `TRANSPOSED_ROWS`.
+
+    Args:
+        input: (..., in) float32.
+        weight: (out, in).
+        bias: (out,) or `None`.
+        packed: `weight` in MKL's layout.
+
+    Returns:
+        (..., out).
+    """
+    flat = input.reshape(-1, input.shape[-1])
+    rows = flat.shape[0]
+    if rows > PACKED_ROWS:
+        output = torch.mm(weight, flat.t()).t().contiguous()
+        output = output if bias is None else output + bias
+    else:
+        padded = functional.pad(flat, (0, 0, 0, PACKED_ROWS - rows))
+        product = torch.ops.tide_hf.packed_linear if torch.compiler.is_compiling() else _packed_linear
+        output = product(padded, packed, weight, bias)[:rows]
+    return output.reshape(*input.shape[:-1], -1)
+
+
+def _packed_linear(input: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkl._mkl_linear(input, packed, weight, bias, PACKED_ROWS)
+
+
+# An op of our own, since Inductor takes MKL's for one whose packed weights are constants.
+_ops = torch.library.Library("tide_hf", "DEF")
+_ops.define("packed_linear(Tensor input, Tensor packed, Tensor weight, Tensor? bias) -> Tensor")
+_ops.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::packed_linear", lib=_ops)
+def _shape_of_packed_linear(input: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
 def linears_to_pack(structure: DecoderStructure, pack_weights: bool | str) -> list[nn.Linear]:

@@ -154,9 +154,11 @@ class LayerRun:
     Attributes:
         layers_executed: Layers that ran to their end, once per row.
         ops: What is run where kernels fuse several steps.
+        execute_layer: Runs a layer, given its gate and arguments; natively if nothing else is set.
     """
 
     ops = PLAIN
+    execute_layer: Callable[[LayerGate, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __init__(self, structure: DecoderStructure, cache: Any = None) -> None:
         self.num_layers = structure.num_layers
@@ -176,9 +178,15 @@ class LayerRun:
         return None
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer natively and count it."""
+        """Run the layer and count it."""
         self.layers_executed += input_state(args, kwargs).shape[0]
-        return gate.native(*args, **kwargs)
+        return self.run_whole(gate, args, kwargs)
+
+    def run_whole(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer."""
+        if self.execute_layer is None or self.tokens_for_mlp() is not None:
+            return gate.native(*args, **kwargs)
+        return self.execute_layer(gate, args, kwargs)
 
 
 @dataclass(frozen=True)

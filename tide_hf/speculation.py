@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .block_drafting import block_run
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
+from .policy import CostTable
 from .rows import Row, Stopping
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
@@ -35,6 +36,7 @@ class SelfSpeculativeDecoder:
     Args:
         model: The attached model.
         attachment: What TIDE added to it.
+        engine: What runs the layers; costs are kept apart by it.
         input_ids: (rows, prompt length).
         logits_processor: Applied to every position's scores, once, in order, row by row.
         stopping_criteria: Asked after every token, row by row.
@@ -47,6 +49,7 @@ class SelfSpeculativeDecoder:
         self,
         model: Any,
         attachment: Attachment,
+        engine: str,
         input_ids: Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
@@ -56,6 +59,7 @@ class SelfSpeculativeDecoder:
     ) -> None:
         self.model = model
         self.attachment = attachment
+        self.engine = engine
         self.input_ids = input_ids
         self.logits_processor = logits_processor
         self.stopping = Stopping(stopping_criteria, generation_config)
@@ -132,7 +136,7 @@ class SelfSpeculativeDecoder:
         self._drop_stopped()
 
     def _round(self, drafter: Drafter) -> None:
-        batch, costs = self.batch, self.attachment.costs_of(len(self.batch))
+        batch, costs = self.batch, self.attachment.costs_of(len(self.batch), self.engine)
         drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
         width = 1 + max(len(draft.tokens) for draft in drafts)
         start = perf_counter()
@@ -274,6 +278,7 @@ class _Shallow:
         decoder, start = self.decoder, perf_counter()
         attachment = decoder.attachment
         run = FixedDepthRun(attachment.structure, decoder.slots.cache, exit_layer)
+        run.execute_layer = decoder.run.execute_layer
         fed = len(self.depths)
         unseen = [[row.last, *drafted][fed:] for row, drafted in zip(decoder.batch, tokens, strict=True)]
         with active(run):
@@ -292,8 +297,12 @@ class _Shallow:
         self.layers_executed += run.layers_executed
         self.depths += [exit_layer] * len(unseen[0])
         if len(unseen[0]) == 1:
-            attachment.costs_of(len(unseen)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
+            self.costs_of(len(unseen)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
         return drafted, scores.tolist()
+
+    def costs_of(self, num_rows: int) -> CostTable:
+        """Measured costs of a batch of `num_rows` in this call's engine."""
+        return self.decoder.attachment.costs_of(num_rows, self.decoder.engine)
 
     def rollback(self) -> None:
         """Take the draft tokens' K/V out of the shallow layers."""

@@ -1,0 +1,155 @@
+"""Compiled layers: the base model's tokens in every family, few graphs, and eager where it cannot be otherwise.
+
+Most tests trace layers and run what was traced as it is (`backend="eager"`), which takes no compiler.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+from families import ATTENTION, tiny_model
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.compiled_layers import CompiledLayers
+from tide_hf.errors import ConfigurationError
+from tide_hf.packed_linear import linears_to_pack
+from tide_hf.structure import find_structure
+
+SLIDING = {"mistral"}  # in every layer
+FEW = ("llama", "gpt2", "falcon", "mistral")  # the others take as long each, and are marked slow
+FAMILIES = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in ATTENTION]
+IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [0, 0, 9, 8, 7, 9, 8, 7]])
+OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+
+
+def attach(model, backend="eager", **settings):
+    TIDEModelForCausalLM.attach(model, engine="compiled", **settings)
+    model._tide.compiled_layers = CompiledLayers(backend)
+    return model
+
+
+def batch(rows):
+    ids = IDS[:rows]
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_tokens_are_the_base_models(family):
+    model = tiny_model(family)
+    options = {**OPTIONS, "min_new_tokens": 8}
+    expected = model.generate(**batch(1), **options)
+    attach(model)
+    assert torch.equal(model.generate(**batch(1), **options), expected)
+    layers = model._tide.compiled_layers
+    assert layers.refused == {}
+    assert (layers.num_compiled > 0) == (family not in SLIDING)
+
+
+def test_rows_of_different_lengths_in_every_mode(tiny_llama):
+    model = tiny_llama()
+    expected = model.generate(**batch(2), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2])
+    attach(model, routers=routers, exit_threshold=0.0)
+    assert torch.equal(model.generate(**batch(2), **OPTIONS), expected)
+    for mode in ("early_exit", "post_hoc"):
+        compiled = model.generate(**batch(2), **OPTIONS, tide_mode=mode)
+        before = model._tide.compiled_layers.num_compiled
+        eager = model.generate(**batch(2), **OPTIONS, tide_mode=mode, tide_engine="eager")
+        assert model._tide.compiled_layers.num_compiled == before > 0
+        assert torch.equal(compiled, eager)
+
+
+def test_tokens_that_leave_in_the_prompt(tiny_llama):
+    model = tiny_llama()
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2], kv_cache_strategy="propagate")
+    attach(model, routers=routers, exit_threshold=0.0, mode="early_exit")
+    options = {**OPTIONS, "exits_in_prompt": True}
+    compiled = model.generate(**batch(1), **options)
+    assert model.last_exit_stats.mlp_tokens_skipped > 0
+    assert torch.equal(model.generate(**batch(1), **options, tide_engine="eager"), compiled)
+
+
+def test_the_layers_of_a_model_share_their_graphs(tiny_llama):
+    graphs = []
+    for num_layers in (3, 6):
+        model = attach(tiny_llama(num_hidden_layers=num_layers))
+        torch._dynamo.reset()
+        model.generate(**batch(1), **OPTIONS)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        torch._dynamo.utils.counters.clear()
+    assert max(graphs) <= 6  # one or several tokens, with or without a mask, K/V behind a rollback or not
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
+def test_packed_weights_are_used_and_changed_ones_are_noticed(tiny_llama):
+    model = attach(tiny_llama(), pack_weights=True)
+    eight = {"input_ids": torch.arange(3, 67).view(8, 8), "attention_mask": torch.ones(8, 8, dtype=torch.int64)}
+    assert linears_to_pack(find_structure(model), True)
+    model.generate(**eight, **OPTIONS)
+    parts = next(iter(model._tide.compiled_layers._packed_linears.values()))
+    assert parts[0].packed is not None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    changed = model.generate(**eight, **OPTIONS)
+    plain = TIDEModelForCausalLM.detach(copy.deepcopy(model))
+    assert torch.equal(changed, plain.generate(**eight, **OPTIONS))
+
+
+def test_modules_that_are_replaced_are_noticed(tiny_llama):
+    model = attach(tiny_llama(), pack_weights=False)
+    model.generate(**batch(1), **OPTIONS)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = torch.nn.Linear(layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features)
+    changed = model.generate(**batch(1), **OPTIONS)
+    assert torch.equal(changed, TIDEModelForCausalLM.detach(model).generate(**batch(1), **OPTIONS))
+
+
+def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(tiny_llama, monkeypatch, caplog):
+    model = attach(tiny_llama(), pack_weights=False)
+    kind = type(model.model.layers[0])
+    native = kind.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        print(end="", flush=bool(hidden_states.sum().item() > 1e9))
+        return native(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        tokens = [model.generate(**batch(1), **OPTIONS) for _ in range(2)]
+    (record,) = [record for record in caplog.records if record.name == "tide_hf.compiled_layers"]
+    assert "LlamaDecoderLayer cannot be compiled and runs eagerly: " in record.message
+    assert model._tide.compiled_layers.num_compiled == 0
+    plain = TIDEModelForCausalLM.detach(model).generate(**batch(1), **OPTIONS)
+    assert all(torch.equal(one, plain) for one in tokens)
+
+
+def test_copies_compile_for_themselves_and_release_forgets(tiny_llama):
+    model = attach(tiny_llama())
+    expected = model.generate(**batch(1), **OPTIONS)
+    other = copy.deepcopy(model)
+    assert other._tide.compiled_layers is not model._tide.compiled_layers
+    assert torch.equal(other.generate(**batch(1), **OPTIONS), expected)
+    model.tide_release()
+    assert model._tide.compiled_layers._twins == {}
+    assert torch.equal(model.generate(**batch(1), **OPTIONS), expected)
+
+
+def test_compiled_by_inductor(tiny_llama, caplog):
+    model = tiny_llama()
+    expected = model.generate(**batch(1), **OPTIONS)
+    attach(model, "inductor")
+    with caplog.at_level(logging.INFO, logger="tide_hf"):
+        assert torch.equal(model.generate(**batch(1), **OPTIONS), expected)
+    layers = model._tide.compiled_layers
+    assert (layers.num_compiled > 0) == (layers.refused == {})  # a machine without a C++ compiler runs eagerly
+    assert layers.refused or "graphs in a call of" in caplog.text
+
+
+def test_another_engine_is_refused(tiny_llama):
+    with pytest.raises(ConfigurationError, match="unknown tide_engine"):
+        TIDEModelForCausalLM.attach(tiny_llama(), engine="warp")
+    model = TIDEModelForCausalLM.attach(tiny_llama())
+    with pytest.raises(ConfigurationError, match="unknown tide_engine"):
+        model.generate(**batch(1), **OPTIONS, tide_engine="warp")

@@ -1,0 +1,200 @@
+"""Compiled decoder layers: `torch.compile` fuses what lies between a layer's matrix products.
+
+Eager decoding spends a fair part of a token's time on starting small operations. The native forward of a layer is
+traced as it is, with its K/V as arguments instead of the cache, so that neither the layer's number nor the length of
+the sequence is part of the graph: there is nothing to write per family, all layers of a kind share a graph, and
+whatever decides about layers (exits, drafts, verification) stays outside. Results differ from eager ones by rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .packed_linear import FEWEST_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
+from .skipping import Gate, LayerGate, input_state
+
+MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
+MOST_GRAPHS = 64  # by numbers of rows and tokens, with and without a mask, behind a rollback and not
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledLayers:
+    """Runs layers compiled where it can, and natively where it cannot.
+
+    Args:
+        backend: Of `torch.compile`.
+
+    Attributes:
+        num_compiled: Layers that ran compiled so far.
+        seconds: What calls took in which something was compiled.
+        refused: Why kinds of layer cannot be compiled, by class.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.backend = backend
+        self.num_compiled = 0
+        self.seconds = 0.0
+        self.refused: dict[type, str] = {}
+        self._parts: list[tuple[int, int]] = []
+        self._forget()
+
+    def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer as `gate.native` would."""
+        layer: Any = gate.module
+        num_tokens = input_state(args, kwargs).shape[:2].numel()
+        place = _place_of_cache(args, kwargs)
+        if place is None or num_tokens > MOST_TOKENS or gate.replaced is not None or layer.training:
+            return gate.native(*args, **kwargs)
+        cache = args[place] if isinstance(place, int) else kwargs[place]
+        stored = cache.layers[gate.layer_idx]
+        # A single stored token would be a graph of its own, since a size of 1 broadcasts.
+        if type(layer) in self.refused or not _is_plain(stored) or stored.keys.shape[-2] < 2:
+            return gate.native(*args, **kwargs)
+        twin = self._twin_of(layer)
+        if num_tokens >= FEWEST_ROWS:
+            for linear in self._packed_linears[layer]:
+                linear.packed = linear.gate.packed()
+        call = _without(place, args, kwargs)
+        try:
+            output, stored.keys, stored.values = self._compiled(twin, *call, place, stored.keys, stored.values)
+        except RuntimeError as error:  # of Dynamo, of Inductor, or of a missing C++ compiler
+            self._refuse(type(layer), error)
+            return gate.native(*args, **kwargs)
+        self.num_compiled += 1
+        return output
+
+    @contextmanager
+    def ready(self, layers: list[nn.Module]) -> Iterator[None]:
+        """What a call of `generate` has to be inside of; modules that were replaced since the last one are noticed."""
+        parts = [(id(module), id(module.__dict__.get("forward"))) for layer in layers for module in layer.modules()]
+        if parts != self._parts:
+            self._forget()
+            self._parts = parts
+        compiled, start = _graphs_compiled(), perf_counter()
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS):
+            yield
+        if (new := _graphs_compiled() - compiled) > 0:
+            self.seconds += perf_counter() - start
+            logger.info("compiled %d graphs in a call of %.1f s", new, perf_counter() - start)
+
+    def release(self) -> None:
+        """Give the memory of the graphs back."""
+        self._forget()
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles of a model compile for themselves."""
+        return CompiledLayers, (self.backend,)
+
+    def _forget(self) -> None:
+        self._parts = []
+        self._twins: dict[nn.Module, nn.Module] = {}
+        self._packed_linears: dict[nn.Module, list[_PackedLinear]] = {}
+        # Graphs belong to a function's code: with code of its own a model shares no limit with others.
+        own = FunctionType(_run_layer.__code__.replace(), globals())
+        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
+
+    def _twin_of(self, layer: nn.Module) -> nn.Module:
+        if layer not in self._twins:
+            twin = self._twins[layer] = _twin(layer)
+            self._packed_linears[layer] = [part for part in twin.modules() if isinstance(part, _PackedLinear)]
+        return self._twins[layer]
+
+    def _refuse(self, kind: type, error: RuntimeError) -> None:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        self.refused[kind] = reason
+        logger.warning("%s cannot be compiled and runs eagerly: %s", kind.__name__, reason)
+
+
+class _LayerCache:
+    """What a layer sees of the cache while it is traced: its own K/V."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `DynamicLayer.update`."""
+        self.keys = torch.cat([self.keys, key_states], dim=-2)
+        self.values = torch.cat([self.values, value_states], dim=-2)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_args: Any) -> int:
+        """Tokens that are stored."""
+        return self.keys.shape[-2]
+
+
+class _PackedLinear(nn.Module):
+    """A linear layer whose weights are packed, as it is traced."""
+
+    def __init__(self, gate: LinearGate) -> None:
+        super().__init__()
+        self.gate = gate
+        self._parameters = gate.module._parameters  # shared, so that weights that are replaced are replaced here
+        self.packed: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        rows = input.numel() // input.shape[-1]
+        weight: Any = self.weight
+        bias: Any = self.bias
+        if rows < FEWEST_ROWS or rows > TRANSPOSED_ROWS or self.packed is None:
+            return functional.linear(input, weight, bias)
+        return linear_over_few_rows(input, weight, bias, self.packed)
+
+
+def _run_layer(
+    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, keys: Tensor, values: Tensor
+) -> tuple[Any, Tensor, Tensor]:
+    """A layer's own forward, with its K/V at the `place` of the cache among its arguments."""
+    cache = _LayerCache(keys, values)
+    if isinstance(place, str):
+        kwargs = {**kwargs, place: cache}
+    else:
+        args = (*args[:place], cache, *args[place + 1 :])
+    return layer.forward(*args, **kwargs), cache.keys, cache.values
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A module that shares everything with `module` but the gates: each gate would make a graph of its own."""
+    gate = module.__dict__.get("forward")
+    if isinstance(gate, LinearGate):
+        return _PackedLinear(gate)
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    if isinstance(gate, Gate):
+        del twin.__dict__["forward"]
+    children = module._modules.items()
+    twin.__dict__["_modules"] = {name: child if child is None else _twin(child) for name, child in children}
+    return twin
+
+
+def _is_plain(stored: Any) -> bool:
+    """Whether a cache layer holds K/V, and nothing but them."""
+    return type(stored) is DynamicLayer and stored.is_initialized
+
+
+def _place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    for name, value in kwargs.items():
+        if isinstance(value, Cache):
+            return name
+    return next((i for i, value in enumerate(args) if isinstance(value, Cache)), None)
+
+
+def _without(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(place, str):
+        return args, {name: value for name, value in kwargs.items() if name != place}
+    return (*args[:place], None, *args[place + 1 :]), kwargs
+
+
+def _graphs_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
