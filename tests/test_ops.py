@@ -244,8 +244,15 @@ def test_kernels_from_a_hub(build, stage, tmp_path):
     edit_metadata(hub / "org" / "depends" / "build" / "torch-cpu", **dependency)
     stage.stage_noarch(hub / "org" / "cuda" / "build", "cuda")
     with loopback_hub() as server:
-        repos = {f"org/{folder.name}": server.add(f"org/{folder.name}", folder, "kernels") for folder in hub.glob("*/*")}
-        environment = {"PATH": "", "HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home"), "TRITON_INTERPRET": "1"}
+        repos = {
+            f"org/{folder.name}": server.add(f"org/{folder.name}", folder, "kernels") for folder in hub.glob("*/*")
+        }
+        environment = {
+            "PATH": "",
+            "HF_ENDPOINT": server.address,
+            "HF_HOME": str(tmp_path / "home"),
+            "TRITON_INTERPRET": "1",
+        }
         environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_USER_AGENT_ORIGIN": "tide_hf", "HF_HUB_DISABLE_XET": "1"}
         command = [sys.executable, "-c", FROM_HUB, json.dumps(repos)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
