@@ -32,13 +32,13 @@ def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
         raise RoutersNotFoundError(
             describe(
                 f"no routers at {name_or_path}",
-                got=f"'{str(error).splitlines()[0]}'",
+                got=first_line(error),
                 expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
                 do="Check the name, or make routers with tide_hf.calibrate().",
             )
         ) from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise RoutersFileError(file_problem(name_or_path, f"'{str(error).splitlines()[0]}'")) from error
+        raise RoutersFileError(file_problem(name_or_path, first_line(error))) from error
 
 
 def refuse_shards(name_or_path: str | os.PathLike[str], subfolder: str = "") -> None:
@@ -60,7 +60,7 @@ def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise bad_router_pt(path, f"'{str(error).splitlines()[0]}'") from error
+        raise bad_router_pt(path, first_line(error)) from error
     if not isinstance(state, dict):
         raise bad_router_pt(path, type(state).__name__)
     return state
@@ -87,6 +87,11 @@ def bad_router_pt(path: str | os.PathLike[str], got: str) -> RoutersFileError:
             do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
         )
     )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return f"'{(str(error).splitlines() or [type(error).__name__])[0]}'"
 
 
 def file_problem(path: str | os.PathLike[str], got: str) -> str:
