@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -38,8 +36,8 @@ def _register(module: str) -> None:
     getattr(import_module(".auto_classes", __package__), REGISTRATIONS[module])()
 
 
-class _Finder(MetaPathFinder):
-    """Finds nothing itself: it lets the other finders answer and registers after the module has run."""
+class _Finder:
+    """Finds modules where Python would, and registers after they have run."""
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()
@@ -48,7 +46,7 @@ class _Finder(MetaPathFinder):
         if name not in self.waiting:
             return None
         self.waiting.remove(name)
-        spec = find_spec(name)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             run_module = spec.loader.exec_module
 
