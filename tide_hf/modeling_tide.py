@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -153,6 +154,7 @@ class TIDERouters(PreTrainedModel):
         structure = find_structure(model)
         identity = {
             "base_model_name_or_path": model.config._name_or_path or None,
+            "base_model_revision": getattr(model.config, "_commit_hash", None),
             "unembed_hash": unembed_hash(structure.head),
             "hidden_size": structure.hidden_size,
             "num_hidden_layers": structure.num_layers,
@@ -244,6 +246,38 @@ class TIDERouters(PreTrainedModel):
                 os.replace(file, folder / file.name)
         if kwargs.pop("push_to_hub", False):
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload routers",
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> CommitInfo:
+        """Upload config, weights and the card that `model_card.write_model_card` writes, in one commit.
+
+        Args:
+            repo_id: Hub repository, such as `"org/name"`; made where it does not exist.
+            private: Whether a repository that is made is private; `None` leaves it to the organisation.
+            create_pr: Open a pull request instead of committing.
+            commit_message: What the commit says.
+            revision: Branch to commit to, made where it does not exist; default: `main`.
+            token: As in huggingface_hub; default: that of `hf auth login` or `HF_TOKEN`.
+
+        Returns:
+            The commit: a string with its address, and `pr_url` of a pull request.
+
+        Raises:
+            ConfigurationError: The routers were not calibrated, or their base model is not on the Hub.
+            HubError: The Hub refused, or cannot be reached.
+        """
+        from .publishing import push_routers  # noqa: PLC0415  # it writes the card of what this module defines
+
+        options = {"private": private, "create_pr": create_pr, "commit_message": commit_message}
+        return push_routers(self, repo_id, revision=revision, token=token, **options)
 
     def check_base_model(self, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
         """Refuse a base model that these routers were not made for.
