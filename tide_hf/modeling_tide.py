@@ -154,7 +154,6 @@ class TIDERouters(PreTrainedModel):
         structure = find_structure(model)
         identity = {
             "base_model_name_or_path": model.config._name_or_path or None,
-            "base_model_revision": getattr(model.config, "_commit_hash", None),
             "unembed_hash": unembed_hash(structure.head),
             "hidden_size": structure.hidden_size,
             "num_hidden_layers": structure.num_layers,

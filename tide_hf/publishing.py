@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from .errors import ConfigurationError, HubError, describe
 from .model_card import write_model_card
 from .modeling_tide import TIDERouters
 
-# Where transformers looks for the files of a custom_generate repository; the last may be left out.
+# Where transformers looks for the files of a custom_generate repository. The last may be left out.
 CUSTOM_GENERATE = {
     "generate.py": "custom_generate/generate.py",
     "README.md": "README.md",
     "requirements.txt": "custom_generate/requirements.txt",
 }
+PLACEHOLDER = "org/tide"  # what the source calls the repository that it is uploaded to
 
 
 def push_routers(routers: TIDERouters, repo_id: str, **options: Any) -> CommitInfo:
@@ -65,7 +65,8 @@ def push_custom_generate(source: str | os.PathLike[str], repo_id: str, **options
         Path(folder, "custom_generate").mkdir()
         for name, path in CUSTOM_GENERATE.items():
             if Path(source, name).is_file():
-                shutil.copyfile(Path(source, name), Path(folder, path))
+                text = Path(source, name).read_text(encoding="utf-8")
+                Path(folder, path).write_text(text.replace(PLACEHOLDER, repo_id), encoding="utf-8")
         return _upload(folder, repo_id, **{"commit_message": "Upload custom_generate", **options})
 
 
