@@ -137,8 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
         repo_id = f"{asked.get('organization') or 'user'}/{asked['name']}"
         new = ("models", repo_id) not in self.server.hub.repos
         if new:
-            self.server.hub.repos["models", repo_id] = Repo(private=bool(asked.get("private")))
-            self.server.hub.repos["models", repo_id].commit({".gitattributes": b""})
+            repo = Repo(private=asked.get("private", asked.get("visibility") == "private"))
+            repo.commit({".gitattributes": b""})
+            self.server.hub.repos["models", repo_id] = repo
         self.send({"url": f"{self.server.hub.address}/{repo_id}", "id": repo_id}, 200 if new else 409)
 
     def post_api(self, repo, repo_id, rest):
