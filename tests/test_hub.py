@@ -303,16 +303,29 @@ def test_a_source_without_code_is_not_uploaded(model_hub, on_hub, capsys):
 # Repositories that mean ill
 
 
-@pytest.mark.parametrize("source", ["folder", "Hub"])
-def test_an_index_does_not_lead_out_of_the_repository(model_hub, on_hub, tmp_path, source):
-    (on_hub / "model.safetensors").rename(tmp_path / "outside.safetensors")
+def with_outside_weights(folder):
+    """Weights that an index looks for beside the folder; their bytes."""
+    outside = folder.parent / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
     index = {"metadata": {}, "weight_map": {"exits.1.router.up.bias": "../outside.safetensors"}}
-    (on_hub / "model.safetensors.index.json").write_text(json.dumps(index))
-    if source == "Hub":
-        model_hub.repos.pop(("models", "org/base-tide"))
-        model_hub.add("org/base-tide", on_hub)
-    with pytest.raises((RoutersFileError, RoutersNotFoundError), match=r"org/base-tide|index\.json, which points to"):
-        TIDERouters.from_pretrained("org/base-tide" if source == "Hub" else on_hub)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return outside.read_bytes()
+
+
+def test_an_index_in_a_folder_is_not_followed(on_hub):
+    with_outside_weights(on_hub)
+    with pytest.raises(RoutersFileError, match=r"got model\.safetensors\.index\.json, which points to other files"):
+        TIDERouters.from_pretrained(on_hub)
+
+
+def test_an_index_on_the_hub_does_not_lead_out_of_the_cache(model_hub, on_hub, tmp_path):
+    weights = with_outside_weights(on_hub)
+    model_hub.repos.pop(("models", "org/base-tide"))
+    model_hub.add("org/base-tide", on_hub)
+    model_hub.repos["models", "org/base-tide"].commit({"../outside.safetensors": weights})  # it would be sent
+    with pytest.raises((RoutersFileError, RoutersNotFoundError), match="org/base-tide"):
+        TIDERouters.from_pretrained("org/base-tide")
+    assert list((tmp_path / "cache").rglob("outside.safetensors")) == []
 
 
 @pytest.mark.parametrize(

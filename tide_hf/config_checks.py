@@ -107,17 +107,17 @@ def check_block_config(block_layer: int | None, config: Any) -> None:
             )
 
 
-def check_record(record: object) -> None:
+def check_record(record: Any) -> None:
     """Refuse a record whose agreements, which the drafting policy starts from, are none."""
-    layers = record.get("exit_layers", {}) if isinstance(record, dict) else {} if record is None else record
-    rows: list[Any] = [layers]
-    if isinstance(record, dict) and isinstance(layers, dict):
+    if record is None:
+        return
+    layers = record.get("exit_layers", {}) if isinstance(record, dict) else record
+    valid = isinstance(record, dict) and isinstance(layers, dict)
+    if valid:
         rows = [*layers.values(), *([record["block"]] if "block" in record else [])]
-    if not (
-        isinstance(layers, dict)
-        and all(re.fullmatch("[0-9]{1,4}", str(layer)) for layer in layers)
-        and all(isinstance(row, dict) and _is_share(row.get("agreement")) for row in rows if row != {})
-    ):
+        valid = all(re.fullmatch("[0-9]{1,4}", str(layer)) for layer in layers)
+        valid = valid and all(isinstance(row, dict) and _is_share(row.get("agreement")) for row in rows)
+    if not valid:
         raise ConfigurationError(
             describe(
                 "the calibration record cannot be used",
