@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 
 import pytest
+import torch
 from families import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +82,23 @@ def test_a_file_without_an_object_in_it(tmp_path, text):
         ConfigurationError, match=r"the config of the routers cannot be used: got (.|\n)*Expected a config"
     ):
         TIDERouters.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 0},
+        {"model_type": "none"},
+        {"model_type": "vit"},
+        {"rope_parameters": 3},
+    ],
+    ids=str,
+)
+def test_a_block_that_no_model_has(block):
+    config = TIDEConfig.from_dict(changed(block_layer=1, block_config={**BLOCK, **block}))
+    with pytest.raises(TIDEError, match=r": got .*Expected .*"), torch.device("meta"):
+        TIDERouters(config)
 
 
 def test_a_config_survives_its_own_dictionary():
