@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from huggingface_hub import ModelCard
 from loopback_hub import TOKEN
 from test_model_card import record
+from test_readme import SNIPPETS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TextStreamer, pipeline
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, __version__, cli
@@ -188,7 +190,9 @@ def test_auto_classes_load_base_and_routers_by_the_routers_name(on_hub):
     assert model.last_exit_stats.mode == "self_speculative"
 
 
-def test_what_is_asked_of_the_auto_class_reaches_base_and_routers(model_hub, on_hub, tiny_llama, tiny_model_folder):
+def test_what_is_asked_of_the_auto_class_reaches_base_and_routers(
+    model_hub, on_hub, routers, tiny_llama, tiny_model_folder
+):
     tiny_llama(seed=1).save_pretrained(tiny_model_folder)  # the base moves on; the routers name the older commit
     model_hub.add("org/base", tiny_model_folder)
     edit_config(on_hub, exit_threshold=0.5)
@@ -199,7 +203,7 @@ def test_what_is_asked_of_the_auto_class_reaches_base_and_routers(model_hub, on_
     options = {"revision": "next", "token": TOKEN}
     model = AutoModelForCausalLM.from_pretrained("org/base-tide", mode="early_exit", dtype="bfloat16", **options)
     assert (model._tide.mode, model._tide.exit_threshold, model.dtype) == ("early_exit", 0.5, torch.bfloat16)
-    assert model._tide.routers[1].router.down.weight.dtype == torch.float32
+    assert torch.equal(model._tide.routers[1].router.down.weight, routers[1].router.down.weight)  # never rounded
     surer = AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=0.9, **options)
     assert surer._tide.exit_threshold == 0.9
     with pytest.raises(ConfigurationError, match="exit_threshold is no usable number"):
@@ -298,6 +302,22 @@ def test_a_source_without_code_is_not_uploaded(model_hub, on_hub, capsys):
         "is no source of a custom_generate repository: got no generate.py and no README.md" in capsys.readouterr().err
     )
     assert ("models", "org/decoding") not in model_hub.repos
+
+
+def test_the_snippets_of_the_readme(model_hub, routers, custom_generate, monkeypatch):
+    """Those that name a repository, as they are written; `org/tide` is the custom_generate repository."""
+    model_hub.repos["models", "org/tide"] = model_hub.repos["models", "org/decoding"]
+    namespace = {"own": routers, "base": "org/base", "tokenizer": AutoTokenizer.from_pretrained("org/base")}
+    snippets = [snippet for snippet in SNIPPETS if '"org/' in snippet]
+    assert len(snippets) == 3
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), namespace)
+    assert isinstance(namespace["generator"].model, TIDEModelForCausalLM)
+    assert isinstance(namespace["plain"], TIDEModelForCausalLM)
+    card = ModelCard.load("org/SmolLM2-135M-Instruct-tide")
+    for snippet in re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL):
+        exec(compile(snippet, "card", "exec"), namespace)
+    assert namespace["model"]._tide.routers.exit_layers == [1, 3]
 
 
 # Repositories that mean ill
