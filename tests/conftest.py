@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
+from loopback_hub import loopback_hub  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
@@ -95,3 +96,23 @@ def tiny_model_folder(tmp_path, tiny_llama, tiny_tokenizer):
     tiny_llama().save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def model_hub(tmp_path, monkeypatch):
+    """A Hub of its own for the clients in this process, which have an empty cache and no token."""
+    with loopback_hub() as hub:
+        for name, value in {
+            "huggingface_hub.constants.ENDPOINT": hub.address,
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": hub.address
+            + "/{repo_id}/resolve/{revision}/{filename}",
+            "huggingface_hub.hf_api.api.endpoint": hub.address,
+            "huggingface_hub.constants.HF_HUB_CACHE": str(tmp_path / "cache"),
+            "huggingface_hub.constants.HF_HUB_OFFLINE": False,
+            "huggingface_hub.constants.HF_TOKEN_PATH": str(tmp_path / "token"),
+            "transformers.dynamic_module_utils.HF_MODULES_CACHE": str(tmp_path / "modules"),
+        }.items():
+            monkeypatch.setattr(name, value)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import ATTENTION, tiny_model
-from kernel_hub import commit_of, kernel_hub
+from loopback_hub import loopback_hub
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, ops
 from tide_hf.errors import ConfigurationError, KernelError
@@ -243,11 +243,18 @@ def test_kernels_from_a_hub(build, stage, tmp_path):
     dependency = {"kernel-depends": [{"repo-id": "other/kernel", "version": 1}]}
     edit_metadata(hub / "org" / "depends" / "build" / "torch-cpu", **dependency)
     stage.stage_noarch(hub / "org" / "cuda" / "build", "cuda")
-    repos = ["org/good", "org/changed", "org/depends", "org/cuda"]
-    with kernel_hub(hub) as (address, asked):
-        environment = {"PATH": "", "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "TRITON_INTERPRET": "1"}
+    with loopback_hub() as server:
+        repos = {
+            f"org/{folder.name}": server.add(f"org/{folder.name}", folder, "kernels") for folder in hub.glob("*/*")
+        }
+        environment = {
+            "PATH": "",
+            "HF_ENDPOINT": server.address,
+            "HF_HOME": str(tmp_path / "home"),
+            "TRITON_INTERPRET": "1",
+        }
         environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_USER_AGENT_ORIGIN": "tide_hf", "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-c", FROM_HUB, json.dumps({repo: commit_of(repo) for repo in repos})]
+        command = [sys.executable, "-c", FROM_HUB, json.dumps(repos)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
@@ -258,9 +265,7 @@ def test_kernels_from_a_hub(build, stage, tmp_path):
     assert "'other/kernel'" in results["org/depends"]
     assert "trust" in results["org/depends"]
     assert "torch-cuda: backend (cuda) does not match system backend (cpu)" in results["org/cuda"]
-    assert all(
-        commit_of(path.split("/")[1] + "/" + path.split("/")[2]) in path for path in asked if "/resolve/" in path
-    )
+    assert all(repos["/".join(path.split("/")[1:3])] in path for path in server.asked if "/resolve/" in path)
 
 
 # That they change no decision

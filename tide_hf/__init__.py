@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .registration import register_with_transformers
+
 if TYPE_CHECKING:
     from .calibration import calibrate
     from .configuration_tide import TIDEConfig
@@ -48,3 +50,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_with_transformers()

@@ -11,12 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .errors import UnsupportedModelError, describe
+from .errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
 from .structure import DecoderStructure, find_structure
 
+# What a config that fits no model can make transformers' constructors raise.
+BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
 PROBE_VOCABULARY = 8  # the block is taken out of a model with two layers and next to no vocabulary
 
 
@@ -95,8 +98,20 @@ def _is_plain(value: Any) -> bool:
 
 def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:
     settings = dict(block_config)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    structure = find_structure(AutoModelForCausalLM.from_config(config))
+    try:
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        structure = find_structure(AutoModelForCausalLM.from_config(config))
+    except TIDEError:
+        raise
+    except BUILD_ERRORS as error:
+        raise ConfigurationError(
+            describe(
+                "a block head cannot be built",
+                got=f"block_config that fails with '{error!r:.200}'",
+                expected="the text config of a causal language model of transformers",
+                do="Make routers with tide_hf.calibrate(exit_strategy='block').",
+            )
+        ) from error
     return structure.layers[0], structure.returns_tuple
 
 

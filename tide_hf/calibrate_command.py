@@ -69,6 +69,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     routers = calibrate(model, tokenizer, output_dir=folder, **options)
     if routers.config.calibration is not None:
         routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
+        routers.config.calibration["command"] = f"tide-hf {shlex.join(args.argv)}"
     routers.save_pretrained(folder)
-    card = write_model_card(routers, folder, command=f"tide-hf {shlex.join(args.argv)}")
+    card = write_model_card(routers, folder)
     print(f"The routers are in {folder}, their figures in {card}.")

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import os
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from .config_checks import (
+    check_block_config,
+    check_hash,
+    check_inherited,
+    check_name,
+    check_number,
+    check_positive,
+    check_record,
+    check_revision,
+    short,
+)
 from .errors import ConfigurationError, describe
 
 EXIT_STRATEGIES = ("identity", "linear")
@@ -15,6 +27,10 @@ EXIT_CRITERIA = ("router", "confidence", "fixed")
 ENGINES = ("eager", "compiled")
 MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
+
+# Fields of PreTrainedConfig that a routers' config.json holds. It may hold no others: transformers takes names of
+# files, of attention kernels and of code from some of them.
+INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version")
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -77,15 +93,19 @@ class TIDEConfig(PreTrainedConfig):
         check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
         check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
         check_exit_threshold(self.exit_threshold)
+        check_number("compaction_threshold", self.compaction_threshold, "the share of holes, from 0 to 1")
         for name in ("checkpoint_interval", "min_layers", "router_bottleneck_dim"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("translator_rank", "draft_vocab_size"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
+        check_name("base_model_name_or_path", self.base_model_name_or_path)
+        check_revision(self.base_model_revision)
+        check_hash(self.unembed_hash)
         if self.num_hidden_layers == 0 and self.exit_layers is None:
             return  # the bare TIDEConfig() that transformers builds to compare defaults
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise ConfigurationError(
                 describe(
@@ -98,17 +118,58 @@ class TIDEConfig(PreTrainedConfig):
         if self.exit_layers is None:
             self.exit_layers = default_exit_layers(self.num_hidden_layers, self.checkpoint_interval, self.min_layers)
         self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
-        if self.block_layer is not None:
+        if self.block_layer is not None or self.block_config is not None:
             check_exit_layers([self.block_layer], self.num_hidden_layers)
-            if not (isinstance(self.block_config, dict) and isinstance(self.block_config.get("model_type"), str)):
-                raise ConfigurationError(
-                    describe(
-                        "a block head needs the base model's config",
-                        got=f"block_layer={self.block_layer} with block_config={type(self.block_config).__name__}",
-                        expected="block_config with the model_type of the base model",
-                        do="Make routers with tide_hf.calibrate(exit_strategy='block').",
-                    )
-                )
+            check_block_config(self.block_layer, self.block_config)
+        check_record(self.calibration)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the config that a `config.json` holds.
+
+        Args:
+            config_dict: The file's content.
+            **kwargs: As in `PreTrainedConfig.from_dict`.
+
+        Raises:
+            ConfigurationError: A field is unknown, has the wrong type or an impossible value.
+        """
+        if not isinstance(config_dict, dict):
+            raise _bad_config(short(config_dict))
+        known, defaults = {*TIDEConfig.__annotations__, *INHERITED_FIELDS}, PreTrainedConfig().to_dict()
+        unknown = [name for name in set(config_dict) - known if config_dict[name] != defaults.get(name, known)]
+        if unknown:
+            raise _bad_config(f"{short(sorted(unknown))}, which it must not have")
+        check_inherited(config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except StrictDataclassError as error:
+            raise _bad_config(short(str(error))) from error
+
+    @classmethod
+    def get_config_dict(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> tuple[dict[str, Any], dict]:
+        """Read `config.json`, as `PreTrainedConfig.get_config_dict` does.
+
+        Raises:
+            ConfigurationError: It holds no JSON object, or one that Python's parser gives up on.
+            OSError: There is no such file, or no JSON in it.
+        """
+        try:
+            return super().get_config_dict(name_or_path, **kwargs)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _bad_config(f"'{error}'") from error
+
+
+def _bad_config(got: str) -> ConfigurationError:
+    return ConfigurationError(
+        describe(
+            "the config of the routers cannot be used",
+            got=got,
+            expected="a config.json with the fields of TIDEConfig alone, each of its type",
+            do="Download the routers again, update tide_hf if a newer one made them, or make new ones with "
+            "tide_hf.calibrate().",
+        )
+    )
 
 
 def default_exit_layers(num_layers: int, interval: int, min_layers: int) -> list[int]:
@@ -126,7 +187,7 @@ def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
         raise ConfigurationError(
             describe(
                 "exit layer out of range",
-                got=exit_layers,
+                got=short(exit_layers),
                 expected=expected,
                 do="Name other exit_layers, or leave them out to have them placed.",
             )
@@ -136,22 +197,13 @@ def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
 
 def check_exit_threshold(value: Any) -> float:
     """Return `value` as a float, or raise [`ConfigurationError`] where it is no finite, non-negative number."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    if not number:
-        raise ConfigurationError(
-            describe(
-                "exit_threshold is no usable number",
-                got=repr(value),
-                expected="a number from 0 (always exit) to 1; anything above 1 never exits",
-                do="Pass exit_threshold=0.9, say, or leave it out for the calibrated value.",
-            )
-        )
+    check_number("exit_threshold", value, "a number from 0 (always exit) to 1; anything above 1 never exits")
     return float(value)
 
 
 def check_min_layers(value: object) -> int:
     """Return `value`, or raise [`ConfigurationError`] where it is no number of layers."""
-    _check_positive("min_layers", value)
+    check_positive("min_layers", value)
     return value  # type: ignore[return-value]
 
 
@@ -170,15 +222,6 @@ def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
     if not isinstance(value, (str, bool)) or value not in choices:
         expected = "one of " + ", ".join(repr(choice) for choice in choices)
         raise ConfigurationError(
-            describe(f"unknown {name}", got=repr(value), expected=expected, do=f"Choose another {name}.")
+            describe(f"unknown {name}", got=short(value), expected=expected, do=f"Choose another {name}.")
         )
     return value
-
-
-def _check_positive(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ConfigurationError(
-            describe(
-                f"{name} is too small", got=repr(value), expected="a whole number of at least 1", do=f"Set {name}."
-            )
-        )

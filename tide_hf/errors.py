@@ -31,6 +31,10 @@ class RoutersNotFoundError(TIDEError, FileNotFoundError):
     """No routers were found in the folder or Hub repository."""
 
 
+class HubError(TIDEError, OSError):
+    """The Hub refused an upload, or could not be reached for it."""
+
+
 class CalibrationError(TIDEError, ValueError):
     """Calibration cannot start or go on with the data it was given."""
 

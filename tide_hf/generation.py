@@ -130,8 +130,10 @@ class Attachment:
 
 def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    record = (attachment.routers.config.calibration or {}) if attachment.routers is not None else {}
-    priors = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
+    record = config.calibration or {}
+    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
     if shallow.block_layer is not None and "block" in record:
         priors[shallow.block_layer] = float(record["block"]["agreement"])
     return HybridDrafter(prompts, shallow.costs_of, priors, shallow if priors else None)

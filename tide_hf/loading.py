@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
 # overlap put back each other's replacement: from then on no model in the process has its head tied to its embeddings.
-_one_at_a_time = threading.Lock()
+# Where `name` is a repository of routers, the base model that they name is loaded within: hence the RLock.
+_one_at_a_time = threading.RLock()
 
 
 def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:

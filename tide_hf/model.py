@@ -19,6 +19,7 @@ from .structure import find_structure
 from .unembed import Unembed, check_parity
 
 PACK_WEIGHTS = (True, False, "auto")
+HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")  # for both repositories
 Routers = TIDERouters | str | os.PathLike[str] | None
 
 
@@ -62,7 +63,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """Load a base model and attach TIDE to it.
 
         Args:
-            base: Hub name or folder of the base model.
+            base: Hub name or folder of the base model; or of routers, which name their base model.
             routers: Routers made for it: a folder, a Hub repository or [`TIDERouters`]. Without them drafts come
                 from n-grams of the context alone, and only `self_speculative` can run.
             mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
@@ -78,7 +79,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 meets a pass of a new kind, a few seconds each, and leaves to eager what cannot be compiled. A call may
                 name another (`tide_engine=`).
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
-                `token`, `quantization_config` and the rest.
+                `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
+                `proxies` are used for the routers as well.
 
         Returns:
             The base model, attached.
@@ -96,9 +98,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_engine(engine)
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
-        hub_kwargs = {name: auto_model_kwargs[name] for name in ("token", "cache_dir") if name in auto_model_kwargs}
+        hub_kwargs = {name: auto_model_kwargs[name] for name in HUB_KWARGS if name in auto_model_kwargs}
         loaded = _load_routers(routers, revision=routers_revision, **hub_kwargs)
         model = load_base_model(base, **auto_model_kwargs)
+        if loaded is None and _is_attached(model):  # `base` is a repository of routers
+            loaded = model._tide.routers
         return cls.attach(
             model,
             loaded,

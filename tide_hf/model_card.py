@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .calibration.plots import save_plots
-from .calibration.tables import describe_threshold, tables_of
+from .calibration.tables import describe_threshold, rows_by_layer, tables_of
+from .configuration_tide import NEVER_EXIT
 from .errors import ConfigurationError, MissingPackageError, describe
 from .modeling_tide import TIDERouters
 
@@ -25,7 +26,7 @@ def write_model_card(
         routers: What `calibrate` made.
         folder: Where to write; made where it does not exist.
         repo_id: Hub repository that the card's example loads; default: `folder`'s name.
-        command: The command that made the routers, if it is to be told.
+        command: The command that made the routers, if it is to be told; default: that in their record.
 
     Returns:
         The file.
@@ -44,6 +45,7 @@ def write_model_card(
             )
         )
     base = routers.config.base_model_name_or_path
+    repo_id = repo_id or Path(folder).name
     data = ModelCardData(
         base_model=base,
         base_model_relation="adapter" if base else None,
@@ -51,13 +53,15 @@ def write_model_card(
         license="apache-2.0",
         pipeline_tag="text-generation",
         tags=["early-exit", "self-speculative-decoding", "tide"],
+        model_name=repo_id.rpartition("/")[2],
+        eval_results=_eval_results(record),
     )
     file = Path(folder) / "README.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     values = {
         "base": base or "the base model",
-        "repo_id": repo_id or Path(folder).name,
-        "command": command,
+        "repo_id": repo_id,
+        "command": command or record.get("command"),
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "config": routers.config,
         "tables": tables_of(record, routers.config.num_hidden_layers),
@@ -67,6 +71,27 @@ def write_model_card(
     }
     ModelCard.from_template(data, template_path=str(TEMPLATE), **values).save(file)
     return file
+
+
+def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
+    """What was measured on the certifying documents, in the form that the Hub reads."""
+    figures = [
+        ("agreement", f"Agreement with the full model at exit layer {layer}", row["agreement"])
+        for layer, row in rows_by_layer(record)
+    ]
+    chosen = record["threshold"]["chosen"]
+    for row in record["threshold"]["table"]:
+        if row["exit_threshold"] == chosen != NEVER_EXIT:
+            where = f"in early_exit at exit_threshold {chosen:g}"
+            figures.append(("disagreement", f"Disagreement with the full model {where}", row["disagreement"]))
+            figures.append(("depth", f"Share of the layers that run {where}", row["depth_fraction"]))
+    documents = {"dataset_type": "tide-calibration", "dataset_name": record["data"], "dataset_split": "certify"}
+    return [
+        EvalResult(
+            task_type="text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 5), **documents
+        )
+        for kind, name, value in figures
+    ]
 
 
 def _draw(record: dict[str, Any], folder: Path) -> list[Path]:

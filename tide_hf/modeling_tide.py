@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
-from .errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError, describe
+from .errors import BaseModelMismatchError, RoutersFileError, describe
+from .router_files import bad_router_pt, copy_published, explained, file_problem, read_router_pt, refuse_shards
 from .structure import find_structure
 from .unembed import hash_distance, unembed_hash
 
@@ -182,12 +181,12 @@ class TIDERouters(PreTrainedModel):
         Raises:
             RoutersFileError: The file is no such file, holds code, or does not fit `base_model`.
         """
-        state = _read_router_pt(path)
+        state = read_router_pt(path)
         try:
             published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
             bottleneck = int(state["bottleneck_dim"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _bad_router_pt(path, f"a file without usable {error}") from error
+            raise bad_router_pt(path, f"a file without usable {error}") from error
         routers = cls.for_model(
             base_model,
             exit_layers=sorted(published),
@@ -196,8 +195,8 @@ class TIDERouters(PreTrainedModel):
         )
         for exit_layer, weights in published.items():
             router = routers[exit_layer].router
-            _copy_published(path, router.down, weights, "down.weight")
-            _copy_published(path, router.up, weights, "up.weight")
+            copy_published(path, router.down, weights, "down.weight")
+            copy_published(path, router.up, weights, "up.weight")
         return routers
 
     @classmethod
@@ -212,34 +211,22 @@ class TIDERouters(PreTrainedModel):
             The routers, in evaluation mode.
 
         Raises:
-            RoutersNotFoundError: There is no `config.json` or no safetensors file.
+            RoutersNotFoundError: There is no `config.json` or no safetensors file, or the Hub cannot be reached.
             RoutersFileError: A file is damaged, or its tensors do not have the names and shapes of its config.
             ConfigurationError: The config has impossible values.
         """
         kwargs.update(use_safetensors=True, output_loading_info=True)
-        try:
+        refuse_shards(name_or_path, kwargs.get("subfolder", ""))
+        with explained(name_or_path):
             routers, info = super().from_pretrained(name_or_path, **kwargs)
-        except StrictDataclassError as error:
-            raise ConfigurationError(_file_problem(name_or_path, f"a config with {error}")) from error
-        except OSError as error:
-            raise RoutersNotFoundError(
-                describe(
-                    f"no routers at {name_or_path}",
-                    got=f"'{str(error).splitlines()[0]}'",
-                    expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
-                    do="Check the name, or make routers with tide_hf.calibrate().",
-                )
-            ) from error
-        except (SafetensorError, RuntimeError) as error:
-            raise RoutersFileError(_file_problem(name_or_path, f"'{str(error).splitlines()[0]}'")) from error
         wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
         if wrong:
-            raise RoutersFileError(_file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
+            raise RoutersFileError(file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
         vocab = routers.draft_vocab
         if vocab is not None and (
             vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
         ):
-            raise RoutersFileError(_file_problem(name_or_path, "a draft_vocab with other than token ids"))
+            raise RoutersFileError(file_problem(name_or_path, "a draft_vocab with other than token ids"))
         return routers.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -258,6 +245,38 @@ class TIDERouters(PreTrainedModel):
                 os.replace(file, folder / file.name)
         if kwargs.pop("push_to_hub", False):
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload routers",
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> CommitInfo:
+        """Upload config, weights and the card that `model_card.write_model_card` writes, in one commit.
+
+        Args:
+            repo_id: Hub repository, such as `"org/name"`; made where it does not exist.
+            private: Whether a repository that is made is private; `None` leaves it to the organisation.
+            create_pr: Open a pull request instead of committing.
+            commit_message: What the commit says.
+            revision: Branch to commit to, made where it does not exist; default: `main`.
+            token: As in huggingface_hub; default: that of `hf auth login` or `HF_TOKEN`.
+
+        Returns:
+            The commit: a string with its address, and `pr_url` of a pull request.
+
+        Raises:
+            ConfigurationError: The routers were not calibrated, or their base model is not on the Hub.
+            HubError: The Hub refused, or cannot be reached.
+        """
+        from .publishing import push_routers  # noqa: PLC0415  # it writes the card of what this module defines
+
+        options = {"private": private, "create_pr": create_pr, "commit_message": commit_message}
+        return push_routers(self, repo_id, revision=revision, token=token, **options)
 
     def check_base_model(self, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
         """Refuse a base model that these routers were not made for.
@@ -287,50 +306,6 @@ class TIDERouters(PreTrainedModel):
                 )
         elif self.config.base_model_name_or_path not in (None, model.config._name_or_path):
             raise _mismatch(self.config, repr(model.config._name_or_path), repr(self.config.base_model_name_or_path))
-
-
-def _read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise RoutersNotFoundError(
-            describe("no such file", got=path, expected="a router.pt of tide-inference", do="Check the path.")
-        )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise _bad_router_pt(path, f"'{str(error).splitlines()[0]}'") from error
-    if not isinstance(state, dict):
-        raise _bad_router_pt(path, type(state).__name__)
-    return state
-
-
-def _copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any, name: str) -> None:
-    weight = weights.get(name) if isinstance(weights, dict) else None
-    if not isinstance(weight, Tensor) or weight.shape != linear.weight.shape:
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
-        raise _bad_router_pt(path, f"{name} of shape {shape} where {tuple(linear.weight.shape)} fits the base model")
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-        linear.bias.zero_()
-
-
-def _bad_router_pt(path: str | os.PathLike[str], got: str) -> RoutersFileError:
-    return RoutersFileError(
-        describe(
-            f"{path} cannot be used as a published router.pt",
-            got=got,
-            expected="hidden_dim, bottleneck_dim and router_layers of tensors, as tide-inference saves them",
-            do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
-        )
-    )
-
-
-def _file_problem(path: str | os.PathLike[str], got: str) -> str:
-    return describe(
-        f"the routers at {path} cannot be used",
-        got=got,
-        expected="the config and tensors that TIDERouters.save_pretrained writes",
-        do="Download them again, or make new ones with tide_hf.calibrate().",
-    )
 
 
 def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchError:

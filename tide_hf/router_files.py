@@ -1,0 +1,104 @@
+"""Files of routers that cannot be used: how they are told, and the reader of the published system's file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from .errors import RoutersFileError, RoutersNotFoundError, TIDEError, describe
+
+
+@contextmanager
+def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tell what loading from `name_or_path` fails with as errors of this library.
+
+    Raises:
+        RoutersNotFoundError: There are no routers, or they cannot be had.
+        RoutersFileError: There are, and they cannot be used.
+    """
+    try:
+        yield
+    except TIDEError:
+        raise
+    except OSError as error:
+        raise RoutersNotFoundError(
+            describe(
+                f"no routers at {name_or_path}",
+                got=first_line(error),
+                expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
+                do="Check the name, or make routers with tide_hf.calibrate().",
+            )
+        ) from error
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise RoutersFileError(file_problem(name_or_path, first_line(error))) from error
+
+
+def refuse_shards(name_or_path: str | os.PathLike[str], subfolder: str = "") -> None:
+    """Refuse a local folder whose weights an index points to: routers are one file, and an index may point anywhere.
+
+    Raises:
+        RoutersFileError: There is an index.
+    """
+    for index in Path(name_or_path, subfolder).glob("*.index.json"):
+        raise RoutersFileError(file_problem(name_or_path, f"{index.name}, which points to other files"))
+
+
+def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a published `router.pt`, read so that code inside it cannot run."""
+    if not Path(path).is_file():
+        raise RoutersNotFoundError(
+            describe("no such file", got=path, expected="a router.pt of tide-inference", do="Check the path.")
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise bad_router_pt(path, first_line(error)) from error
+    if not isinstance(state, dict):
+        raise bad_router_pt(path, type(state).__name__)
+    return state
+
+
+def copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any, name: str) -> None:
+    """Copy the published weight `name` into a layer of ours, whose bias becomes 0."""
+    weight = weights.get(name) if isinstance(weights, dict) else None
+    if not isinstance(weight, Tensor) or weight.shape != linear.weight.shape:
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
+        raise bad_router_pt(path, f"{name} of shape {shape} where {tuple(linear.weight.shape)} fits the base model")
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.zero_()
+
+
+def bad_router_pt(path: str | os.PathLike[str], got: str) -> RoutersFileError:
+    """An error about a published `router.pt`."""
+    return RoutersFileError(
+        describe(
+            f"{path} cannot be used as a published router.pt",
+            got=got,
+            expected="hidden_dim, bottleneck_dim and router_layers of tensors, as tide-inference saves them",
+            do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
+        )
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return f"'{(str(error).splitlines() or [type(error).__name__])[0]}'"
+
+
+def file_problem(path: str | os.PathLike[str], got: str) -> str:
+    """The message of an error about files of routers."""
+    return describe(
+        f"the routers at {path} cannot be used",
+        got=got,
+        expected="the config and tensors that TIDERouters.save_pretrained writes",
+        do="Download them again, or make new ones with tide_hf.calibrate().",
+    )
