@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .adapters import base_inside
 from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError, describe
@@ -146,12 +147,13 @@ class TIDERouters(PreTrainedModel):
         """Fresh routers for `model`, not yet calibrated.
 
         Args:
-            model: The base model.
+            model: The base model, or a `PeftModel` around it.
             **config: Fields of [`TIDEConfig`], such as `exit_layers` and `exit_strategy`.
 
         Returns:
             Routers on the CPU in float32, whose heads start as the identity.
         """
+        model = base_inside(model)
         structure = find_structure(model)
         identity = {
             "base_model_name_or_path": model.config._name_or_path or None,
