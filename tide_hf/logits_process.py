@@ -13,7 +13,7 @@ from .adapters import base_inside, check_wrapper
 from .configuration_tide import check_exit_threshold
 from .errors import UnsupportedOptionError, describe
 from .modeling_tide import TIDERouters
-from .structure import find_structure
+from .structure import find_structure, input_device
 from .unembed import Unembed
 
 
@@ -40,7 +40,7 @@ class TIDELogitsProcessor(LogitsProcessor):
         routers.check_base_model(model)
         structure = find_structure(model)
         self.unembed = Unembed(model, structure)
-        self.routers = routers.place(model.device, model.dtype)
+        self.routers = routers.place(input_device(model), model.dtype)
         self.exit_threshold = check_exit_threshold(
             routers.config.exit_threshold if exit_threshold is None else exit_threshold
         )

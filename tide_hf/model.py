@@ -14,7 +14,7 @@ from .modeling_tide import TIDERouters
 from .ops import USE_KERNELS, load_kernels
 from .packed_linear import linears_to_pack, open_linear_gates, remove_linear_gates
 from .skipping import open_gates, remove_gates
-from .structure import find_structure
+from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
 
 PACK_WEIGHTS = (True, False, "auto")
@@ -144,10 +144,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             threshold = check_exit_threshold(exit_threshold)
         if loaded is not None:
             loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
+        device = input_device(model)
         attachment = Attachment(
             base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
-            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=model.device)),
+            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=device)),
             routers=loaded,
             mode=mode,
             exit_threshold=threshold,
@@ -156,7 +157,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         attachment.check_mode(mode)
         check_parity(model, structure)
         if loaded is not None:
-            loaded.place(model.device, model.dtype)
+            loaded.place(device, model.dtype)
         linears = linears_to_pack(structure, pack_weights)
         cls.detach(model)
         open_linear_gates(linears)

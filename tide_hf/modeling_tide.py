@@ -136,7 +136,7 @@ class TIDERouters(PreTrainedModel):
 
         Heads take the model's dtype, since their output enters its final norm; routers score in float32.
         """
-        self.to(device if device.type != "meta" else None)
+        self.to(device)
         for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
             point.head.to(dtype)
             point.router.float()

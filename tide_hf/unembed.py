@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError, describe
 from .ops import PLAIN, Ops, which_norm
-from .structure import DecoderStructure
+from .structure import DecoderStructure, input_device
 
 HASH_ROWS = 256
 PROBE_LENGTH = 4
@@ -146,8 +146,7 @@ def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
         UnsupportedModelError: The logits differ, or a layer returns another kind than the structure says.
     """
     last: list[Any] = []
-    device = model.get_input_embeddings().weight.device
-    probe = torch.arange(PROBE_LENGTH, device=device if device.type != "meta" else model.device)[None]
+    probe = torch.arange(PROBE_LENGTH, device=input_device(model))[None]
     handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
     was_training = model.training
     model.eval()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters import base_inside, check_wrapper
 from ..configuration_tide import EXIT_STRATEGIES, NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
 from ..modeling_tide import TIDERouters
-from ..structure import DecoderStructure, find_structure
+from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity
 from .block_stage import place_block
 from .budget import Budget
@@ -127,7 +127,7 @@ def calibrate(
     budget = Budget.of_minutes(max_minutes)
     check_wrapper(model)
     model = base_inside(model)
-    processes = Processes.current(model.device)
+    processes = Processes.current(input_device(model))
     with full_depth(model):
         structure = find_structure(model)
         check_precision(model, structure)
@@ -142,7 +142,7 @@ def calibrate(
             block_config=block_config,
             translator_rank=translator_rank,
             draft_vocab_size=None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
-        ).to(model.device)
+        ).to(input_device(model))
         text = load_documents(
             dataset, tokenizer, samples=samples, max_length=max_length, batch_size=batch_size, seed=seed
         )
@@ -223,7 +223,7 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
         "layers_hash": _layers_hash(model),
         "shape": [config.num_hidden_layers, config.hidden_size, config.vocab_size],
         "dtype": str(model.dtype),
-        "device": model.device.type,
+        "device": input_device(model).type,
     }
     return settings.to_dict() | base | {"data_hash": text.digest()}
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..structure import input_device
 from .data import Document, encode_messages, seeded
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
@@ -100,10 +101,9 @@ def write_documents(
     input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in batch.prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch.prompts])
     config = _generation_config(model, pad, max_length, batch.temperature)
-    with seeded(batch.seed, model.device):
-        generated = model.generate(
-            input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
-        )
+    device = input_device(model)
+    with seeded(batch.seed, device):
+        generated = model.generate(input_ids.to(device), attention_mask=mask.to(device), generation_config=config)
     ends = _end_tokens(config)
     documents = []
     for prompt, answer in zip(batch.prompts, generated[:, width:].tolist(), strict=True):
