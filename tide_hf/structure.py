@@ -111,7 +111,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         returns_tuple=config.model_type in TUPLE_LAYERS,
         is_recurrent=bool(getattr(model, "_is_stateful", False)),
         hidden_size=config.hidden_size,
-        vocab_size=head.weight.shape[0],
+        vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have shapes of their own
     )
 
 
