@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibration import calibrate
     from .configuration_tide import TIDEConfig
+    from .dataset_generation import generate_dataset
     from .errors import TIDEError, UnsupportedModelError
     from .logits_process import TIDELogitsProcessor
     from .model import TIDEModelForCausalLM
@@ -25,6 +26,7 @@ __all__ = [
     "TIDERouters",
     "UnsupportedModelError",
     "calibrate",
+    "generate_dataset",
 ]
 
 # Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
@@ -37,6 +39,7 @@ _MODULES = {
     "TIDERouters": "modeling_tide",
     "UnsupportedModelError": "errors",
     "calibrate": "calibration",
+    "generate_dataset": "dataset_generation",
 }
 
 

@@ -31,7 +31,11 @@ class RoutersNotFoundError(TIDEError, FileNotFoundError):
     """No routers were found in the folder or Hub repository."""
 
 
-class CalibrationError(TIDEError, ValueError):
+class DatasetError(TIDEError, ValueError):
+    """Work on a data set cannot start or go on."""
+
+
+class CalibrationError(DatasetError):
     """Calibration cannot start or go on with the data it was given."""
 
 

@@ -114,8 +114,12 @@ class DraftUnembed:
         if self.unembed.structure.projection is not None:
             state = self.unembed.structure.projection(state)
         head, ops = self.head, self.unembed.ops
-        plain = type(head) is nn.Linear and is_plain_linear(head) and state.dtype == head.weight.dtype
-        if plain and ops.run_on(state, head.weight, head.bias):
+        if (
+            type(head) is nn.Linear
+            and is_plain_linear(head)
+            and state.dtype == head.weight.dtype
+            and ops.run_on(state, head.weight, head.bias)
+        ):
             rows = state.reshape(-1, state.shape[-1])
             top = ops.draft_top1(rows, head.weight, head.bias)[0].view(state.shape[:-1])
         else:
