@@ -74,7 +74,7 @@ def test_other_kinds_of_adapters_inside_the_layers():
     assert torch.equal(attached(model).generate(prompt(), **OPTIONS), expected)
 
 
-def test_merged_it_stays_attached_and_says_the_same():
+def test_merged_it_stays_attached_and_says_the_same(tmp_path):
     model = adapted()
     short = prompt(repeats=1)  # so short that its pass uses packed weights, which merging changes
     expected = model.generate(short, **OPTIONS)
@@ -85,6 +85,11 @@ def test_merged_it_stays_attached_and_says_the_same():
     assert isinstance(merged, TIDEModelForCausalLM)
     assert not isinstance(merged, PeftModel)
     assert torch.equal(merged.generate(short, **OPTIONS), expected)
+    merged.save_pretrained(tmp_path)
+    assert "tide" not in (tmp_path / "config.json").read_text().lower()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config.architectures == ["LlamaForCausalLM"]
+    assert torch.equal(saved.generate(short, **OPTIONS), expected)
     TIDEModelForCausalLM.detach(merged)
     assert type(merged) is type(tiny_model("llama"))
     assert not any("forward" in module.__dict__ for module in merged.modules())
@@ -145,6 +150,10 @@ def test_a_folder_with_an_adapter_loads_as_any_other(tmp_path):
     model._tide.routers.save_pretrained(tmp_path / "routers")
     again = TIDEModelForCausalLM.from_pretrained(tmp_path / "adapter", routers=tmp_path / "routers")
     assert torch.equal(again.generate(prompt(), **OPTIONS), expected)
+    again.save_pretrained(tmp_path / "again")
+    files = {path.name for path in (tmp_path / "again").iterdir()}
+    assert "adapter_model.safetensors" in files
+    assert "model.safetensors" not in files
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     TIDEModelForCausalLM.attach(by_peft.eval(), tmp_path / "routers")
     assert torch.equal(by_peft.generate(prompt(), **OPTIONS), expected)

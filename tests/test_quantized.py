@@ -117,6 +117,21 @@ def test_saved_and_loaded_again_it_says_the_same(kind, base_folder, tmp_path):
     assert torch.equal(again.generate(prompt(), **OPTIONS), expected)
 
 
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+def test_an_adapter_on_a_quantised_base(kind, base_folder):
+    peft = pytest.importorskip("peft")
+    base = load(base_folder, WEIGHT_ONLY[kind](with_head=False))
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    plain = base.generate(prompt(), **OPTIONS)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, config).eval()
+    expected = model.generate(prompt(), **OPTIONS)
+    assert not torch.equal(expected, plain)
+    assert torch.equal(attach(model).generate(prompt(), **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_routers_of_the_unquantised_model_fit(kind, base_folder):
     base = AutoModelForCausalLM.from_pretrained(base_folder)
