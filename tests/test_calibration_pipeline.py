@@ -149,11 +149,16 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_two_processes_make_the_routers_of_one(parts, tiny_model_folder, tmp_path):
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+# With --cpu in place of --multi_gpu accelerate starts one process, unless MPI starts more.
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_two_processes_make_the_routers_of_one(parts, tiny_model_folder, tmp_path, launcher):
     (tmp_path / "share.py").write_text(SCRIPT)
     output = tmp_path / "routers"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, "share.py", str(tiny_model_folder), str(output), json.dumps(OPTIONS)]
+    command = [sys.executable, "-m", *launcher, "share.py", str(tiny_model_folder), str(output), json.dumps(OPTIONS)]
     path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

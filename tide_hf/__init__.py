@@ -10,6 +10,7 @@ from .registration import register_with_transformers
 if TYPE_CHECKING:
     from .calibration import calibrate
     from .configuration_tide import TIDEConfig
+    from .dataset_generation import generate_dataset
     from .errors import TIDEError, UnsupportedModelError
     from .logits_process import TIDELogitsProcessor
     from .model import TIDEModelForCausalLM
@@ -27,6 +28,7 @@ __all__ = [
     "TIDERouters",
     "UnsupportedModelError",
     "calibrate",
+    "generate_dataset",
 ]
 
 # Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
@@ -39,6 +41,7 @@ _MODULES = {
     "TIDERouters": "modeling_tide",
     "UnsupportedModelError": "errors",
     "calibrate": "calibration",
+    "generate_dataset": "dataset_generation",
 }
 
 

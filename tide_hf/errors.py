@@ -35,7 +35,11 @@ class HubError(TIDEError, OSError):
     """The Hub refused an upload, or could not be reached for it."""
 
 
-class CalibrationError(TIDEError, ValueError):
+class DatasetError(TIDEError, ValueError):
+    """Work on a data set cannot start or go on."""
+
+
+class CalibrationError(DatasetError):
     """Calibration cannot start or go on with the data it was given."""
 
 

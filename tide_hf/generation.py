@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .adapters import check_adapters
 from .compiled_layers import CompiledLayers
 from .configuration_tide import (
     EXIT_CRITERIA,
@@ -180,6 +181,7 @@ class TIDEGenerationMixin:
         if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
+        check_adapters(self, attachment.structure)
         for gate in linear_gates(attachment.structure):
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)

@@ -16,7 +16,7 @@ from .generation import Attachment, hybrid_drafter
 from .modeling_tide import TIDERouters
 from .ops import kernel_facts, load_kernels
 from .packed_linear import linears_to_pack
-from .structure import DecoderStructure, find_structure
+from .structure import DecoderStructure, find_structure, input_device
 from .unembed import Unembed, check_parity
 
 
@@ -47,7 +47,7 @@ def inspect_model(
         "modes": mode_facts(model, structure, routers),
         "routers": router_facts(routers) if routers is not None else None,
         "packed_weights": packing_facts(structure),
-        "kernels": kernel_facts(load_kernels(device=model.device), model.device, model.dtype),
+        "kernels": kernel_facts(load_kernels(device=input_device(model)), input_device(model), model.dtype),
         "convergence": [asdict(row) for row in convergence_by_layer(model, tokenizer, texts)],
     }
 
@@ -61,7 +61,7 @@ def structure_facts(model: PreTrainedModel, structure: DecoderStructure) -> dict
         "hidden_size": structure.hidden_size,
         "vocab_size": structure.vocab_size,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
+        "device": str(input_device(model)),
         "parameters": model.num_parameters(),
     }
 

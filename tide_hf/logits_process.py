@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
+from .adapters import base_inside, check_wrapper
 from .configuration_tide import check_exit_threshold
 from .errors import UnsupportedOptionError, describe
 from .modeling_tide import TIDERouters
-from .structure import find_structure
+from .structure import find_structure, input_device
 from .unembed import Unembed
 
 
@@ -24,7 +25,7 @@ class TIDELogitsProcessor(LogitsProcessor):
     Hooks on the exit layers stay until `close()`; it is a context manager.
 
     Args:
-        model: The base model, not attached.
+        model: The base model, not attached, or a `PeftModel` around it.
         routers: Its routers.
         exit_threshold: Exit where `score >= exit_threshold`; default: the calibrated value.
 
@@ -34,10 +35,12 @@ class TIDELogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, model: PreTrainedModel, routers: TIDERouters, exit_threshold: float | None = None) -> None:
+        check_wrapper(model)
+        model = base_inside(model)
         routers.check_base_model(model)
         structure = find_structure(model)
         self.unembed = Unembed(model, structure)
-        self.routers = routers.place(model.device, model.dtype)
+        self.routers = routers.place(input_device(model), model.dtype)
         self.exit_threshold = check_exit_threshold(
             routers.config.exit_threshold if exit_threshold is None else exit_threshold
         )

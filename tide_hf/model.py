@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from transformers import PreTrainedModel
-
+from .adapters import base_inside, check_wrapper
 from .configuration_tide import NEVER_EXIT, check_choice, check_engine, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
 from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
@@ -15,7 +14,7 @@ from .modeling_tide import TIDERouters
 from .ops import USE_KERNELS, load_kernels
 from .packed_linear import linears_to_pack, open_linear_gates, remove_linear_gates
 from .skipping import open_gates, remove_gates
-from .structure import find_structure
+from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
 
 PACK_WEIGHTS = (True, False, "auto")
@@ -25,7 +24,7 @@ Routers = TIDERouters | str | os.PathLike[str] | None
 
 class _InstanceCheck(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, TIDEGenerationMixin)
+        return _is_attached(base_inside(instance))
 
 
 class TIDEModelForCausalLM(metaclass=_InstanceCheck):
@@ -117,7 +116,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
     @classmethod
     def attach(
         cls,
-        model: PreTrainedModel,
+        model: Any,
         routers: Routers = None,
         *,
         mode: str = "self_speculative",
@@ -130,7 +129,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
 
         Args:
-            model: The base model. It is changed in place; attaching again replaces the routers and settings.
+            model: The base model, or a `PeftModel` around it: TIDE is attached to the model inside. It is changed in
+                place; attaching again replaces the routers and settings.
             routers: As in `from_pretrained`.
             mode: As in `from_pretrained`.
             exit_threshold: As in `from_pretrained`.
@@ -148,6 +148,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_mode(mode)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
         check_engine(engine)
+        check_wrapper(model)
+        given, model = model, base_inside(model)
         loaded = _load_routers(routers)
         structure = find_structure(model)
         threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
@@ -155,10 +157,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             threshold = check_exit_threshold(exit_threshold)
         if loaded is not None:
             loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
+        device = input_device(model)
         attachment = Attachment(
             base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
-            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=model.device)),
+            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=device)),
             routers=loaded,
             mode=mode,
             exit_threshold=threshold,
@@ -168,7 +171,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         attachment.check_mode(mode)
         check_parity(model, structure)
         if loaded is not None:
-            loaded.place(model.device, model.dtype)
+            loaded.place(device, model.dtype)
         linears = linears_to_pack(structure, pack_weights)
         cls.detach(model)
         open_linear_gates(linears)
@@ -176,24 +179,25 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
         model.last_exit_stats = None
-        return model
+        return given
 
     @classmethod
     def detach(cls, model: Any) -> Any:
         """Give a model its own class and forward back.
 
         Args:
-            model: An attached model; one that is not attached is returned as it is.
+            model: An attached model, or a `PeftModel` around one; one that is not attached is returned as it is.
 
         Returns:
             `model` itself, as it was before `attach`.
         """
-        if _is_attached(model):
-            attachment = model._tide
+        base = base_inside(model)
+        if _is_attached(base):
+            attachment = base._tide
             remove_gates(attachment.structure)
             remove_linear_gates(attachment.structure)
-            model.__class__ = attachment.base_class
-            del model._tide, model.last_exit_stats
+            base.__class__ = attachment.base_class
+            del base._tide, base.last_exit_stats
         return model
 
 

@@ -12,6 +12,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .adapters import base_inside
 from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .errors import BaseModelMismatchError, RoutersFileError, describe
@@ -134,7 +135,7 @@ class TIDERouters(PreTrainedModel):
 
         Heads take the model's dtype, since their output enters its final norm; routers score in float32.
         """
-        self.to(device if device.type != "meta" else None)
+        self.to(device)
         for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
             point.head.to(dtype)
             point.router.float()
@@ -145,12 +146,13 @@ class TIDERouters(PreTrainedModel):
         """Fresh routers for `model`, not yet calibrated.
 
         Args:
-            model: The base model.
+            model: The base model, or a `PeftModel` around it.
             **config: Fields of [`TIDEConfig`], such as `exit_layers` and `exit_strategy`.
 
         Returns:
             Routers on the CPU in float32, whose heads start as the identity.
         """
+        model = base_inside(model)
         structure = find_structure(model)
         identity = {
             "base_model_name_or_path": model.config._name_or_path or None,

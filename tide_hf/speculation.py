@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .adapters import has_adapters_by_row
 from .block_drafting import block_run
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
@@ -75,9 +76,12 @@ class SelfSpeculativeDecoder:
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
         self.keeps_logits = bool(returned and generation_config.output_logits)
-        # Rows that are stopped leave the batch, unless nothing pads them or the caller gets to see their padding.
-        self.drops_stopped = self.stopping.pads and not cache_is_returned(
-            generation_config, model_kwargs["past_key_values"]
+        # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, or the
+        # rows have adapters of their own.
+        self.drops_stopped = not (
+            not self.stopping.pads
+            or cache_is_returned(generation_config, cache)
+            or has_adapters_by_row(model, attachment.structure)
         )
         self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache

@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -110,8 +111,22 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         returns_tuple=config.model_type in TUPLE_LAYERS,
         is_recurrent=bool(getattr(model, "_is_stateful", False)),
         hidden_size=config.hidden_size,
-        vocab_size=head.weight.shape[0],
+        vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have shapes of their own
     )
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens. `model.device` does not tell: offloaded weights are nowhere until they are used.
+
+    Args:
+        model: A causal language model, possibly dispatched or offloaded by accelerate.
+    """
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    if device.type != "meta":
+        return device
+    hook = getattr(embeddings, "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError, describe
 from .ops import PLAIN, Ops, which_norm
-from .structure import DecoderStructure
+from .structure import DecoderStructure, input_device
 
 HASH_ROWS = 256
 PROBE_LENGTH = 4
@@ -114,7 +114,12 @@ class DraftUnembed:
         if self.unembed.structure.projection is not None:
             state = self.unembed.structure.projection(state)
         head, ops = self.head, self.unembed.ops
-        if type(head) is nn.Linear and state.dtype == head.weight.dtype and ops.run_on(state, head.weight, head.bias):
+        if (
+            type(head) is nn.Linear
+            and is_plain_linear(head)
+            and state.dtype == head.weight.dtype
+            and ops.run_on(state, head.weight, head.bias)
+        ):
             rows = state.reshape(-1, state.shape[-1])
             top = ops.draft_top1(rows, head.weight, head.bias)[0].view(state.shape[:-1])
         else:
@@ -146,8 +151,7 @@ def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
         UnsupportedModelError: The logits differ, or a layer returns another kind than the structure says.
     """
     last: list[Any] = []
-    device = model.get_input_embeddings().weight.device
-    probe = torch.arange(PROBE_LENGTH, device=device if device.type != "meta" else model.device)[None]
+    probe = torch.arange(PROBE_LENGTH, device=input_device(model))[None]
     handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
     was_training = model.training
     model.eval()
@@ -179,11 +183,13 @@ def unembed_hash(head: nn.Module) -> str | None:
         head: The output head, weight (vocab_size, D).
 
     Returns:
-        64 hexadecimal digits; `None` where the weight is no plain floating-point tensor (packed or offloaded).
+        64 hexadecimal digits; `None` where the weight is offloaded, or packed and does not unpack itself.
     """
-    if not is_plain_linear(head):
+    weight: Any = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
         return None
-    weight: Any = head.weight
+    if _unpacks_itself(weight):
+        weight = weight.dequantize()
     width = weight.shape[1]
     direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
     signs = torch.tensor([1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)])
@@ -194,8 +200,15 @@ def unembed_hash(head: nn.Module) -> str | None:
 
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether the head's weight can be read as it is: no packed bits, and not offloaded."""
-    weight = getattr(head, "weight", None)
-    return weight is not None and weight.is_floating_point() and weight.device.type != "meta"
+    weight: Any = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+        return False
+    return not _unpacks_itself(weight)
+
+
+def _unpacks_itself(weight: Tensor) -> bool:
+    """Whether it is one of the quantised tensors that call themselves floating-point, but can hardly be indexed."""
+    return type(weight).dequantize is not Tensor.dequantize
 
 
 def hash_distance(first: str, second: str) -> float:

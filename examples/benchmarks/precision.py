@@ -1,7 +1,8 @@
 """Where a low-precision answer leaves the base model's, and by how little: `python -m examples.benchmarks.precision`.
 
-In float32 `self_speculative` gives the base model's tokens. In bfloat16 and float16 a pass over several tokens rounds
-otherwise than passes over one, so a near-tie between the two best tokens can fall either way. For every prompt and
+In float32 `self_speculative` gives the base model's tokens. In bfloat16 and float16, and where weights or states are
+quantised (`--quantize`), a pass over several tokens rounds otherwise than passes over one, so a near-tie between the
+two best tokens can fall either way. For every prompt and
 draft width this finds the first token that differs from plain decoding, the gap between the base model's two best
 logits there, and how much rounding alone moves such gaps on the same text. Writes JSON, prints a Markdown table.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.benchmark import encode_prompt, weight_sharing_copy
@@ -27,6 +31,22 @@ from tide_hf.provenance import provenance
 
 FOLDER = Path(__file__).parent
 WIDTHS = (1, 3, 7, 15)
+
+
+def torchao(name: str, **options: Any) -> Any:
+    return TorchAoConfig(getattr(import_module("torchao.quantization"), name)(**options))
+
+
+# Each needs the package that it is named after.
+QUANTIZATIONS: dict[str, Callable[[], Any]] = {
+    "torchao-int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao-int4": lambda: torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "torchao-int8-states": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+    "quanto-int8": lambda: QuantoConfig(weights="int8"),
+    "quanto-int4": lambda: QuantoConfig(weights="int4"),
+    "bitsandbytes-nf4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bitsandbytes-int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+}
 
 
 class KnownAnswer:
@@ -81,6 +101,16 @@ def study(plain: Any, attached: Any, inputs: dict[str, Tensor], max_new_tokens: 
     return record
 
 
+def quantized(model: Any, name: str) -> Any:
+    """The same model with quantised linear layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        options = {"dtype": model.dtype, "device_map": "cpu", "quantization_config": QUANTIZATIONS[name]()}
+        copy = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    copy.config._name_or_path, copy.weights_origin = model.config._name_or_path, getattr(model, "weights_origin", None)
+    return copy
+
+
 def table(record: dict[str, Any]) -> str:
     """Render a record as Markdown."""
     lines = ["| draft width | answers equal | gaps of the others |", "| --- | --- | --- |"]
@@ -100,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
@@ -107,10 +138,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     model, tokenizer = load_demo_model(options.model, dtype=options.dtype)
+    if options.quantize is not None:
+        model = quantized(model, options.quantize)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model))
     categories = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
     prompts = [prompt for category in categories.values() for prompt in category[: options.prompts]]
-    record = provenance(model) | {"max_new_tokens": options.max_new_tokens}
+    record = provenance(model) | {"max_new_tokens": options.max_new_tokens, "quantize": options.quantize}
     record["prompts"] = [
         study(model, attached, encode_prompt(tokenizer, prompt), options.max_new_tokens)
         for prompt in track(prompts, description="Comparing", console=Console(stderr=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..adapters import base_inside, check_wrapper
 from ..configuration_tide import EXIT_STRATEGIES, NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
 from ..modeling_tide import TIDERouters
-from ..structure import DecoderStructure, find_structure
+from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity
 from .block_stage import place_block
 from .budget import Budget
@@ -32,6 +34,7 @@ from .threshold import Decisions, check_bounds, check_counts, choose_threshold
 from .work_folder import open_work_folder
 
 STRATEGIES = (*EXIT_STRATEGIES, "block")
+SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
 
 __all__ = ["STRATEGIES", "calibrate"]
 
@@ -63,7 +66,8 @@ def calibrate(
     work, by way of those files; each gets the routers.
 
     Args:
-        model: A causal language model of transformers.
+        model: A causal language model of transformers, or a `PeftModel` around one, whose adapter is then part of
+            the model.
         tokenizer: Its tokenizer.
         dataset: `None` lets the model answer the package's own prompts, which gives the kind of text that it will see
             when it decodes. Or one of:
@@ -121,7 +125,9 @@ def calibrate(
     check_bounds(tolerance, confidence)
     check_counts(samples=samples, max_length=max_length, batch_size=batch_size, max_minutes=max_minutes)
     budget = Budget.of_minutes(max_minutes)
-    processes = Processes.current(model.device)
+    check_wrapper(model)
+    model = base_inside(model)
+    processes = Processes.current(input_device(model))
     with full_depth(model):
         structure = find_structure(model)
         check_precision(model, structure)
@@ -136,7 +142,7 @@ def calibrate(
             block_config=block_config,
             translator_rank=translator_rank,
             draft_vocab_size=None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
-        ).to(model.device)
+        ).to(input_device(model))
         text = load_documents(
             dataset, tokenizer, samples=samples, max_length=max_length, batch_size=batch_size, seed=seed
         )
@@ -214,11 +220,22 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
     base = {
         "model": type(model).__name__,
         "unembed_hash": config.unembed_hash,
+        "layers_hash": _layers_hash(model),
         "shape": [config.num_hidden_layers, config.hidden_size, config.vocab_size],
         "dtype": str(model.dtype),
-        "device": model.device.type,
+        "device": input_device(model).type,
     }
     return settings.to_dict() | base | {"data_hash": text.digest()}
+
+
+def _layers_hash(model: PreTrainedModel) -> str:
+    """Tell models apart that share a head, as one does with and without an adapter; what is packed is left out."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        if type(weight) is nn.Parameter and weight.is_floating_point() and weight.device.type != "meta":
+            flat = weight.detach().reshape(-1)
+            digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
+    return digest.hexdigest()
 
 
 def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: float, confidence: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..block_head import block_config_of
 from ..errors import UnsupportedModelError
 from ..modeling_tide import BlockPoint
-from ..structure import DecoderStructure
+from ..structure import DecoderStructure, input_device
 from ..unembed import DraftUnembed, Unembed
 from .block_training import BlockTrainer, DocumentBatch
 from .distillation import FrequentUnembed
@@ -126,7 +126,7 @@ class BlockStage:
         if seed is not None:
             random.Random(seed).shuffle(shards)
         for shard in shards:
-            whole = self.store.read(shard, [self.block_layer]).to(self.trainer.model.device, torch.float32)
+            whole = self.store.read(shard, [self.block_layer]).to(input_device(self.trainer.model), torch.float32)
             documents = whole.document_ids.unique_consecutive().tolist()
             if seed is not None:
                 random.Random(seed + shard.number).shuffle(documents)

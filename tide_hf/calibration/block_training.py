@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..block_head import BlockHead
 from ..skipping import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
-from ..structure import DecoderStructure
+from ..structure import DecoderStructure, input_device
 from ..unembed import Unembed
 
 LEARNING_RATE = 2e-3  # of the layer
@@ -163,7 +163,9 @@ class BlockTrainer:
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
             with active(run):
                 return run.call_after(
-                    self.model, **{name: ids.to(self.model.device) for name, ids in inputs.items()}, use_cache=False
+                    self.model,
+                    **{name: ids.to(input_device(self.model)) for name, ids in inputs.items()},
+                    use_cache=False,
                 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CalibrationError, describe
-from ..structure import DecoderStructure
+from ..structure import DecoderStructure, input_device
 from ..unembed import Unembed
 from .data import TokenBatch
 
@@ -103,7 +103,7 @@ class StateReader:
         for batch in batches:
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
             with torch.no_grad(), _capture(self.structure, self.exit_layers) as captured:
-                self.model(**{name: ids.to(self.model.device) for name, ids in inputs.items()}, **self._options)
+                self.model(**{name: ids.to(input_device(self.model)) for name, ids in inputs.items()}, **self._options)
             device = captured[self.structure.num_layers].device
             is_token = batch.attention_mask.bool()
             states = {depth: state.to(device)[is_token.to(device)] for depth, state in captured.items()}

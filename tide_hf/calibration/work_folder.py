@@ -1,4 +1,4 @@
-"""The folder in which a calibration keeps what it has done, so that it can be killed at any time and go on."""
+"""The folder in which work on a data set keeps what has been done, so that it can be killed at any time and go on."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class WorkFolder:
 
     Args:
         folder: Where; made where it does not exist.
+        task: What is done there, for errors.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], task: str = "calibration") -> None:
         self.folder = Path(folder)
+        self.task = task
 
     def has(self, name: str) -> bool:
         """Whether this unit has been done."""
@@ -52,7 +54,7 @@ class WorkFolder:
             CalibrationError: The disk is full.
         """
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        self._write_bytes(self._file(name), save(tensors, {"facts": json.dumps(facts or {})}))
+        self.write_bytes(f"{name}.safetensors", save(tensors, {"facts": json.dumps(facts or {})}))
 
     def read(self, name: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read tensors of a unit that has been done; all of them where no `keys` are given.
@@ -73,14 +75,14 @@ class WorkFolder:
             return json.loads(file.metadata()["facts"])
 
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
-        """Make sure that what is in the folder is this calibration's own, and take the folder where it is empty.
+        """Make sure that what is in the folder is this task's own, and take the folder where it is empty.
 
         Args:
             fingerprint: All that the units depend on, ready for JSON.
             processes: Those that share the folder.
 
         Raises:
-            CalibrationError: The folder holds another calibration's work, or processes see different folders.
+            CalibrationError: The folder holds another task's work, or processes see different folders.
         """
         ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
         file = self.folder / FINGERPRINT
@@ -91,7 +93,7 @@ class WorkFolder:
             for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):  # by a process that was killed
                 unfinished.unlink()
             if not file.is_file():
-                self._write_bytes(file, json.dumps(ours, indent=1).encode())
+                self.write_bytes(FINGERPRINT, json.dumps(ours, indent=1).encode())
         processes.wait()
         if not file.is_file():
             raise CalibrationError(
@@ -132,7 +134,17 @@ class WorkFolder:
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def _write_bytes(self, file: Path, content: bytes) -> None:
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write a file that is there whole or not at all.
+
+        Args:
+            name: Of the file, with its suffix, within the folder.
+            content: What it holds.
+
+        Raises:
+            CalibrationError: The disk is full.
+        """
+        file = self.folder / name
         unfinished = file.with_name(f"{file.name}.{os.getpid()}{UNFINISHED}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,8 +161,8 @@ class WorkFolder:
                         f"the disk is full: {file} could not be written",
                         got=f"{shutil.disk_usage(self.folder).free} bytes free",
                         expected=f"at least {len(content)} for this file",
-                        do="Make room and call calibrate() again with the same arguments: with an output_dir it goes "
-                        "on from here.",
+                        do="Make room and start again with the same arguments: with an output_dir it goes on from "
+                        "here.",
                     )
                 ) from error
             raise
@@ -180,10 +192,10 @@ class WorkFolder:
             differences = ", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names)
             raise CalibrationError(
                 describe(
-                    f"{self.folder} holds the unfinished work of another calibration",
+                    f"{self.folder} holds the unfinished work of another {self.task}",
                     got=differences,
                     expected="the same model, data and settings, to go on with it",
-                    do=f"Delete {self.folder}, pass another output_dir, or call calibrate() as it was called then.",
+                    do=f"Delete {self.folder}, pass another output_dir, or start it as it was started then.",
                 )
             )
 

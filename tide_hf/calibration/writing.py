@@ -10,8 +10,10 @@ from importlib import resources
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..structure import input_device
 from .data import Document, encode_messages, seeded
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
@@ -95,16 +97,13 @@ def write_documents(
     Returns:
         The documents that hold at least one new position; their prompts are read but not counted.
     """
-    pad = _pad_token(tokenizer)
-    width = max(map(len, batch.prompts))
-    input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in batch.prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch.prompts])
+    pad = pad_token(tokenizer)
+    inputs = left_padded(batch.prompts, pad, input_device(model))
     config = _generation_config(model, pad, max_length, batch.temperature)
-    with seeded(batch.seed, model.device):
-        generated = model.generate(
-            input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
-        )
-    ends = _end_tokens(config)
+    with seeded(batch.seed, inputs["input_ids"].device):
+        generated = model.generate(**inputs, generation_config=config)
+    width = inputs["input_ids"].shape[1]
+    ends = end_tokens(config.eos_token_id)
     documents = []
     for prompt, answer in zip(batch.prompts, generated[:, width:].tolist(), strict=True):
         length = next((i for i, token in enumerate(answer) if token in ends), len(answer) - 1)
@@ -119,7 +118,18 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
     return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
 
 
-def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def left_padded(prompts: list[list[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """Prompts of any lengths as `input_ids` and `attention_mask`, (rows, longest) each, on `device`."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Any token can pad, since every use goes with a mask."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
@@ -136,8 +146,8 @@ def _generation_config(
     return GenerationConfig(**settings) if temperature is not None else GenerationConfig(**settings, do_sample=False)
 
 
-def _end_tokens(config: GenerationConfig) -> set[int]:
-    ends = config.eos_token_id
+def end_tokens(ends: int | list[int] | None) -> set[int]:
+    """What may stand for `eos_token_id`, as a set."""
     if ends is None:
         return set()
     return set(ends) if isinstance(ends, (list, tuple)) else {ends}

@@ -1,0 +1,165 @@
+"""Answers to a data set: the same by any number of processes, and after any number of kills."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tide_hf import TIDEModelForCausalLM, generate_dataset
+from tide_hf.calibration import work_folder
+from tide_hf.errors import DatasetError, UnsupportedOptionError
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+LAYOUT = {"batch_size": 2, "shard_size": 4}
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+@pytest.fixture
+def parts(tiny_llama, tiny_tokenizer):
+    return TIDEModelForCausalLM.attach(tiny_llama()), tiny_tokenizer
+
+
+def prompts(count=10):
+    chats = [{"messages": [{"role": "user", "content": "sea " * i}], "id": i} for i in range(1, count, 3)]
+    texts = [{"prompt": f"tide {i} " + "ebb " * (i % 4), "id": i} for i in range(count)]
+    return [*texts[: count - len(chats)], *chats]
+
+
+def read(files):
+    return [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_row_gets_the_answer_it_would_get_alone(parts, tmp_path):
+    model, tokenizer = parts
+    files = generate_dataset(model, tokenizer, prompts(), tmp_path, **LAYOUT, **OPTIONS)
+    assert [file.name for file in files] == ["00000.jsonl", "00001.jsonl", "00002.jsonl"]
+    assert [len(read([file])) for file in files] == [4, 4, 2]
+    rows = read(files)
+    TIDEModelForCausalLM.detach(model)
+    for row, given in zip(rows, prompts(), strict=True):
+        text = given["prompt"] if "prompt" in given else f"<user>{given['messages'][0]['content']}<answer>"
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        new = model.generate(ids, **OPTIONS)[0, ids.shape[1] :]
+        assert row == {**given, "answer": tokenizer.decode(new, skip_special_tokens=True), "num_new_tokens": len(new)}
+
+
+def test_an_answer_ends_where_the_model_ends_it(parts, tmp_path):
+    model, tokenizer = parts
+    whole = read(generate_dataset(model, tokenizer, ["a b", "c d e"], tmp_path / "whole", **OPTIONS))
+    assert [row["prompt"] for row in whole] == ["a b", "c d e"]
+    ids = tokenizer("a b", return_tensors="pt").input_ids
+    third = int(model.generate(ids, **OPTIONS)[0, ids.shape[1] + 2])
+    short = read(
+        generate_dataset(model, tokenizer, ["a b", "c d e"], tmp_path / "short", eos_token_id=third, **OPTIONS)
+    )
+    assert short[0]["num_new_tokens"] <= 3
+    assert whole[0]["num_new_tokens"] == 6
+
+
+def run(launcher, *arguments):
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *launcher, str(ROOT / "examples" / "generate_dataset.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_two_processes_write_what_one_writes(parts, tiny_model_folder, tmp_path):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in prompts()))
+    options = ["--model", tiny_model_folder, "--batch-size", 2, "--shard-size", 4, "--max-new-tokens", 6]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run(launcher, source, tmp_path / "two", *options, "--temperature", 0.9)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder)
+    settings = {**LAYOUT, "max_new_tokens": 6, "do_sample": True, "temperature": 0.9}
+    files = generate_dataset(model, parts[1], source, tmp_path / "one", **settings)
+    names = [*(file.name for file in files), "fingerprint.json"]
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
+    for file in files:
+        assert (tmp_path / "two" / file.name).read_text() == file.read_text()
+    assert len({row["answer"] for row in read(files)}) > 5
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_killed_it_goes_on_where_it_was(parts, tmp_path, monkeypatch, kills):
+    options = {**LAYOUT, "max_new_tokens": 6, "do_sample": True}
+    expected = read(generate_dataset(*parts, prompts(), tmp_path / "whole", **options))
+    replace, written = os.replace, []
+
+    def replace_or_die(source, target):
+        if len(written) % 2:  # after each file
+            written.append("killed")
+            raise Killed
+        written.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(work_folder.os, "replace", replace_or_die)
+    for _ in range(kills):
+        with pytest.raises(Killed):
+            generate_dataset(*parts, prompts(), tmp_path / "killed", **options)
+    monkeypatch.undo()
+    before = set((tmp_path / "killed").glob("*.jsonl"))
+    assert len(before) == kills - 1  # the first write is the fingerprint's
+    times = {file: file.stat().st_mtime_ns for file in before}
+    torch.manual_seed(kills)  # what the caller drew before is of no account
+    files = generate_dataset(*parts, prompts(), tmp_path / "killed", **options)
+    assert read(files) == expected
+    assert {file: file.stat().st_mtime_ns for file in before} == times
+    assert not list((tmp_path / "killed").glob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_new_tokens": 7}, "'max_new_tokens': '6'.*now.*'max_new_tokens': '7'"),
+        ({"prompts": prompts(9)}, "data_hash="),
+        ({"shard_size": 5}, r"shard_size=4 \(now 5\)"),
+    ],
+)
+def test_answers_by_other_settings_are_not_mixed(parts, tmp_path, changed, message):
+    options = {"prompts": prompts(), **LAYOUT, **OPTIONS}
+    generate_dataset(*parts, output_dir=tmp_path, **options)
+    with pytest.raises(
+        DatasetError, match=f"the unfinished work of another data set: got .*{message}.*start it as it was"
+    ):
+        generate_dataset(*parts, output_dir=tmp_path, **options | changed)
+
+
+@pytest.mark.parametrize(
+    ("row", "got"),
+    [
+        ({"question": "Why?"}, "keys question"),
+        ({"prompt": ""}, "an empty prompt"),
+        (7, "int"),
+        ({"messages": [{"role": "user"}, 3]}, "messages that the chat template refuses"),
+    ],
+)
+def test_a_row_that_cannot_be_answered_is_named_before_any_work(parts, tmp_path, row, got):
+    with pytest.raises(DatasetError, match=rf"row 3 cannot be answered: got {got}.*Expected a mapping with a prompt"):
+        generate_dataset(*parts, ["a", "b", row], tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_messages_need_a_template(parts, tiny_model_folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    tokenizer.chat_template = None
+    with pytest.raises(DatasetError, match="got messages, and a tokenizer without chat template"):
+        generate_dataset(parts[0], tokenizer, prompts()[-1:], tmp_path, **OPTIONS)
+
+
+@pytest.mark.parametrize("option", [{"num_return_sequences": 2}, {"return_dict_in_generate": True}])
+def test_one_answer_a_row(parts, tmp_path, option):
+    name, value = next(iter(option.items()))
+    with pytest.raises(UnsupportedOptionError, match=rf"one answer a row: got {name}={value}\. Expected none of these"):
+        generate_dataset(*parts, ["a"], tmp_path, **OPTIONS, **option)
+    with pytest.raises(DatasetError, match="batch_size is no usable number: got 0"):
+        generate_dataset(*parts, ["a"], tmp_path, batch_size=0)

@@ -1,0 +1,189 @@
+"""Weights that accelerate keeps elsewhere, on the CPU or on the disk: what is skipped is not loaded."""
+
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook
+from drafters import HeadDrafter
+from families import LAYERS, VOCAB, tiny_model
+from transformers import AutoModelForCausalLM
+
+from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf.inspection import structure_facts
+from tide_hf.structure import find_structure
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+CPU = torch.device("cpu")
+DEEP = {f"model.layers.{layer}": "disk" for layer in range(1, LAYERS)} | {"lm_head": "disk"}
+SPLIT = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.norm": "cpu"} | DEEP
+
+
+def prompt(rows=1):
+    return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, 3)
+
+
+def to_cpu(model, folder):
+    return cpu_offload(model, execution_device=CPU)
+
+
+def to_disk(model, folder):
+    return disk_offload(model, folder / "weights", execution_device=CPU)
+
+
+def dispatched(model, folder):
+    return dispatch_model(model, SPLIT, main_device="cpu", offload_dir=folder / "weights")
+
+
+def loaded_to_disk(model, folder):
+    model.save_pretrained(folder / "base")
+    device_map = {"": "disk"}
+    return AutoModelForCausalLM.from_pretrained(folder / "base", device_map=device_map, offload_folder=folder / "off")
+
+
+OFFLOADS = (to_cpu, to_disk, dispatched, loaded_to_disk)
+
+
+def routers_for(model, **config):
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], **config)
+    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.9}}}  # heads draft
+    return routers
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """How often accelerate brings each module's weights."""
+    counts, pre_forward = Counter(), AlignDevicesHook.pre_forward
+
+    def counted(hook, module, *args, **kwargs):
+        if hook.offload:
+            counts[module.tide_name] += 1
+        return pre_forward(hook, module, *args, **kwargs)
+
+    monkeypatch.setattr(AlignDevicesHook, "pre_forward", counted)
+    return counts
+
+
+def named(model):
+    for name, module in model.named_modules():
+        object.__setattr__(module, "tide_name", name)
+    return model
+
+
+def layer_loads(loads, layer):
+    """The loads of one layer's weights, by part."""
+    start = f"model.layers.{layer}."
+    return {name.removeprefix(start): count for name, count in loads.items() if name.startswith(start)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("offload", OFFLOADS[:2])
+def test_drafts_load_shallow_layers_alone(family, offload, tmp_path, loads):
+    expected = tiny_model(family).generate(prompt(), **OPTIONS)
+    model = named(offload(tiny_model(family), tmp_path))
+    TIDEModelForCausalLM.attach(model, routers_for(model))
+    model._tide.make_drafter = lambda _, prompts, shallow: HeadDrafter(prompts, shallow, exit_layer=1, width=3)
+    loads.clear()
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+    structure, stats = find_structure(model), model.last_exit_stats
+    passes = stats.rounds + 1
+    assert stats.drafted > stats.rounds
+    for layer_idx, layer in enumerate(structure.layers):
+        names = {
+            module.tide_name for module in layer.modules() if next(module.parameters(recurse=False), None) is not None
+        }
+        assert {loads[name] for name in names} == {passes + (stats.drafted if layer_idx == 0 else 0)}
+    assert loads[structure.head.tide_name] == passes + stats.drafted
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_early_exit_does_not_load_what_a_token_leaves_out(offload, tmp_path, loads):
+    plain = tiny_model("llama")
+    TIDEModelForCausalLM.attach(plain, routers_for(plain), mode="early_exit", exit_threshold=0.0)
+    expected = plain.generate(prompt(), **OPTIONS)
+    model = named(offload(tiny_model("llama"), tmp_path))
+    TIDEModelForCausalLM.attach(model, routers_for(model), mode="early_exit", exit_threshold=0.0)
+    loads.clear()
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+    shallow = 0 if offload is dispatched else OPTIONS["max_new_tokens"]  # which stays where it is
+    assert loads["model.layers.0.mlp.up_proj"] == shallow
+    for layer in range(1, LAYERS):
+        counts = layer_loads(loads, layer)
+        assert len(counts) == 9
+        assert set(counts.values()) == {1}  # for the prompt
+
+
+def test_filling_the_cache_loads_queries_keys_and_values_alone(tmp_path, loads):
+    model = named(to_disk(tiny_model("llama"), tmp_path))
+    routers = routers_for(model, kv_cache_strategy="propagate")
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=0.0)
+    loads.clear()
+    model.generate(prompt(), **OPTIONS)
+    for layer in range(1, LAYERS):
+        counts = layer_loads(loads, layer)
+        every = {name for name, count in counts.items() if count == OPTIONS["max_new_tokens"]}
+        assert every == {"input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+        assert {count for name, count in counts.items() if name not in every} == {1}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_the_tokens_are_the_base_model_s_own(offload, rows, tmp_path):
+    expected = tiny_model("llama").generate(prompt(rows), **OPTIONS)
+    model = offload(tiny_model("llama"), tmp_path)
+    hooked = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    TIDEModelForCausalLM.attach(model, routers_for(model))
+    assert torch.equal(model.generate(prompt(rows), **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0
+    TIDEModelForCausalLM.detach(model)
+    assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == hooked
+    assert torch.equal(model.generate(prompt(rows), **OPTIONS), expected)
+
+
+def test_a_head_that_is_tied_to_offloaded_embeddings(tiny_llama, tmp_path):
+    expected = tiny_llama(tie_word_embeddings=True).generate(prompt(), **OPTIONS)
+    model = TIDEModelForCausalLM.attach(to_disk(tiny_llama(tie_word_embeddings=True), tmp_path))
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("max_memory", [None, {"cpu": 30_000}])
+def test_device_map_auto_without_a_gpu(max_memory, tmp_path):
+    base = tiny_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    routers_for(base).save_pretrained(tmp_path / "routers")
+    options = {"device_map": "auto", "max_memory": max_memory, "offload_folder": tmp_path / "off"}
+    model = TIDEModelForCausalLM.from_pretrained(tmp_path / "base", routers=tmp_path / "routers", **options)
+    on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
+    assert on_disk == (max_memory is not None)
+    expected = base.generate(prompt(3), **OPTIONS)
+    assert torch.equal(model.generate(prompt(3), **OPTIONS), expected)
+    assert model.generate(prompt(), tide_mode="early_exit", exit_threshold=0.0, **OPTIONS).shape == (1, 38)
+    assert model.last_exit_stats.depth_fraction < 0.5
+
+
+@pytest.mark.parametrize("offload", OFFLOADS[2:])  # transformers saves no others
+def test_saving_an_attached_model_writes_its_weights(offload, tmp_path):
+    expected = tiny_model("llama").generate(prompt(), **OPTIONS)
+    model = offload(tiny_model("llama"), tmp_path)
+    TIDEModelForCausalLM.attach(model, routers_for(model))
+    model.save_pretrained(tmp_path / "saved")
+    assert "tide" not in (tmp_path / "saved" / "config.json").read_text().lower()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert sorted(loaded.state_dict()) == sorted(tiny_model("llama").state_dict())
+    assert torch.equal(loaded.generate(prompt(), **OPTIONS), expected)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+
+
+def test_an_offloaded_model_can_be_calibrated_and_looked_at(tiny_llama, tiny_tokenizer, tmp_path):
+    dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
+    options = {"dataset": dataset, "max_length": 8, "exit_layers": [1], "progress": False}
+    expected = calibrate(tiny_llama(), tiny_tokenizer, **options)
+    model = to_disk(tiny_llama(), tmp_path)
+    routers = calibrate(model, tiny_tokenizer, **options)
+    assert routers.device == CPU
+    torch.testing.assert_close(routers[1].router.down.weight, expected[1].router.down.weight)
+    assert structure_facts(model, find_structure(model))["device"] == "cpu"
+    with TIDELogitsProcessor(model, routers, exit_threshold=0.0) as processor:
+        assert model.generate(prompt(), logits_processor=[processor], **OPTIONS).shape == (1, 38)

@@ -1,0 +1,173 @@
+"""Bases with 8- and 4-bit weights, made by the packages that users make them with."""
+
+import pytest
+import torch
+from families import VOCAB, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf.packed_linear import linear_gates
+from tide_hf.structure import find_structure
+from tide_hf.unembed import hash_distance, unembed_hash
+
+OPTIONS = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # some kinds want multiples of 32 or 64
+NONE = ["no_such_module"]
+
+
+def torchao(name, with_head, **options):
+    quantization = pytest.importorskip("torchao.quantization")
+    return TorchAoConfig(getattr(quantization, name)(**options), include_input_output_embeddings=with_head)
+
+
+def quanto(bits, with_head):
+    pytest.importorskip("optimum.quanto")
+    return QuantoConfig(weights=bits, modules_to_not_convert=NONE if with_head else None)
+
+
+def bitsandbytes(with_head, **options):
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(**options, llm_int8_skip_modules=NONE if with_head else None)
+
+
+def nf4(with_head):
+    return bitsandbytes(with_head, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+# Only weights are quantised: a pass over several tokens differs from passes over one by float32 rounding.
+WEIGHT_ONLY = {
+    "torchao int8": lambda with_head: torchao("Int8WeightOnlyConfig", with_head),
+    "torchao int4": lambda with_head: torchao("IntxWeightOnlyConfig", with_head, weight_dtype=torch.int4),
+    "quanto int8": lambda with_head: quanto("int8", with_head),
+    "quanto int4": lambda with_head: quanto("int4", with_head),
+    "bitsandbytes nf4": nf4,
+}
+# The states are quantised as well, so that rounding can move one by a whole step.
+WITH_STATES = {
+    "torchao int8": lambda with_head: torchao("Int8DynamicActivationInt8WeightConfig", with_head),
+    "bitsandbytes int8": lambda with_head: bitsandbytes(with_head, load_in_8bit=True),
+}
+SAVED = [name for name in WEIGHT_ONLY if not name.startswith("quanto")]  # which transformers cannot save
+
+
+def prompt(rows=1):
+    return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, 3)
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", **SIZES).save_pretrained(folder)
+    return folder
+
+
+def load(folder, config):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="float32", device_map="cpu")
+
+
+def attach(model, **config):
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], **config)
+    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.9}}}  # heads draft
+    return TIDEModelForCausalLM.attach(model, routers, exit_threshold=0.0)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_with_quantised_weights_the_tokens_are_the_model_s_own(kind, with_head, base_folder):
+    model = load(base_folder, WEIGHT_ONLY[kind](with_head))
+    expected = [model.generate(prompt(rows), **OPTIONS) for rows in (1, 3)]
+    attach(model, draft_vocab_size=64)
+    for tokens in expected:
+        assert torch.equal(model.generate(prompt(len(tokens)), **OPTIONS), tokens)
+        assert model.last_exit_stats.drafted > 0
+    assert_leaves_quantised_layers_alone(model, with_head)
+    model.generate(prompt(), tide_mode="early_exit", **OPTIONS)
+    assert model.last_exit_stats.depth_fraction < 0.5
+    TIDEModelForCausalLM.detach(model)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected[0])
+
+
+def assert_leaves_quantised_layers_alone(model, with_head):
+    structure = find_structure(model)
+    assert structure.vocab_size == VOCAB
+    packed = [gate.module for gate in linear_gates(structure)]
+    assert packed == ([] if with_head or not torch.backends.mkl.is_available() else [structure.head])
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_with_quantised_states_every_mode_runs(kind, with_head, base_folder):
+    model = attach(load(base_folder, WITH_STATES[kind](with_head)))
+    assert_leaves_quantised_layers_alone(model, with_head)
+    for mode in ("self_speculative", "early_exit", "post_hoc"):
+        assert model.generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 50)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_saved_and_loaded_again_it_says_the_same(kind, base_folder, tmp_path):
+    model = attach(load(base_folder, WEIGHT_ONLY[kind](with_head=False)))
+    expected = model.generate(prompt(), **OPTIONS)
+    model.save_pretrained(tmp_path / "base")
+    model._tide.routers.save_pretrained(tmp_path / "routers")
+    assert "tide" not in (tmp_path / "base" / "config.json").read_text().lower()
+    routers = TIDERouters.from_pretrained(tmp_path / "routers")
+    again = TIDEModelForCausalLM.from_pretrained(tmp_path / "base", routers=routers, device_map="cpu")
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert torch.equal(again.generate(prompt(), **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+def test_an_adapter_on_a_quantised_base(kind, base_folder):
+    peft = pytest.importorskip("peft")
+    base = load(base_folder, WEIGHT_ONLY[kind](with_head=False))
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    plain = base.generate(prompt(), **OPTIONS)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, config).eval()
+    expected = model.generate(prompt(), **OPTIONS)
+    assert not torch.equal(expected, plain)
+    assert torch.equal(attach(model).generate(prompt(), **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_routers_of_the_unquantised_model_fit(kind, base_folder):
+    base = AutoModelForCausalLM.from_pretrained(base_folder)
+    routers = TIDERouters.for_model(base, exit_layers=[1, 3])
+    model = load(base_folder, WEIGHT_ONLY[kind](with_head=True))
+    fingerprint = unembed_hash(model.lm_head)
+    assert (fingerprint is None) == (kind == "bitsandbytes nf4")
+    if fingerprint is not None:
+        assert hash_distance(fingerprint, routers.config.unembed_hash) < 0.15
+    assert isinstance(TIDEModelForCausalLM.attach(model, routers), TIDEModelForCausalLM)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_a_quantised_model_can_be_calibrated(kind, with_head, tiny_llama, tiny_tokenizer, tmp_path):
+    tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    model = load(tmp_path, WEIGHT_ONLY[kind](with_head))
+    dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
+    options = {"exit_layers": [1, 2], "draft_vocab_size": 64, "max_length": 8, "progress": False}
+    routers = calibrate(model, tiny_tokenizer, dataset, **options)
+    assert set(routers.config.calibration["heads"]) == {"1", "2"}
+    TIDEModelForCausalLM.attach(model, routers)
+
+
+def test_a_head_that_unpacks_itself_is_read_unpacked():
+    class Packed(torch.Tensor):
+        """Cannot be indexed, as some quantised tensors cannot."""
+
+        def dequantize(self):
+            return self.as_subclass(torch.Tensor)
+
+        def __getitem__(self, index):
+            raise NotImplementedError
+
+    head = nn.Linear(16, 40, bias=False)
+    expected = unembed_hash(head)
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed), requires_grad=False)
+    assert isinstance(head.weight, Packed)
+    assert unembed_hash(head) == expected

@@ -1,0 +1,170 @@
+"""Answers to a whole data set: shared between processes, kept shard by shard, so that it can be killed and go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from rich.console import Console
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from .adapters import base_inside
+from .calibration.data import encode_messages, seeded
+from .calibration.files import read_rows
+from .calibration.processes import Processes
+from .calibration.work_folder import WorkFolder
+from .calibration.writing import end_tokens, left_padded, pad_token
+from .errors import DatasetError, UnsupportedOptionError, describe
+from .model import TIDEModelForCausalLM
+from .structure import input_device
+
+ONE_ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "streamer": None}
+
+
+def generate_dataset(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | os.PathLike[str] | Iterable[object],
+    output_dir: str | os.PathLike[str],
+    *,
+    batch_size: int = 8,
+    shard_size: int = 64,
+    seed: int = 0,
+    progress: bool = True,
+    **generate_options: Any,
+) -> list[Path]:
+    """Answer every prompt of a data set with `model.generate`, and write the answers to files.
+
+    Row by row the answers stand in `00000.jsonl`, `00001.jsonl` and so on, in the order of the prompts; each file is
+    there whole or not at all. Files that are there are not made again, so work that was killed goes on where it was
+    when this is called again with the same arguments, also by another number of processes. Under `torchrun` or
+    `accelerate launch` the processes share the files between them; all return when all files are there.
+
+    Args:
+        model: A causal language model of transformers, mostly one with TIDE attached.
+        tokenizer: Its tokenizer.
+        prompts: A .jsonl or .json file, or the rows themselves. A row has a `prompt`, a text that the answer continues,
+            or `messages`, which go through the tokenizer's chat template; a text is a prompt.
+        output_dir: Where the files go; all processes must see it.
+        batch_size: Rows a call of `generate`; those of a file that are of like length go together.
+        shard_size: Rows a file, which is also what is lost when a process is killed.
+        seed: Of sampling. Each file has draws of its own, so they do not depend on who makes it.
+        progress: Show a progress bar, where there is a terminal.
+        **generate_options: For `model.generate`: `max_new_tokens`, `do_sample`, `tide_mode` and the rest.
+
+    Returns:
+        The files, in order. Their rows are those of the data set with `answer` (text) and `num_new_tokens` added.
+
+    Raises:
+        DatasetError: A row has no prompt, a file cannot be read, the disk is full, or `output_dir` holds answers to
+            other prompts or by other settings.
+        UnsupportedOptionError: `generate_options` ask for anything but one answer a row.
+    """
+    _check_options(batch_size, shard_size, generate_options)
+    given = read_rows(Path(prompts)) if isinstance(prompts, (str, os.PathLike)) else prompts
+    rows: list[Any] = [{"prompt": row} if isinstance(row, str) else row for row in given]
+    encoded = [_encode(tokenizer, row, number) for number, row in enumerate(rows, start=1)]
+    processes = Processes.current(input_device(base_inside(model)))
+    work = WorkFolder(output_dir, task="data set")
+    work.folder.mkdir(parents=True, exist_ok=True)
+    settings = {"batch_size": batch_size, "shard_size": shard_size, "seed": seed}
+    work.claim(settings | _fingerprint(model, encoded, generate_options), processes)
+    starts = range(0, len(rows), shard_size)
+    files = [work.folder / f"{shard:05d}.jsonl" for shard in range(len(starts))]
+    mine = processes.share([shard for shard, file in enumerate(files) if not file.is_file()])
+    processes.wait()  # so that all have looked before the first file is written
+    console = Console(stderr=True)
+    shown = progress and processes.is_main and console.is_terminal
+    for shard in track(mine, description="Answering", console=console, transient=True, disable=not shown):
+        here = slice(starts[shard], starts[shard] + shard_size)
+        with seeded(random.Random(f"{seed} {shard}").getrandbits(63), input_device(base_inside(model))):
+            answers = _answer(model, tokenizer, encoded[here], batch_size, generate_options)
+        lines = [
+            json.dumps({**row, **answer}, ensure_ascii=False) for row, answer in zip(rows[here], answers, strict=True)
+        ]
+        work.write_bytes(files[shard].name, "".join(f"{line}\n" for line in lines).encode())
+    processes.wait()
+    return files
+
+
+def _answer(
+    model: Any, tokenizer: Any, prompts: list[list[int]], batch_size: int, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Answer the prompts of one file, those of like length together."""
+    ends = end_tokens(options.get("eos_token_id", model.generation_config.eos_token_id))
+    pad, device = pad_token(tokenizer), input_device(base_inside(model))
+    order = sorted(range(len(prompts)), key=lambda position: len(prompts[position]))
+    answers: list[dict[str, Any]] = [{} for _ in prompts]
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        inputs = left_padded([prompts[position] for position in batch], pad, device)
+        generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
+        for position, tokens in zip(batch, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+            text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+            answers[position] = {"answer": text, "num_new_tokens": length}
+    return answers
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[int]:
+    prompt, messages = (row.get(name) if isinstance(row, Mapping) else None for name in ("prompt", "messages"))
+    tokens: Sequence[int] = []
+    problem = f"keys {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
+    if isinstance(prompt, str):
+        tokens, problem = tokenizer(prompt)["input_ids"], "an empty prompt"
+    elif isinstance(messages, list) and tokenizer.chat_template is not None:
+        try:
+            tokens = encode_messages(tokenizer, messages, add_generation_prompt=True)
+        except (TemplateError, TypeError, KeyError) as error:
+            problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
+    elif isinstance(messages, list):
+        problem = "messages, and a tokenizer without chat template"
+    if not tokens:
+        raise DatasetError(
+            describe(
+                f"row {number} cannot be answered",
+                got=problem,
+                expected="a mapping with a prompt (text), or with messages and a tokenizer that has a chat template",
+                do="Mend the row or leave it out.",
+            )
+        )
+    return list(tokens)
+
+
+def _check_options(batch_size: int, shard_size: int, options: dict[str, Any]) -> None:
+    for name, size in {"batch_size": batch_size, "shard_size": shard_size}.items():
+        if not isinstance(size, int) or size < 1:
+            raise DatasetError(
+                describe(f"{name} is no usable number", got=repr(size), expected="1 or more", do="Leave it out.")
+            )
+    wrong = {name: options[name] for name, only in ONE_ANSWER.items() if options.get(name, only) != only}
+    if wrong:
+        raise UnsupportedOptionError(
+            describe(
+                "generate_dataset() writes one answer a row",
+                got=", ".join(f"{name}={value!r}" for name, value in wrong.items()),
+                expected="none of these",
+                do="Leave them out; for several answers repeat the rows and pass do_sample=True.",
+            )
+        )
+
+
+def _fingerprint(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+    """All that the answers depend on."""
+    base = base_inside(model)
+    facts = {
+        "model": f"{type(base).__name__} {base.config._name_or_path}",
+        "dtype": str(base.dtype),
+        "data_hash": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "generate_options": {name: repr(value) for name, value in sorted(options.items())},
+    }
+    if isinstance(model, TIDEModelForCausalLM):
+        facts |= {"tide_mode": base._tide.mode, "exit_threshold": base._tide.exit_threshold}
+    return facts
