@@ -174,9 +174,7 @@ def test_a_file_that_is_not_there(name, tokenizer, monkeypatch):
 
 def test_a_row_without_a_column_to_read(tokenizer, tmp_path):
     write_parquet(tmp_path / "a.parquet", rows_of(TEXTS, "answer"))
-    with pytest.raises(
-        CalibrationError, match=r"no column to read \(a\.parquet\): got the columns id, answer\."
-    ):
+    with pytest.raises(CalibrationError, match=r"no column to read \(a\.parquet\): got the columns id, answer\."):
         read(tmp_path / "a.parquet", tokenizer)
 
 

@@ -32,9 +32,7 @@ class Bootstrap:
         self._totals = dict(zip(names, values.sum(dim=0), strict=True))
         self._resampled = dict(zip(names, _resample(values, seed).unbind(dim=1), strict=True))
 
-    def figure(
-        self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None
-    ) -> dict[str, Any]:
+    def figure(self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None) -> dict[str, Any]:
         """Compute a figure and its interval.
 
         Where all resamples give the same, resampling would claim to be certain. A figure that one item in n moves by at

@@ -79,9 +79,7 @@ class QualityOptions:
             check_exit_threshold(threshold)
         check_choice("match", self.match, MATCHES)
         check_bounds(0.5, self.confidence)
-        check_counts(
-            samples=self.samples, max_length=self.max_length, batch_size=self.batch_size, max_minutes=None
-        )
+        check_counts(samples=self.samples, max_length=self.max_length, batch_size=self.batch_size, max_minutes=None)
 
 
 def measure_quality(

@@ -153,10 +153,10 @@ def answer_questions(
         for row, tokens, layers in zip(rows, new_tokens, per_token, strict=True):
             answers[row] = tokens, sum(layers) / len(layers)
         advance(len(rows))
-    tokens = [answers[i][0] for i in range(len(prompts))]
-    texts = [tokenizer.decode(one, skip_special_tokens=True) for one in tokens]
+    said = [answers[i][0] for i in range(len(prompts))]
+    texts = [tokenizer.decode(one, skip_special_tokens=True) for one in said]
     depths = [answers[i][1] for i in range(len(prompts))]
-    return Answers(texts, tokens, depths, sum(counted) if counted else None)
+    return Answers(texts, said, depths, sum(counted) if counted else None)
 
 
 def _left_padded(prompts: Sequence[Tensor]) -> dict[str, Tensor]:
