@@ -17,9 +17,9 @@ PERPLEXITY_NOTE = (
 )
 OTHER_STRATEGY_NOTE = "These routers have kv_cache_strategy={strategy!r}, with which perplexity will be another."
 EXACT_MATCH_NOTE = (
-    "{num_questions:,} questions, greedy, at most {max_new_tokens} new tokens, match={match!r}. Difference: from the "
-    "base model, on the same questions. Same: answers whose tokens are all the base model's. Run: layers that ran, "
-    "over those of plain decoding; in a batch a pass ends when all of its rows have left."
+    "{num_questions:,} questions, greedy, at most {max_new_tokens} new tokens, match={match!r}. Over base: points more "
+    "than the base model has, on the same questions. Same: answers whose tokens are all the base model's. Run: layers "
+    "that ran, over those of plain decoding; in a batch a pass ends when all of its rows have left."
 )
 
 
@@ -57,14 +57,14 @@ def _perplexity_table(rows: list[dict[str, Any]]) -> TextTable:
 
 
 def _exact_match_table(rows: list[dict[str, Any]]) -> TextTable:
-    headings = ["threshold", "exact match", "interval", "difference", "interval", "same", "depth", "run"]
+    headings = ["threshold", "exact match", "interval", "over base", "interval", "same", "depth", "run"]
     cells = [
         [
             _threshold(row),
             _value(row, "exact_match", ".1%"),
-            _interval(row, "exact_match", ".1%"),
+            _interval(row, "exact_match", ".1f", scale=100),
             _value(row, "difference", "+.1%"),
-            _interval(row, "difference", "+.1%"),
+            _interval(row, "difference", "+.1f", scale=100),
             _value(row, "same_answers", ".1%"),
             _value(row, "depth_fraction", ".1%"),
             f"{row['layers_executed_fraction']:.1%}" if "layers_executed_fraction" in row else MISSING,
@@ -86,6 +86,6 @@ def _value(row: dict[str, Any], name: str, form: str) -> str:
     return format(row[name]["value"], form) if name in row else MISSING
 
 
-def _interval(row: dict[str, Any], name: str, form: str) -> str:
+def _interval(row: dict[str, Any], name: str, form: str, scale: int = 1) -> str:
     interval = row[name]["interval"] if name in row else None
-    return MISSING if interval is None else " to ".join(format(end, form) for end in interval)
+    return MISSING if interval is None else " to ".join(format(scale * end, form) for end in interval)
