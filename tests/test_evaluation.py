@@ -9,7 +9,6 @@ from families import VOCAB, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.data import Document
-from tide_hf.calibration.report import Steps
 from tide_hf.errors import BaseModelMismatchError, CalibrationError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, QuestionColumns, exit_logits, measure_quality
 from tide_hf.evaluation.intervals import Bootstrap
@@ -239,8 +238,7 @@ def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tok
     options = QualityOptions(
         text=texts, questions=questions, thresholds=(0.5, 1.5), samples=5, max_new_tokens=5, batch_size=2
     )
-    with Steps(enabled=False) as steps:
-        record = measure_quality(model, tiny_tokenizer, routers, options, steps)
+    record = measure_quality(model, tiny_tokenizer, routers, options)
     assert not isinstance(model, TIDEModelForCausalLM)
     assert json.loads(json.dumps(record)) == record
     assert record["calibrated_threshold"] == 0.75
@@ -272,5 +270,5 @@ def test_options_that_make_no_sense(settings, message):
 
 def test_other_models_routers_are_refused(tiny_llama, tiny_tokenizer):
     routers = random_routers(tiny_llama(seed=5))
-    with Steps(enabled=False) as steps, pytest.raises(BaseModelMismatchError):
-        measure_quality(tiny_llama(), tiny_tokenizer, routers, QualityOptions(text=["a text", "another"]), steps)
+    with pytest.raises(BaseModelMismatchError):
+        measure_quality(tiny_llama(), tiny_tokenizer, routers, QualityOptions(text=["a text", "another"]))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..benchmark import weight_sharing_copy
+from ..calibration.report import Steps
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_bounds, check_counts
 from ..configuration_tide import check_choice, check_exit_threshold
@@ -21,13 +22,6 @@ from .perplexity import read_texts, score_texts
 from .questions import MATCHES, Answers, Question, QuestionColumns, answer_questions, is_right, read_questions
 
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
-
-
-class Steps(Protocol):
-    """What shows the progress; `calibration.report.Steps` is one."""
-
-    def begin(self, description: str, total: int) -> Callable[[int], None]:
-        """Start a step of `total` units; the result is to be called with the number of units done."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def measure_quality(
     tokenizer: PreTrainedTokenizerBase,
     routers: TIDERouters,
     options: QualityOptions,
-    steps: Steps,
+    steps: Steps | None = None,
 ) -> dict[str, Any]:
     """Compare the base model with early exits at several thresholds.
 
@@ -96,7 +90,7 @@ def measure_quality(
         tokenizer: Its tokenizer.
         routers: Its routers.
         options: What to measure.
-        steps: Shows the progress.
+        steps: Shows the progress; default: nothing is shown.
 
     Returns:
         The record, ready for JSON: "perplexity" and "exact_match", each (where measured) with what it was measured on
@@ -108,6 +102,7 @@ def measure_quality(
         ConfigurationError: A setting makes no sense.
     """
     options.check()
+    steps = steps if steps is not None else Steps(enabled=False)
     routers.check_base_model(model)
     calibrated = [routers.config.exit_threshold] if routers.config.exit_threshold <= 1 else []
     thresholds = sorted({float(threshold) for threshold in (*options.thresholds, *calibrated)}, reverse=True)
