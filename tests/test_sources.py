@@ -150,7 +150,7 @@ def test_files_that_cannot_be_used(name, content, message, tokenizer, tmp_path):
 
 
 def test_folders_that_cannot_be_used(tokenizer, tmp_path):
-    with pytest.raises(CalibrationError, match=r"no file to calibrate on in .*: got an empty folder"):
+    with pytest.raises(CalibrationError, match=r"no file to read in .*: got an empty folder"):
         read(tmp_path, tokenizer)
     (tmp_path / "README.md").write_text("x", encoding="utf-8")
     (tmp_path / "LICENSE").write_text("x", encoding="utf-8")
@@ -174,9 +174,7 @@ def test_a_file_that_is_not_there(name, tokenizer, monkeypatch):
 
 def test_a_row_without_a_column_to_read(tokenizer, tmp_path):
     write_parquet(tmp_path / "a.parquet", rows_of(TEXTS, "answer"))
-    with pytest.raises(
-        CalibrationError, match=r"no column to calibrate on \(a\.parquet\): got the columns id, answer\."
-    ):
+    with pytest.raises(CalibrationError, match=r"no column to read \(a\.parquet\): got the columns id, answer\."):
         read(tmp_path / "a.parquet", tokenizer)
 
 

@@ -26,6 +26,31 @@ def layer_list(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 8,16") from error
 
 
+def threshold_list(text: str) -> list[float]:
+    """Thresholds as in `0.9,0.8`."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of thresholds such as 0.9,0.8") from error
+
+
+def check_writable(file: Path, argument: str) -> None:
+    """Find out before minutes of measuring, not after, that `file` can be written to.
+
+    Raises:
+        ConfigurationError: It is a folder, or lies in none.
+    """
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigurationError(
+            describe(
+                "the figures cannot be written there",
+                got=f"{argument} {file}",
+                expected="a file in a folder that exists",
+                do="Make the folder, or name another file.",
+            )
+        )
+
+
 def make_folder(folder: Path) -> Path:
     """Make `folder` where it does not exist, before minutes of work whose outcome is to go there.
 

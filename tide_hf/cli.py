@@ -17,6 +17,7 @@ from .configuration_tide import MODES
 from .demo import PROMPTS, DemoOptions, run_demo
 from .demo_model import DEFAULT_MODEL
 from .errors import TIDEError
+from .evaluate_command import add_evaluate
 from .inspect_command import add_inspect
 from .push_command import add_push
 
@@ -95,7 +96,7 @@ def _demo(args: argparse.Namespace) -> None:
     run_demo(options, Console())
 
 
-COMMANDS = (_add_demo, add_calibrate, add_inspect, add_push)
+COMMANDS = (_add_demo, add_calibrate, add_inspect, add_evaluate, add_push)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from .arguments import check_writable
 from .benchmark import Contender, Result, compare, count_runs, encode_prompt, tide_contenders
 from .configuration_tide import MODES
 from .demo_model import DEFAULT_MODEL, load_demo_model
@@ -59,7 +60,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
         console: Where everything is printed.
     """
     if options.json_file is not None:
-        _check_writable(options.json_file)
+        check_writable(options.json_file, "--json")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model, tokenizer = load_demo_model(options.model, dtype=options.dtype, console=console)
@@ -194,16 +195,3 @@ def _print_setting(record: dict[str, Any], console: Console) -> None:
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_writable(json_file: Path) -> None:
-    """Find out before minutes of measuring, not after."""
-    if json_file.is_dir() or not json_file.parent.is_dir():
-        raise ConfigurationError(
-            describe(
-                "the figures cannot be written there",
-                got=f"--json {json_file}",
-                expected="a file in a folder that exists",
-                do="Make the folder, or name another file.",
-            )
-        )

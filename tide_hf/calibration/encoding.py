@@ -50,7 +50,7 @@ class RowEncoder:
             raise self._unusable("a row is empty", got="None", expected="a text or a chat")
         raise CalibrationError(
             describe(
-                f"calibrate() cannot read this kind of row ({self.source})",
+                f"cannot read this kind of row ({self.source})",
                 got=type(row).__name__,
                 expected="a str, a chat (a list of messages), or a mapping with a text or a messages column",
                 do="Turn the rows into texts, say [row['question'] for row in dataset].",
@@ -65,7 +65,7 @@ class RowEncoder:
                 return row[name]
         raise CalibrationError(
             describe(
-                f"no column to calibrate on ({self.source})",
+                f"no column to read ({self.source})",
                 got=f"the columns {', '.join(map(str, row))}",
                 expected="a column named text or messages",
                 do="Rename the column that holds the text, or pass a list of texts.",
@@ -75,7 +75,7 @@ class RowEncoder:
     def _text(self, tokens: list[int], text: object) -> Document:
         if len(tokens) < 2:
             raise self._unusable(
-                "a text is too short to calibrate on",
+                "a text is too short",
                 got=f"{len(tokens)} tokens for {str(text)[:SHOWN]!r}",
                 expected="at least 2 tokens",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 from ..errors import CalibrationError, MissingPackageError, describe
 
 
-def read_rows(path: Path) -> Iterator[object]:
+def read_rows(path: Path, columns: Sequence[str]) -> Iterator[object]:
     """Yield the rows of a file, or of all files below a folder in the order of their names.
 
     Args:
         path: It exists. In a folder, files of other kinds are passed over.
+        columns: What is wanted of a row. Files that can do so leave the other columns unread, where they have one
+            of these at all.
 
     Raises:
         CalibrationError: There is no file of a known kind, or one cannot be read.
@@ -24,7 +26,7 @@ def read_rows(path: Path) -> Iterator[object]:
     """
     for file in _find_files(path):
         try:
-            yield from READERS[file.suffix.lower()](file)
+            yield from READERS[file.suffix.lower()](file, columns)
         except (OSError, ValueError) as error:  # ValueError: what does not decode, parse, or fit
             raise CalibrationError(
                 describe(
@@ -66,7 +68,7 @@ def _find_files(path: Path) -> list[Path]:
         kinds = sorted({file.suffix or file.name for file in files})
         raise CalibrationError(
             describe(
-                f"no file to calibrate on in {path}" if path.is_dir() else f"cannot read this kind of file: {path}",
+                f"no file to read in {path}" if path.is_dir() else f"cannot read this kind of file: {path}",
                 got=", ".join(kinds) or "an empty folder",
                 expected=f"{', '.join(READERS)}",
                 do="Convert the data to one of these, or pass a list of texts.",
@@ -75,7 +77,7 @@ def _find_files(path: Path) -> list[Path]:
     return readable
 
 
-def _read_text(file: Path) -> Iterator[str]:
+def _read_text(file: Path, _columns: Sequence[str]) -> Iterator[str]:
     """Split at blank lines; where there are none, every line is a document."""
     text = file.read_text(encoding="utf-8-sig").strip()
     if not text:
@@ -84,7 +86,7 @@ def _read_text(file: Path) -> Iterator[str]:
     yield from documents if len(documents) > 1 else text.split("\n")
 
 
-def _read_json_lines(file: Path) -> Iterator[object]:
+def _read_json_lines(file: Path, _columns: Sequence[str]) -> Iterator[object]:
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -95,22 +97,22 @@ def _read_json_lines(file: Path) -> Iterator[object]:
                 raise ValueError(f"line {number}: {error}") from error
 
 
-def _read_json(file: Path) -> Iterator[object]:
+def _read_json(file: Path, _columns: Sequence[str]) -> Iterator[object]:
     rows = json.loads(file.read_text(encoding="utf-8-sig"))
     if not isinstance(rows, list):
         raise ValueError(f"it holds a {type(rows).__name__}, not a list of rows")
     yield from rows
 
 
-def _read_parquet(file: Path) -> Iterator[object]:
+def _read_parquet(file: Path, columns: Sequence[str]) -> Iterator[object]:
     parquet = import_extra("pyarrow.parquet", f"read {file.name}")
     with parquet.ParquetFile(file) as table:
-        known = [name for name in ("text", "messages") if name in table.schema_arrow.names]
+        known = [name for name in columns if name in table.schema_arrow.names]
         for batch in table.iter_batches(batch_size=1000, columns=known or None):
             yield from batch.to_pylist()
 
 
-READERS: dict[str, Callable[[Path], Iterator[object]]] = {
+READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[object]]] = {
     ".txt": _read_text,
     ".jsonl": _read_json_lines,
     ".json": _read_json,

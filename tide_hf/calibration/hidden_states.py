@@ -102,7 +102,7 @@ class StateReader:
         """
         for batch in batches:
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-            with torch.no_grad(), _capture(self.structure, self.exit_layers) as captured:
+            with torch.no_grad(), capture(self.structure, self.exit_layers) as captured:
                 self.model(**{name: ids.to(input_device(self.model)) for name, ids in inputs.items()}, **self._options)
             device = captured[self.structure.num_layers].device
             is_token = batch.attention_mask.bool()
@@ -170,7 +170,7 @@ def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
 
 
 @contextmanager
-def _capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Collect what the layers return, by the number of layers executed; the hooks are always removed."""
     captured: dict[int, Tensor] = {}
 

@@ -28,6 +28,24 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
+    make_figure = figure_maker()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, (draw, has_figures) in PLOTS.items():
+        if has_figures(record):
+            figure = make_figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
+            draw(figure.add_subplot(), record)
+            files.append(Path(folder) / f"{name}.png")
+            figure.savefig(files[-1])
+    return files
+
+
+def figure_maker() -> Any:
+    """Matplotlib's `Figure`.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which would keep state
     except ImportError as error:
@@ -39,15 +57,7 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
                 do="Run: pip install tide-hf[plots]",
             )
         ) from error
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, (draw, has_figures) in PLOTS.items():
-        if has_figures(record):
-            figure = Figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
-            draw(figure.add_subplot(), record)
-            files.append(Path(folder) / f"{name}.png")
-            figure.savefig(files[-1])
-    return files
+    return Figure
 
 
 def _draw_exit_depths(axes: Any, record: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .files import READERS, import_extra, read_rows
 # "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
 POOL = 10_000  # rows at hand to draw from, besides ten for every document that is wanted
+TEXT_COLUMNS = ("text", "messages")
 SHUFFLE_BUFFER = 2_000  # rows of a stream that are shuffled at a time
 
 
@@ -58,7 +59,7 @@ def read_documents(
     encode = RowEncoder(tokenizer, max_length, source)
     documents: dict[tuple[int, ...], Document] = {}
     num_skipped, got = 0, "no texts"
-    for row in _random_rows(dataset, POOL + 10 * samples, seed):
+    for row in random_rows(dataset, POOL + 10 * samples, seed):
         if len(documents) >= samples:
             break
         try:
@@ -76,8 +77,8 @@ def read_documents(
             describe(
                 f"the dataset is empty ({source})",
                 got=got,
-                expected="at least 3 texts or chats",
-                do="Pass other data, or dataset=None to let the model write its own text.",
+                expected="texts or chats",
+                do="Pass other data; calibrate() without any lets the model write its own text.",
             )
         )
     return list(documents.values()), num_skipped
@@ -99,12 +100,23 @@ def describe_source(dataset: object) -> str:
     return "rows given by the caller"
 
 
-def _random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
-    """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`."""
+def random_rows(dataset: Any, size: int, seed: int, columns: Sequence[str] = TEXT_COLUMNS) -> Iterator[object]:
+    """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`.
+
+    Args:
+        dataset: Not None; see `calibrate` for what it may be.
+        size: Most rows.
+        seed: Of the order.
+        columns: What is wanted of a row; others may be missing from what is yielded.
+
+    Raises:
+        CalibrationError: The dataset cannot be found or read.
+        MissingPackageError: A package that reads this kind of data is not installed.
+    """
     chance = random.Random(seed)
     path = _local_path(dataset)
     if path is not None:
-        return iter(_draw(read_rows(path), size, chance))
+        return iter(_draw(read_rows(path, columns), size, chance))
     if isinstance(dataset, (str, os.PathLike)):
         return islice(_hub_rows(dataset, seed), size)
     if _is_stream(dataset):
@@ -118,7 +130,7 @@ def _random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     keys = f" with the keys {', '.join(map(str, dataset.keys()))}" if has_keys else ""
     raise CalibrationError(
         describe(
-            "calibrate() cannot read this kind of dataset",
+            "cannot read this kind of dataset",
             got=type(dataset).__name__ + keys,
             expected="None, texts, chats, a file, a folder, the name of a Hub data set, or one split of a data set",
             do="Choose a split, say dataset['train'], or turn the data into a list of texts.",

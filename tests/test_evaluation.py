@@ -1,0 +1,274 @@
+"""Early exit over a given text against decoding token by token; perplexity, questions and intervals by hand."""
+
+import json
+import math
+
+import pytest
+import torch
+from families import VOCAB, tiny_model
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.calibration.data import Document
+from tide_hf.errors import BaseModelMismatchError, CalibrationError, ConfigurationError
+from tide_hf.evaluation import QualityOptions, QuestionColumns, exit_logits, measure_quality
+from tide_hf.evaluation.intervals import Bootstrap
+from tide_hf.evaluation.perplexity import read_texts, score_texts
+from tide_hf.evaluation.questions import Question, answer_questions, is_right, read_questions
+
+FAMILIES = ("llama", "gpt2", "gemma2", "granite", "cohere2", "opt", "falcon", "mixtral")
+PROMPT = 7
+NEW = 12
+
+
+def random_routers(model, exit_layers=(1, 3)):
+    torch.manual_seed(1)
+    routers = TIDERouters.for_model(model, exit_layers=list(exit_layers), exit_strategy="linear")
+    for layer in routers.exit_layers:
+        torch.nn.init.normal_(routers[layer].router.up.weight)
+        torch.nn.init.normal_(routers[layer].head.translator.weight, std=0.1)
+    return routers
+
+
+def random_ids(rows, length, seed=3):
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_pass_reads_what_decoding_reads(family):
+    model = tiny_model(family)
+    routers = random_routers(model)
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=0.5)
+    decoded = model.generate(
+        random_ids(1, PROMPT),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    depths = model.last_exit_stats.per_token[0]
+    assert len(set(depths[1:])) > 1
+    read = exit_logits(model, routers, decoded.sequences, exit_threshold=0.5)
+    decoding = slice(PROMPT, PROMPT + NEW - 1)  # the prompt's pass, of which comes the first token, runs at full depth
+    assert read.exit_layers[0, decoding].tolist() == depths[1:]
+    expected = torch.cat(decoded.logits[1:])
+    torch.testing.assert_close(read.logits[0, decoding], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_padding_on_the_right_and_attachment_change_nothing():
+    model = tiny_model("llama")
+    routers = random_routers(model)
+    ids = random_ids(2, 10)
+    ids[1, 6:] = 0
+    read = exit_logits(model, routers, ids, exit_threshold=0.5)
+    short = exit_logits(model, routers, ids[1:, :6], exit_threshold=0.5)
+    torch.testing.assert_close(read.logits[1:, :6], short.logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(read.exit_layers[1:, :6], short.exit_layers)
+    attached = TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    torch.testing.assert_close(exit_logits(attached, routers, ids, exit_threshold=0.5).logits, read.logits)
+    assert isinstance(attached, TIDEModelForCausalLM)
+
+
+def test_above_one_no_position_leaves():
+    model = tiny_model("granite")
+    ids = random_ids(2, 9)
+    read = exit_logits(model, random_routers(model), ids, exit_threshold=1.5)
+    assert read.exit_layers.unique().tolist() == [4]
+    torch.testing.assert_close(read.logits, model(input_ids=ids).logits.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_perplexity_by_hand():
+    model = tiny_model("llama")
+    routers = random_routers(model)
+    lengths, firsts = (9, 4, 12, 2), (0, 0, 5, 0)
+    texts = [random_ids(1, length, seed=length) for length in lengths]
+    documents = [Document(ids[0].tolist(), first) for ids, first in zip(texts, firsts, strict=True)]
+    scores = score_texts(model, routers, documents, batch_size=3)
+    for threshold in (None, 0.7, 0.5, 0.0):
+        losses, agrees, depths = [], [], []
+        for ids, first in zip(texts, firsts, strict=True):
+            read = exit_logits(model, routers, ids, exit_threshold=2.0 if threshold is None else threshold)
+            logits, full = read.logits[0, first:-1], model(input_ids=ids).logits[0, first:-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[0, first + 1 :], reduction="none"))
+            agrees.append(logits.argmax(-1) == full.argmax(-1))
+            depths.append(read.exit_layers[0, first:-1])
+        row = scores.row(threshold, confidence=0.9)
+        assert row["perplexity"]["value"] == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-4)
+        low, high = row["perplexity"]["interval"]
+        assert low < row["perplexity"]["value"] < high
+        if threshold is None:
+            assert set(row) == {"exit_threshold", "perplexity"}
+            continue
+        assert row["agreement"]["value"] == pytest.approx(float(torch.cat(agrees).double().mean()))
+        assert row["depth_fraction"]["value"] == pytest.approx(float(torch.cat(depths).double().mean()) / 4)
+        base = scores.row(None, confidence=0.9)["perplexity"]["value"]
+        assert row["ratio"]["value"] == pytest.approx(row["perplexity"]["value"] / base)
+    assert scores.row(0.0, 0.9)["exit_rates"] == {"1": 1.0, "3": 0.0}
+
+
+def test_the_base_models_perplexity_is_that_of_its_loss(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    text = "The river runs on, and on."
+    documents, _ = read_texts([text], tiny_tokenizer, samples=5, max_length=64, seed=0)
+    ids = tiny_tokenizer(text, return_tensors="pt")["input_ids"]
+    row = score_texts(model, random_routers(model), documents, batch_size=1).row(None, 0.95)
+    assert row["perplexity"]["value"] == pytest.approx(model(input_ids=ids, labels=ids).loss.exp().item(), rel=1e-4)
+    assert row["perplexity"]["interval"] is None  # nothing to resample
+
+
+def test_of_a_chat_the_answer_counts(tiny_tokenizer):
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    tiny_tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer._tokenizer, eos_token="<eos>")
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    (document,), _ = read_texts([chat], tiny_tokenizer, samples=1, max_length=64, seed=0)
+    assert tiny_tokenizer.decode(document.tokens[document.first + 1 :]) == "So.|"
+
+
+def test_the_bootstrap_knows_the_binomial_and_pairs_items():
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(400, generator=generator) < 0.3
+    other = right.clone()
+    other[:8] = ~other[:8]
+    bootstrap = Bootstrap({"items": torch.ones(400), "right": right, "other": other}, confidence=0.95)
+    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(0.0, 1.0))
+    deviation = math.sqrt(share["value"] * (1 - share["value"]) / 400)
+    for end, sign in zip(share["interval"], (-1, 1), strict=True):
+        assert end == pytest.approx(share["value"] + sign * 1.96 * deviation, abs=0.35 * deviation)
+    low, high = bootstrap.figure(lambda sums: (sums["other"] - sums["right"]) / sums["items"])["interval"]
+    assert high - low < 0.5 * (share["interval"][1] - share["interval"][0])
+
+
+def test_where_nothing_varies_the_interval_is_still_not_empty():
+    bootstrap = Bootstrap({"items": torch.ones(20), "right": torch.zeros(20)}, confidence=0.95)
+    exact = 1 - 0.025 ** (1 / 20)
+    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(0.0, 1.0))
+    assert share == {"value": 0.0, "interval": [0.0, pytest.approx(exact)]}
+    share = bootstrap.figure(lambda sums: 1 - sums["right"] / sums["items"], limits=(0.0, 1.0))
+    assert share["interval"] == [pytest.approx(1 - exact), 1.0]
+    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(-1.0, 1.0))
+    assert share["interval"] == [pytest.approx(-exact), pytest.approx(exact)]
+    assert bootstrap.figure(lambda sums: sums["right"] / sums["items"])["interval"] is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "match", "right"),
+    [
+        ("The Eiffel tower.", ["eiffel Tower"], "exact", True),
+        ("It is the Eiffel tower", ["Eiffel tower"], "exact", False),
+        ("Rome", ["Paris", "rome"], "exact", True),
+        ("so 3 + 4 = 7. It is $1,070.50 then.", ["#### 1070.5"], "number", True),
+        ("so 3 + 4 = 7", ["4 and 8"], "number", False),
+        ("It is -5", ["5"], "number", False),
+        ("no idea", ["5"], "number", False),
+        ("no idea", ["none"], "number", False),
+    ],
+)
+def test_what_counts_as_right(answer, accepted, match, right):
+    assert is_right(answer, accepted, match) is right
+
+
+def test_questions_from_files(tmp_path):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    rows = [
+        {"text": "about", "q": "Who?", "a": "Ada"},
+        {"text": "about", "q": "How many?", "a": "7"},
+    ]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
+    columns = QuestionColumns("q", "a", "In a word. {question}")
+    for name in ("qa.jsonl", "qa.parquet"):
+        found = read_questions(str(tmp_path / name), columns, samples=9, seed=0)
+        expected = {Question("In a word. Who?", ("Ada",)), Question("In a word. How many?", ("7",))}
+        assert set(found) == expected
+    assert len(read_questions(str(tmp_path / "qa.jsonl"), columns, samples=1, seed=0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted"), [(7, ("7",)), (["a", "b"], ("a", "b")), ({"text": ["a"], "answer_start": [3]}, ("a",))]
+)
+def test_kinds_of_answers(answer, accepted):
+    rows = [{"question": "?", "answer": answer}]
+    assert read_questions(rows, QuestionColumns(), samples=1, seed=0) == [Question("?", accepted)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "error", "message"),
+    [
+        (
+            [{"q": "?"}],
+            {},
+            CalibrationError,
+            r"no question with an answer .*: got the columns q\. .*'question'.*'answer'",
+        ),
+        ([{"question": "?", "answer": []}], {}, CalibrationError, "no question with an answer"),
+        (["?"], {}, CalibrationError, r"no question with an answer .*: got str\."),
+        ([], {}, CalibrationError, "there are no questions: got no rows"),
+        ([], {"template": "Why?"}, ConfigurationError, r"no place for the question: got 'Why\?'"),
+    ],
+)
+def test_questions_that_cannot_be_asked(rows, columns, error, message):
+    with pytest.raises(error, match=message):
+        read_questions(rows, QuestionColumns(**columns), samples=5, seed=0)
+
+
+def test_answers_do_not_depend_on_the_batch(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    questions = [Question(text, ("x",)) for text in ("Why?", "a", "What is it that runs?")]
+    limits = {"max_new_tokens": 6}
+    plain = answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=1)
+    assert answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=3) == plain
+    ids = tiny_tokenizer("<user>Why?<answer>", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert plain.tokens[0] == expected
+    assert (plain.depths, plain.layers_executed) == ([4.0] * 3, None)
+    options = {"tide_mode": "early_exit", "exit_threshold": 0.0}
+    TIDEModelForCausalLM.attach(model, random_routers(model))
+    early = answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=1, **options)
+    lengths = [len(tokens) for tokens in early.tokens]
+    assert early.depths == [(4 + length - 1) / length for length in lengths]  # the prompt's pass runs at full depth
+    assert early.layers_executed == sum(4 + length - 1 for length in lengths)
+
+
+def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    routers = random_routers(model)
+    routers.config.exit_threshold = 0.75
+    texts = [f"River number {n} runs on and on, {'x' * n}." for n in range(6)]
+    questions = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(5)]
+    options = QualityOptions(
+        text=texts, questions=questions, thresholds=(0.5, 1.5), samples=5, max_new_tokens=5, batch_size=2
+    )
+    record = measure_quality(model, tiny_tokenizer, routers, options)
+    assert not isinstance(model, TIDEModelForCausalLM)
+    assert json.loads(json.dumps(record)) == record
+    assert record["calibrated_threshold"] == 0.75
+    for part in (record["perplexity"], record["exact_match"]):
+        assert [row["exit_threshold"] for row in part["rows"]] == [None, 1.5, 0.75, 0.5]
+    text, answers = (record[name]["rows"] for name in ("perplexity", "exact_match"))
+    assert text[1]["ratio"] == {"value": 1.0, "interval": None}
+    assert text[1]["agreement"]["value"] == text[1]["depth_fraction"]["value"] == 1.0
+    assert answers[1]["same_answers"]["value"] == answers[1]["depth_fraction"]["value"] == 1.0
+    assert text[3]["depth_fraction"]["value"] < text[2]["depth_fraction"]["value"] < 1
+    assert answers[3]["layers_executed_fraction"] < 1
+    assert (record["perplexity"]["num_documents"], record["exact_match"]["num_questions"]) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"text": None}, "there is nothing to measure on: got neither texts nor questions"),
+        ({"thresholds": (-1.0,)}, "exit_threshold is no usable number"),
+        ({"match": "loosely"}, "unknown match: got 'loosely'"),
+        ({"confidence": 95}, "confidence makes no sense"),
+        ({"samples": 0}, "samples makes no sense"),
+    ],
+)
+def test_options_that_make_no_sense(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        QualityOptions(**{"text": ["a text"], **settings}).check()
+
+
+def test_other_models_routers_are_refused(tiny_llama, tiny_tokenizer):
+    routers = random_routers(tiny_llama(seed=5))
+    with pytest.raises(BaseModelMismatchError):
+        measure_quality(tiny_llama(), tiny_tokenizer, routers, QualityOptions(text=["a text", "another"]))

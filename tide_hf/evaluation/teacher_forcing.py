@@ -1,0 +1,110 @@
+"""Early exit in one pass over a text that is already there: which layer each position would be read from.
+
+Every position counts as if its token had been decoded by itself, a prompt's tokens among them. States come from one
+pass at full depth, so attention sees exact K/V everywhere. That is what `early_exit` gives with
+`kv_cache_strategy="recompute"` (the default), and what `post_hoc` gives; with `"propagate"` or `"zero_pad"` the deeper
+layers would see other K/V.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibration.data import full_depth
+from ..calibration.hidden_states import capture
+from ..generation import TIDEGenerationMixin
+from ..modeling_tide import TIDERouters
+from ..skipping import on_device
+from ..structure import find_structure
+from ..unembed import Unembed
+
+
+@dataclass(frozen=True)
+class ExitLogits:
+    """What an attached model would have read at every position of a text.
+
+    Attributes:
+        logits: (rows, length, vocab_size) of the next token, in the model's dtype.
+        exit_layers: (rows, length) layers executed for them, int64; the number of layers where a position stays.
+    """
+
+    logits: Tensor
+    exit_layers: Tensor
+
+
+@torch.no_grad()
+def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Tensor], device: torch.device) -> Tensor:
+    """Score positions at every exit layer.
+
+    Args:
+        unembed: The base model's unembedding.
+        routers: Its routers, placed beside the model.
+        states: By exit layer, (..., hidden_size) before the final norm.
+        device: Where the scores go.
+
+    Returns:
+        (..., E) float32, the exit layers ascending.
+    """
+    columns = []
+    for layer in routers.exit_layers:
+        point = on_device(routers[layer], states[layer])
+        columns.append(unembed.route(point.router, states[layer]).to(device))
+    return torch.stack(columns, dim=-1)
+
+
+def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
+    """Apply the rule of `early_exit`: the first exit layer whose score reaches the threshold.
+
+    Args:
+        scores: (..., E), the exit layers ascending.
+        exit_threshold: Exit where `score >= exit_threshold`.
+
+    Returns:
+        (...) positions in the list of exit layers, int64; E where no layer's score does.
+    """
+    reached = scores >= exit_threshold
+    return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
+
+
+def exit_depths(indices: Tensor, exit_layers: list[int], num_layers: int) -> Tensor:
+    """Turn what `exit_indices` returns into numbers of executed layers, int64."""
+    return torch.tensor([*exit_layers, num_layers], device=indices.device)[indices]
+
+
+@torch.no_grad()
+def exit_logits(
+    model: PreTrainedModel, routers: TIDERouters, input_ids: Tensor, *, exit_threshold: float, **inputs: Any
+) -> ExitLogits:
+    """Read every position of a text from the earliest exit layer whose router's score reaches the threshold.
+
+    Args:
+        model: The base model, attached or not.
+        routers: Its routers, placed beside it (`attach` does that; else `routers.place(model.device, model.dtype)`).
+        input_ids: (rows, length); padding on the right needs no mask.
+        exit_threshold: Exit where `score >= exit_threshold`; above 1 gives the base model's own logits.
+        **inputs: For the model's forward: `attention_mask`, `position_ids`.
+
+    Returns:
+        The logits, and the layers that they are from.
+    """
+    structure = find_structure(model)
+    unembed = model._tide.unembed if isinstance(model, TIDEGenerationMixin) else Unembed(model, structure)
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with full_depth(model), capture(structure, routers.exit_layers) as states:
+        model(input_ids=input_ids.to(model.device), **inputs, use_cache=False, **options)
+    final = states.pop(structure.num_layers)
+    indices = exit_indices(exit_scores(unembed, routers, states, final.device), exit_threshold)
+    read = final.clone()
+    for index, layer in enumerate(routers.exit_layers):
+        leaves = indices == index
+        if leaves.any():
+            early = states[layer][leaves.to(states[layer].device)]
+            read[leaves] = on_device(routers[layer], early).head(early).to(read)
+    return ExitLogits(unembed(read), exit_depths(indices, routers.exit_layers, structure.num_layers))
