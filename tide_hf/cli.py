@@ -18,6 +18,7 @@ from .demo import PROMPTS, DemoOptions, run_demo
 from .demo_model import DEFAULT_MODEL
 from .errors import TIDEError
 from .inspect_command import add_inspect
+from .serve_command import add_serve
 
 EXIT_USAGE = 2  # also what argparse exits with
 EXIT_INTERRUPTED = 130
@@ -94,7 +95,7 @@ def _demo(args: argparse.Namespace) -> None:
     run_demo(options, Console())
 
 
-COMMANDS = (_add_demo, add_calibrate, add_inspect)
+COMMANDS = (_add_demo, add_calibrate, add_inspect, add_serve)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ class Batcher:
         finally:
             for job in running:
                 job.cancelled = True
+                job.fail()
 
     async def _decode(self, batch: list[Job]) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._thread, self.engine.run, batch)
