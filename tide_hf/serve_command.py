@@ -31,7 +31,9 @@ def add_serve(commands: argparse._SubParsersAction, common: argparse.ArgumentPar
     parser.add_argument("model", metavar="MODEL", help="Hub name or folder of the base model")
     parser.add_argument("--routers", help="folder or Hub repository (default: those that are shipped for the model)")
     parser.add_argument("--mode", default="self_speculative", choices=MODES, help="(default: %(default)s)")
-    parser.add_argument("--exit-threshold", type=float, help="for early_exit and post_hoc (default: the calibrated one)")
+    parser.add_argument(
+        "--exit-threshold", type=float, help="for early_exit and post_hoc (default: the calibrated one)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
     parser.add_argument("--threads", type=positive, help="CPU threads of a replica (default: torch's)")
     parser.add_argument(
@@ -52,7 +54,8 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s, this machine alone)")
     group.add_argument("--port", type=positive, default=8000, help="(default: %(default)s)")
     group.add_argument(
-        "--api-key", help=f"that clients must send (default: ${KEY_VARIABLE}, which other users of the machine cannot see)"
+        "--api-key",
+        help=f"that clients must send (default: ${KEY_VARIABLE}, which other users of the machine cannot see)",
     )
     group.add_argument("--model-name", help="for clients (default: the Hub name, or the folder's own name)")
 

@@ -82,6 +82,7 @@ def create_app(backend: Backend, model_id: str, limits: Limits, metrics: Metrics
 class _Routes:
     def __init__(self, backend: Backend, model_id: str, limits: Limits, metrics: Metrics) -> None:
         self.backend = backend
+        self.model_id = model_id
         self.card = {"id": model_id, "object": "model", "created": 0, "owned_by": "tide_hf"}
         self.limits = limits
         self.metrics = metrics
@@ -89,13 +90,13 @@ class _Routes:
 
     async def chat(self, request: Request) -> Answer:
         body = await read_body(request, self.limits)
-        return Answer(self, parse_chat_request(body, self.card["id"]))
+        return Answer(self, parse_chat_request(body, self.model_id))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self.card]})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.card["id"]:
+        if request.path_params["name"] != self.model_id:
             raise HTTPException(404)
         return JSONResponse(self.card)
 
@@ -118,7 +119,7 @@ class Answer(Response):
     def __init__(self, routes: _Routes, request: ChatRequest) -> None:
         self.routes = routes
         self.request = request
-        self.shape = AnswerShape(routes.card["id"])
+        self.shape = AnswerShape(routes.model_id)
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

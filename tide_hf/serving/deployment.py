@@ -136,14 +136,15 @@ def start_replicas(options: EngineOptions, cluster: ClusterOptions, metrics: Met
     else:
         ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", namespace=APP)
     serve.start(proxy_location="Disabled")
-    deployment = serve.deployment(
-        name="Replica",
-        num_replicas=cluster.replicas,
-        ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
-        max_ongoing_requests=2 * options.max_batch,  # one batch that decodes, one that gathers
-        max_replicas_per_node=cluster.max_replicas_per_node,
-        health_check_period_s=5,
-    )(Replica)
+    settings: dict[str, Any] = {
+        "num_replicas": cluster.replicas,
+        "ray_actor_options": {"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
+        "max_ongoing_requests": 2 * options.max_batch,  # one batch that decodes, one that gathers
+        "health_check_period_s": HEALTH_SECONDS,
+    }
+    if cluster.max_replicas_per_node is not None:
+        settings["max_replicas_per_node"] = cluster.max_replicas_per_node
+    deployment = serve.deployment(**settings)(Replica)
     handle = serve.run(deployment.bind(options), name=APP, route_prefix=None)
     return RayBackend(handle, metrics)
 

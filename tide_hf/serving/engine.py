@@ -61,6 +61,7 @@ class Job:
         request: The request.
         prompt: Its tokens.
         max_tokens: Most new tokens.
+        pieces: Makes text of them.
         emit: Takes its events, from any thread.
 
     Attributes:
@@ -69,24 +70,28 @@ class Job:
     """
 
     def __init__(
-        self, request: ChatRequest, prompt: list[int], max_tokens: int, emit: Callable[[Event], None]
+        self,
+        request: ChatRequest,
+        prompt: list[int],
+        max_tokens: int,
+        pieces: TextPieces,
+        emit: Callable[[Event], None],
     ) -> None:
         self.request = request
         self.prompt = prompt
         self.max_tokens = max_tokens
+        self.pieces = pieces
         self.emit = emit
         self.cancelled = False
         self.reason: str | None = None
         self.reported = False
         self.num_tokens = 0
-        self.pieces: TextPieces | None = None
 
     def take(self, token: int, eos_tokens: set[int]) -> bool:
         """Take the next token; return whether the row ends with it."""
         if self.cancelled or self.reason is not None:
             return True
         self.num_tokens += 1
-        assert self.pieces is not None
         if token in eos_tokens:
             self.reason = "stop"
         else:
@@ -99,9 +104,9 @@ class Job:
 
     def report(self, work: dict[str, int]) -> None:
         """Send what is left, and that it is over."""
-        assert self.pieces is not None and self.reason is not None
         self._emit_text(self.pieces.finish())
-        self.emit(Finished("stop" if self.pieces.stopped else self.reason, self.num_tokens, work))
+        reason = "length" if self.reason == "length" and not self.pieces.stopped else "stop"
+        self.emit(Finished(reason, self.num_tokens, work))
         self.reported = True
 
     def fail(self) -> None:
@@ -179,7 +184,7 @@ class Engine:
         if max_tokens > min(options.max_tokens, room):
             expected = f"at most {min(options.max_tokens, room)} after a prompt of {len(prompt)} tokens"
             raise refuse("max_tokens", max_tokens, expected, code="context_length_exceeded")
-        job = Job(request, prompt, max_tokens, emit)
+        job = Job(request, prompt, max_tokens, TextPieces(self.tokenizer, request.stop), emit)
         try:
             self._check([job])
         except TIDEError as error:
@@ -200,8 +205,6 @@ class Engine:
     def run(self, jobs: list[Job]) -> None:
         """Decode a batch. Events go out as tokens come, and a row that ends costs nothing from then on."""
         model, sampling = self.model, jobs[0].request.sampling
-        for job in jobs:
-            job.pieces = TextPieces(self.tokenizer, job.request.stop)
         width = _width(jobs)
         rows = [[0] * (width - len(job.prompt)) + job.prompt for job in jobs]
         mask = [[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs]

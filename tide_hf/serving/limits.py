@@ -133,7 +133,9 @@ class Guard:
             raise _refused("there are too many requests", "one more", limit, 429, "rate_limit_exceeded")
         if self.limits.hosts is not None and not _names(headers, self.limits.hosts):
             hosts = " or ".join(self.limits.hosts)
-            raise _refused("the Host header names another server", "a name that is not ours", hosts, 400, "invalid_host")
+            raise _refused(
+                "the Host header names another server", "a name that is not ours", hosts, 400, "invalid_host"
+            )
         if self.limits.api_key is not None and not _is_authorised(headers, self.limits.api_key):
             got = "no API key, or a wrong one"
             raise _refused("the request is not authorised", got, "the key of this server", 401, "invalid_api_key")
@@ -147,7 +149,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # any web page may send other types to localhost, without being asked for leave
-        raise _refused("the body cannot be read", "another Content-Type", "application/json", 415, "invalid_content_type")
+        raise _refused(
+            "the body cannot be read", "another Content-Type", "application/json", 415, "invalid_content_type"
+        )
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length[:20]) > limits.max_body_bytes:
         raise _too_large(limits)

@@ -24,15 +24,16 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.responses = Counter(
-            "tide_responses", "HTTP responses (status 499: the client left first).", ["path", "status"], registry=self.registry
+            "tide_responses",
+            "HTTP responses (status 499: the client left first).",
+            ["path", "status"],
+            registry=self.registry,
         )
         self.requests = Gauge("tide_requests_open", "Chat requests waiting or being answered.", registry=self.registry)
         self.prompt_tokens = self._counter("tide_prompt_tokens", "Tokens of accepted prompts.")
         self.completion_tokens = self._counter("tide_completion_tokens", "Tokens of complete answers.")
         self.resubmitted = self._counter("tide_resubmitted", "Requests given to another replica after one was lost.")
-        self.work = {
-            name: self._counter(f"tide_{name}", text) for name, text in zip(WORK, WORK_HELP, strict=True)
-        }
+        self.work = {name: self._counter(f"tide_{name}", text) for name, text in zip(WORK, WORK_HELP, strict=True)}
         self.totals = dict.fromkeys(WORK, 0)
         depth = Gauge("tide_depth_fraction", "Layers executed over those of plain decoding.", registry=self.registry)
         depth.set_function(lambda: self._ratio("layers_executed", "layers_plain"))

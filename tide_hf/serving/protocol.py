@@ -36,8 +36,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-KNOWN = ("max_completion_tokens", "max_tokens", "messages", "model", "seed", "stop", "stream", "stream_options")
-KNOWN += ("temperature", "top_p")
+KNOWN = (
+    *("max_completion_tokens", "max_tokens", "messages", "model", "seed"),
+    *("stop", "stream", "stream_options", "temperature", "top_p"),
+)
 
 
 @dataclass(frozen=True)

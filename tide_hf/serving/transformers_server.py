@@ -29,12 +29,10 @@ def run_transformers_server(options: EngineOptions, host: str, port: int, **serv
     """
     routers = options.routers or shipped_routers(options.model)
 
-    class Manager(model_manager.ModelManager):  # type: ignore[misc]
+    class Manager(model_manager.ModelManager):
         def _load_model(self, *args: Any, **kwargs: Any) -> Any:
             model = super()._load_model(*args, **kwargs)
-            return TIDEModelForCausalLM.attach(
-                model, routers, mode=options.mode, exit_threshold=options.exit_threshold
-            )
+            return TIDEModelForCausalLM.attach(model, routers, mode=options.mode, exit_threshold=options.exit_threshold)
 
     own, model_manager.ModelManager = model_manager.ModelManager, Manager
     try:
