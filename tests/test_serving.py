@@ -89,7 +89,7 @@ def test_answers_are_the_models_own_whole_and_streamed_and_share_batches(make_en
     engine = make_engine(mode, max_batch=8, gather_ms=200)
     lengths = dict(zip(TEXTS, (24, 7, 16, 30), strict=True))
     answers = {}
-    with serving(engine) as (url, batcher, _):
+    with serving(engine) as (url, _, _):
 
         def whole(text):
             answer = ask(client(url), text, max_tokens=lengths[text])
@@ -194,29 +194,25 @@ def test_only_requests_that_agree_share_a_batch(make_engine):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(make_engine, stream):
-    engine = make_engine(slow=0.01, max_batch=2, gather_ms=100, max_tokens=1900)
-    with serving(engine) as (url, batcher, _):
-        body = {"model": "tiny", "messages": chat("a"), "max_tokens": 1900, "temperature": 0, "stream": stream}
-        other = threading.Thread(target=ask, args=(client(url), "b"), kwargs={"max_tokens": 300})
+    engine = make_engine(slow=0.005, max_batch=2, gather_ms=100, max_tokens=1900)
+    batches, run = [], engine.run
+    engine.run = lambda jobs: batches.append(jobs) or run(jobs)
+    with serving(engine) as (url, _, _):
+        other = threading.Thread(target=ask, args=(client(url), "b"), kwargs={"max_tokens": 100})
         other.start()
-        leave_after_a_while(url, body)
+        body = {"model": "tiny", "messages": chat("a"), "max_tokens": 1900, "temperature": 0, "stream": stream}
+        content = json.dumps(body).encode()
+        with connected(url) as connection:
+            connection.sendall(request_head(len(content)) + content)
+            wait_until(lambda: any(job.max_tokens == 1900 and job.num_tokens > 5 for jobs in batches for job in jobs))
         other.join()
         wait_until(lambda: metrics_of(url)["tide_requests_open"] == 0)
-        ask(client(url), "c", max_tokens=1)  # reports what is left to report
+        ask(client(url), "c", max_tokens=1)  # the counts of the batch before come along
         counts = metrics_of(url)
     assert counts["tide_batch_rows_total"] == 3
-    assert counts["tide_batches_total"] == 2
     assert counts["tide_tokens_total"] < 900
     status = "200" if stream else "499"
     assert counts[f'tide_responses_total{{path="/v1/chat/completions",status="{status}"}}'] >= 1
-
-
-def leave_after_a_while(url, body):
-    """Send a request, wait until it decodes, and hang up."""
-    content = json.dumps(body).encode()
-    with connected(url) as connection:
-        connection.sendall(request_head(len(content)) + content)
-        time.sleep(0.5)
 
 
 def test_a_request_that_is_cancelled_in_the_queue_is_never_decoded(make_engine):
@@ -224,7 +220,9 @@ def test_a_request_that_is_cancelled_in_the_queue_is_never_decoded(make_engine):
         engine = make_engine(slow=0.01)
         engine.options = EngineOptions(model="tiny", max_batch=1)
         batcher = Batcher(engine)
-        request = parse_chat_request(json.dumps({"model": "tiny", "messages": chat("a"), "max_tokens": 9}).encode(), "tiny")
+        request = parse_chat_request(
+            json.dumps({"model": "tiny", "messages": chat("a"), "max_tokens": 9}).encode(), "tiny"
+        )
         first, second = batcher.stream(request), batcher.stream(request)
         assert isinstance(await anext(first), Accepted)
         assert isinstance(await anext(second), Accepted)
@@ -264,13 +262,18 @@ def test_closing_ends_what_runs_and_refuses_what_waits(make_engine):
     async def run():
         engine = make_engine(slow=0.02, max_batch=1, gather_ms=0)
         batcher = Batcher(engine)
-        request = parse_chat_request(json.dumps({"model": "tiny", "messages": chat("a"), "stream": True}).encode(), "tiny")
+        request = parse_chat_request(
+            json.dumps({"model": "tiny", "messages": chat("a"), "stream": True}).encode(), "tiny"
+        )
         streams = [batcher.stream(request) for _ in range(2)]
         for stream in streams:
             await anext(stream)
         assert isinstance(await anext(streams[0]), Delta)
         await batcher.close()
-        return [[event async for event in stream][-1] for stream in streams]
+        return [await last_of(stream) for stream in streams]
+
+    async def last_of(stream):
+        return [event async for event in stream][-1]
 
     for last in asyncio.run(asyncio.wait_for(run(), 30)):
         assert isinstance(last, Refused)
@@ -282,7 +285,7 @@ def test_closing_ends_what_runs_and_refuses_what_waits(make_engine):
     [
         ("a" * 200, {}, "messages", "1 to 100 tokens"),
         ("a", {"max_tokens": 65}, "max_tokens", "at most 64"),
-        ("a" * 80, {"max_tokens": 60}, "max_tokens", "at most 33 after a prompt of 95 tokens"),
+        ("a" * 80, {"max_tokens": 60}, "max_tokens", "at most 34 after a prompt of 94 tokens"),
     ],
 )
 def test_prompts_and_answers_have_limits(make_engine, text, fields, param, expected):
@@ -339,7 +342,7 @@ def test_the_rate_is_bounded(make_engine):
     with serving(make_engine(), requests_per_minute=3) as (url, _, _):
         for _ in range(3):
             client(url).models.list()
-        with pytest.raises(openai.RateLimitError, match="at most|3 a minute") as caught:
+        with pytest.raises(openai.RateLimitError, match="Expected 3 a minute") as caught:
             client(url).models.list()
         assert caught.value.body["type"] == "rate_limit_error"
         assert httpx.get(f"{url}/health").status_code == 200
@@ -357,18 +360,18 @@ def test_a_bucket_fills_again_and_the_oldest_is_forgotten(monkeypatch):
     assert list(limiter.buckets) == ["c", "d"]
 
 
-@pytest.mark.parametrize("key", ["wrong", "", "secret ", "sécret", "secretsecret", "secre"])
-def test_strangers_are_turned_away(make_engine, key):
-    with serving(make_engine(), api_key="secret") as (url, _, _):
+def test_strangers_are_turned_away(make_engine):
+    with serving(make_engine(), api_key="secret") as (url, _, _), httpx.Client(base_url=url) as connection:
+        keys = ["Bearer wrong", "Bearer ", "Bearer secretsecret", "Bearer secre", "Bearer s\u00e9cret", "Basic secret"]
+        headers = [[(b"authorization", key.encode())] for key in keys]
+        headers += [[], [(b"authorization", b"\xff\xfe")], [(b"authorization", b"Bearer secret")] * 2]
         for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nothing"):
-            for header in (f"Bearer {key}x".encode(), b"Basic secret", b"\xff\xfe", b"", f"Bearer {key}".encode() + b"\xff"):
-                response = httpx.post(f"{url}{path}", headers=[(b"authorization", header)])
+            for header in headers:
+                response = connection.post(path, headers=header)
                 assert response.status_code == 401
                 assert response.json()["error"]["code"] == "invalid_api_key"
                 assert "secret" not in response.text
-        twice = [(b"authorization", b"Bearer secret")] * 2
-        assert httpx.get(f"{url}/v1/models", headers=twice).status_code == 401
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert connection.get("/health").status_code == 200
         assert client(url, "secret").models.list().data[0].id == "tiny"
         assert metrics_of(url, authorization="Bearer secret")["tide_requests_open"] == 0
 

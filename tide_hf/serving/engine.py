@@ -158,9 +158,7 @@ class Engine:
             torch.set_num_threads(options.threads)
         model, tokenizer = load_demo_model(options.model, dtype=options.dtype, console=Console(stderr=True))
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        routers = options.routers or shipped_routers(options.model)
-        TIDEModelForCausalLM.attach(model, routers, mode=options.mode, exit_threshold=options.exit_threshold)
-        return cls(model, tokenizer, options)
+        return cls(attach(model, options), tokenizer, options)
 
     def prepare(self, request: ChatRequest, emit: Callable[[Event], None]) -> Job:
         """Encode a request.
@@ -250,6 +248,25 @@ class Engine:
         plain = stats.total_tokens * stats.num_layers
         counts = (1, num_rows, stats.total_tokens, stats.layers_executed, plain, stats.drafted, stats.accepted)
         self.unreported.update(dict(zip(WORK, counts, strict=True)))
+
+
+def attach(model: Any, options: EngineOptions) -> Any:
+    """Attach TIDE to a loaded model.
+
+    Raises:
+        ConfigurationError: The mode needs routers, and there are none.
+    """
+    routers = options.routers or shipped_routers(options.model)
+    if routers is None and options.mode != "self_speculative":
+        raise ConfigurationError(
+            describe(
+                f"{options.mode} needs routers",
+                got=f"none for {options.model}",
+                expected="routers made for this model",
+                do="Pass --routers; tide-hf calibrate makes them.",
+            )
+        )
+    return TIDEModelForCausalLM.attach(model, routers, mode=options.mode, exit_threshold=options.exit_threshold)
 
 
 class _Rows(RowCriterion):

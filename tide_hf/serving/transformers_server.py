@@ -7,9 +7,7 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 
-from ..demo import shipped_routers
-from ..model import TIDEModelForCausalLM
-from .engine import EngineOptions
+from .engine import EngineOptions, attach
 
 
 def run_transformers_server(options: EngineOptions, host: str, port: int, **serve_options: Any) -> Serve:
@@ -27,12 +25,10 @@ def run_transformers_server(options: EngineOptions, host: str, port: int, **serv
     Returns:
         The server, once it ends; at once with `non_blocking=True`.
     """
-    routers = options.routers or shipped_routers(options.model)
 
     class Manager(model_manager.ModelManager):
         def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-            model = super()._load_model(*args, **kwargs)
-            return TIDEModelForCausalLM.attach(model, routers, mode=options.mode, exit_threshold=options.exit_threshold)
+            return attach(super()._load_model(*args, **kwargs), options)
 
     own, model_manager.ModelManager = model_manager.ModelManager, Manager
     try:
