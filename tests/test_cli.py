@@ -162,7 +162,7 @@ def test_the_table_says_where_lossless_was_not():
 
 
 def test_every_command_has_a_help_text(capsys):
-    for command in ("demo", "calibrate", "inspect"):
+    for command in ("demo", "calibrate", "inspect", "serve"):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0

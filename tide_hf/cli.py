@@ -20,6 +20,7 @@ from .errors import TIDEError
 from .evaluate_command import add_evaluate
 from .inspect_command import add_inspect
 from .push_command import add_push
+from .serve_command import add_serve
 
 EXIT_USAGE = 2  # also what argparse exits with
 EXIT_INTERRUPTED = 130
@@ -96,7 +97,7 @@ def _demo(args: argparse.Namespace) -> None:
     run_demo(options, Console())
 
 
-COMMANDS = (_add_demo, add_calibrate, add_inspect, add_evaluate, add_push)
+COMMANDS = (_add_demo, add_calibrate, add_inspect, add_evaluate, add_push, add_serve)
 
 
 if __name__ == "__main__":

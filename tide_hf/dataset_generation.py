@@ -68,7 +68,7 @@ def generate_dataset(
         UnsupportedOptionError: `generate_options` ask for anything but one answer a row.
     """
     _check_options(batch_size, shard_size, generate_options)
-    given = read_rows(Path(prompts)) if isinstance(prompts, (str, os.PathLike)) else prompts
+    given = read_rows(Path(prompts), ()) if isinstance(prompts, (str, os.PathLike)) else prompts
     rows: list[Any] = [{"prompt": row} if isinstance(row, str) else row for row in given]
     encoded = [_encode(tokenizer, row, number) for number, row in enumerate(rows, start=1)]
     processes = Processes.current(input_device(base_inside(model)))

@@ -260,7 +260,8 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
                     "tide_mode='self_speculative' cannot do this yet",
                     got=got,
                     expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
-                    do="Leave it out, choose another tide_mode, or detach TIDE for plain decoding.",
+                    do="Leave it out, choose another tide_mode, or detach TIDE for plain decoding. A "
+                    "tide_hf.rows.RowCriterion sees the tokens of every row of a batch.",
                 )
             )
 

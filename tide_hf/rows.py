@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 
@@ -40,8 +41,33 @@ class Row:
         return torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=-1) if self.tokens else self.prompt
 
 
+class RowCriterion(StoppingCriteria):
+    """Sees every new token of every row as soon as it is final, and may end the row: for streaming and cancelling.
+
+    Pass it in `generate(stopping_criteria=[...])`, with a `pad_token_id` in the generation config. In
+    `self_speculative` a row that it ends costs nothing from then on, and it is not asked about rows that have ended.
+    The other modes keep such rows in the batch, and ask about their padding as well.
+    """
+
+    eos_token_id = None  # by this name transformers knows the criteria behind which a row is padded
+
+    def stops_row(self, index: int, token: int) -> bool:
+        """Whether a row ends with this token.
+
+        Args:
+            index: The row's place in the batch.
+            token: Its newest token.
+        """
+        raise NotImplementedError
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Ask about every row of a batch, (rows, length); return (rows,) bool."""
+        stops = [self.stops_row(index, token) for index, token in enumerate(input_ids[:, -1].tolist())]
+        return torch.tensor(stops, device=input_ids.device)
+
+
 class Stopping:
-    """The call's stopping criteria, the two common ones of them without a tensor.
+    """The call's stopping criteria, the common ones of them without a tensor.
 
     Args:
         criteria: What `generate` prepared.
@@ -51,12 +77,15 @@ class Stopping:
     def __init__(self, criteria: Any, generation_config: Any) -> None:
         self.eos_tokens: set[int] = set()
         self.max_length: int | None = None
+        self.of_rows: list[RowCriterion] = []
         self.others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_tokens |= set(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
                 self.max_length = criterion.max_length
+            elif isinstance(criterion, RowCriterion):
+                self.of_rows.append(criterion)
             else:
                 self.others.append(criterion)
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
@@ -67,6 +96,8 @@ class Stopping:
         """Whether `row` ends with its last token."""
         stops = row.tokens[-1] in self.eos_tokens
         stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
+        for of_rows in self.of_rows:
+            stops |= of_rows.stops_row(row.index, row.tokens[-1])
         if self.others:
             ids, scores = row.ids, tuple(row.scores) or None
             for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does

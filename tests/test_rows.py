@@ -1,0 +1,59 @@
+"""``RowCriterion``: every row of a batch is seen token by token, and can be ended by itself."""
+
+import pytest
+import torch
+from drafters import use_drafter
+from families import VOCAB, tiny_model
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.rows import RowCriterion
+
+ROWS, PROMPT, NEW = 4, 10, 16
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+LIMITS = (1, 16, 5, 9)
+
+
+class Limits(RowCriterion):
+    """Ends each row after so many tokens, and notes what it sees."""
+
+    def __init__(self):
+        self.seen = [[] for _ in range(ROWS)]
+
+    def stops_row(self, index, token):
+        self.seen[index].append(token)
+        return len(self.seen[index]) >= LIMITS[index]
+
+
+@pytest.fixture
+def prompts():
+    return torch.randint(3, VOCAB, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("kind", ["wrong", "mixed"])
+def test_every_row_is_seen_and_freed(family, kind, prompts):
+    model = tiny_model(family)
+    plain = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, kind, plain)
+    limits = Limits()
+    result = model.generate(prompts, stopping_criteria=[limits], **OPTIONS)[:, PROMPT:].tolist()
+    for row, limit in enumerate(LIMITS):
+        assert limits.seen[row] == plain[row][:limit]
+        assert result[row] == plain[row][:limit] + [0] * (NEW - limit)
+    assert [len(row) for row in model.last_exit_stats.per_token] == list(LIMITS)
+    if kind == "wrong":  # one pass over the rows that still decode for each token
+        assert model.last_exit_stats.layers_executed == 4 * sum(LIMITS)
+
+
+@pytest.mark.parametrize("mode", ["plain", "early_exit", "post_hoc"])
+def test_it_ends_rows_in_every_mode(mode, prompts):
+    model = tiny_model("llama")
+    if mode != "plain":
+        TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2]), mode=mode)
+    whole = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
+    limits = Limits()
+    result = model.generate(prompts, stopping_criteria=[limits], **OPTIONS)[:, PROMPT:].tolist()
+    for row, limit in enumerate(LIMITS):
+        assert limits.seen[row][:limit] == whole[row][:limit]
+        assert result[row] == whole[row][:limit] + [0] * (NEW - limit)

@@ -1,0 +1,217 @@
+"""``tide-hf serve``: an OpenAI-compatible chat server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from .arguments import DTYPES, positive
+from .configuration_tide import MODES
+from .errors import ConfigurationError, MissingPackageError, describe
+
+if TYPE_CHECKING:
+    from .serving.engine import EngineOptions
+    from .serving.limits import Limits
+
+KEY_VARIABLE = "TIDE_HF_API_KEY"
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that are answered
+ENGINES = ("batches", "transformers")
+
+
+def add_serve(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    what = "answer chats over HTTP as OpenAI's API does, requests decoded together in batches"
+    parser = commands.add_parser("serve", parents=[common], help=what, description=what.capitalize() + ".")
+    parser.add_argument("model", metavar="MODEL", help="Hub name or folder of the base model")
+    parser.add_argument("--routers", help="folder or Hub repository (default: those that are shipped for the model)")
+    parser.add_argument("--mode", default="self_speculative", choices=MODES, help="(default: %(default)s)")
+    parser.add_argument(
+        "--exit-threshold", type=float, help="for early_exit and post_hoc (default: the calibrated one)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
+    parser.add_argument("--threads", type=positive, help="CPU threads of a replica (default: torch's)")
+    parser.add_argument(
+        "--engine",
+        default="batches",
+        choices=ENGINES,
+        help="batches: this server; transformers: the server of `transformers serve` with TIDE inside, one request at "
+        "a time (default: %(default)s)",
+    )
+    _add_address(parser)
+    _add_limits(parser)
+    _add_replicas(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("address")
+    group.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s, this machine alone)")
+    group.add_argument("--port", type=positive, default=8000, help="(default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        help=f"that clients must send (default: ${KEY_VARIABLE}, which other users of the machine cannot see)",
+    )
+    group.add_argument("--model-name", help="for clients (default: the Hub name, or the folder's own name)")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    for name, default, text in (
+        ("--max-batch", 8, "requests that decode together"),
+        ("--max-queue", 64, "requests that wait or are being answered"),
+        ("--max-prompt-tokens", 4096, "tokens of a prompt"),
+        ("--max-tokens", 1024, "tokens of an answer"),
+        ("--max-body-bytes", 1_000_000, "bytes of a request"),
+    ):
+        group.add_argument(name, type=positive, default=default, help=f"most {text} (default: %(default)s)")
+    group.add_argument(
+        "--rate", type=_count, default=600, help="requests a minute from one address; 0: any (default: %(default)s)"
+    )
+
+
+def _add_replicas(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas, through Ray Serve")
+    group.add_argument("--replicas", type=positive, help="engines, in processes of their own (default: one, in this)")
+    group.add_argument("--ray-address", help="of a Ray cluster, or auto (default: one is started on this machine)")
+    group.add_argument("--cpus-per-replica", type=float, default=1.0, help="(default: %(default)s)")
+    group.add_argument("--gpus-per-replica", type=float, default=0.0, help="(default: %(default)s)")
+    group.add_argument("--max-replicas-per-node", type=positive, help="(default: as its resources allow)")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    return number
+
+
+def _serve(args: argparse.Namespace) -> None:
+    uses_ray = args.replicas is not None or args.ray_address is not None
+    _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray"] * uses_ray)
+    from .serving.engine import EngineOptions  # noqa: PLC0415 - needs packages of the extra
+
+    options = EngineOptions(
+        model=args.model,
+        routers=args.routers,
+        mode=args.mode,
+        exit_threshold=args.exit_threshold,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_batch=args.max_batch,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_tokens=args.max_tokens,
+    )
+    if args.engine == "transformers":
+        _serve_with_transformers(args, options, uses_ray)
+        return
+    _run(args, options, limits_of(args), uses_ray)
+
+
+def limits_of(args: argparse.Namespace) -> Limits:
+    """The limits that the arguments name.
+
+    Raises:
+        ConfigurationError: Other machines could use the server, and there is no key.
+    """
+    from .serving.limits import Limits, is_loopback  # noqa: PLC0415
+
+    api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    local = is_loopback(args.host)
+    if not local and api_key is None:
+        raise ConfigurationError(
+            describe(
+                "a server that others can reach needs an API key",
+                got=f"--host {args.host} without one",
+                expected=f"a key in ${KEY_VARIABLE} or --api-key, or --host 127.0.0.1",
+                do=f"Set {KEY_VARIABLE} to a long random text.",
+            )
+        )
+    return Limits(
+        api_key=api_key,
+        hosts=(*LOCAL_NAMES, args.host) if local else None,
+        max_body_bytes=args.max_body_bytes,
+        max_requests=args.max_queue,
+        requests_per_minute=args.rate,
+    )
+
+
+def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_ray: bool) -> None:
+    import uvicorn  # noqa: PLC0415
+
+    from .serving.app import create_app  # noqa: PLC0415
+    from .serving.metrics import Metrics  # noqa: PLC0415
+
+    metrics, name = Metrics(), model_name(args)
+    backend = _ray_backend(args, options, metrics) if uses_ray else _local_backend(options)
+    app = create_app(backend, name, limits, metrics)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    Console(stderr=True).print(f"Serving {name} at http://{host}:{args.port}/v1", highlight=False, soft_wrap=True)
+    # h11 bounds what it reads of headers; proxies' words about who a client is are not taken.
+    uvicorn.run(
+        app,
+        host=args.host,
+        port=args.port,
+        http="h11",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=limits.max_requests + MAX_CONNECTIONS_BESIDE,
+        log_level="warning",
+        timeout_graceful_shutdown=10,
+    )
+
+
+def _local_backend(options: EngineOptions) -> Any:
+    from .serving.batching import Batcher  # noqa: PLC0415
+    from .serving.engine import Engine  # noqa: PLC0415
+
+    return Batcher(Engine.load(options))
+
+
+def _ray_backend(args: argparse.Namespace, options: EngineOptions, metrics: Any) -> Any:
+    from .serving.deployment import ClusterOptions, start_replicas  # noqa: PLC0415
+
+    names = ("ray_address", "cpus_per_replica", "gpus_per_replica", "max_replicas_per_node")
+    cluster = ClusterOptions(replicas=args.replicas or 1, **{name: getattr(args, name) for name in names})
+    return start_replicas(options, cluster, metrics)
+
+
+def _serve_with_transformers(args: argparse.Namespace, options: EngineOptions, uses_ray: bool) -> None:
+    limits = limits_of(args)
+    if limits.api_key is not None or limits.hosts is None or uses_ray:
+        raise ConfigurationError(
+            describe(
+                "the server of transformers can do neither API keys nor replicas",
+                got="--engine transformers with one of them",
+                expected="one process on this machine alone",
+                do="Leave them out, or use --engine batches.",
+            )
+        )
+    _check_packages(["fastapi", "openai"])
+    from .serving.transformers_server import run_transformers_server  # noqa: PLC0415
+
+    run_transformers_server(options, args.host, args.port)
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The name by which clients know the model: no path of this machine."""
+    return str(args.model_name or (Path(args.model).resolve().name if Path(args.model).is_dir() else args.model))
+
+
+def _check_packages(names: list[str]) -> None:
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            describe(
+                "the server cannot start",
+                got=f"an environment without {', '.join(missing)}",
+                expected="the packages of the extra 'serve'",
+                do='Run: pip install "tide-hf[serve]"',
+            )
+        )

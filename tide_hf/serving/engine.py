@@ -1,0 +1,294 @@
+"""A batch of requests through the model: prompts in, text out row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from rich.console import Console
+
+from ..demo import shipped_routers
+from ..demo_model import load_demo_model
+from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
+from ..model import TIDEModelForCausalLM
+from ..rows import RowCriterion
+from ..structure import check_rope
+from .protocol import ChatRequest, Delta, Event, Finished, Refused, Sampling, refuse
+from .text import TextPieces
+
+WORK = ("batches", "batch_rows", "tokens", "layers_executed", "layers_plain", "drafted", "accepted")
+GREEDY_BELOW = 0.01  # temperatures that would overflow, and change nothing but ties
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What one replica loads, and how much it takes on.
+
+    Attributes:
+        model: Hub name or folder.
+        routers: Folder or Hub repository; `None` is those that are shipped for the model, or none.
+        mode: Of decoding.
+        exit_threshold: For `early_exit` and `post_hoc`; `None` is the calibrated one.
+        dtype: `None` is what the model was saved in.
+        threads: CPU threads; `None` is torch's choice.
+        max_batch: Most requests that decode together.
+        gather_ms: How long a request waits for others to share its batch.
+        max_prompt_tokens: Longest prompt.
+        max_tokens: Longest answer.
+    """
+
+    model: str
+    routers: str | None = None
+    mode: str = "self_speculative"
+    exit_threshold: float | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    max_batch: int = 8
+    gather_ms: float = 10.0
+    max_prompt_tokens: int = 4096
+    max_tokens: int = 1024
+
+
+class Job:
+    """One request on its way through the engine.
+
+    Args:
+        request: The request.
+        prompt: Its tokens.
+        max_tokens: Most new tokens.
+        pieces: Makes text of them.
+        emit: Takes its events, from any thread.
+
+    Attributes:
+        cancelled: Set from outside when nobody waits for the answer any more; its row then ends with its next token.
+        reason: Why it ended; `None` before.
+    """
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        prompt: list[int],
+        max_tokens: int,
+        pieces: TextPieces,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.pieces = pieces
+        self.emit = emit
+        self.cancelled = False
+        self.reason: str | None = None
+        self.reported = False
+        self.num_tokens = 0
+
+    def take(self, token: int, eos_tokens: set[int]) -> bool:
+        """Take the next token; return whether the row ends with it."""
+        if self.cancelled or self.reason is not None:
+            return True
+        self.num_tokens += 1
+        if token in eos_tokens:
+            self.reason = "stop"
+        else:
+            self._emit_text(self.pieces.add(token))
+            if self.pieces.stopped:
+                self.reason = "stop"
+            elif self.num_tokens >= self.max_tokens:
+                self.reason = "length"
+        return self.reason is not None
+
+    def report(self, work: dict[str, int]) -> None:
+        """Send what is left, and that it is over."""
+        self._emit_text(self.pieces.finish())
+        reason = "length" if self.reason == "length" and not self.pieces.stopped else "stop"
+        self.emit(Finished(reason, self.num_tokens, work))
+        self.reported = True
+
+    def fail(self) -> None:
+        """Say that the engine could not do it, unless it is over already."""
+        if not self.reported:
+            self.emit(Refused("The engine failed while it answered. The server's log says why.", 500, "engine_error"))
+
+    def _emit_text(self, text: str) -> None:
+        if text:
+            self.emit(Delta(text))
+
+
+class Engine:
+    """A model with TIDE, its tokenizer and its limits.
+
+    Args:
+        model: The attached model.
+        tokenizer: Its tokenizer, with a chat template.
+        options: Its limits.
+
+    Raises:
+        ConfigurationError: The tokenizer has no chat template.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: EngineOptions) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigurationError(
+                describe(
+                    f"{options.model} cannot answer chats",
+                    got="a tokenizer without a chat template",
+                    expected="a model made for chat",
+                    do="Serve its instruction-tuned version.",
+                )
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options
+        eos = model.generation_config.eos_token_id
+        self.eos_tokens = set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+        self.text_config = model.config.get_text_config()
+        self.context = getattr(self.text_config, "max_position_embeddings", None) or 2**31
+        self.unreported: Counter[str] = Counter()
+        self._encode("a")  # the first call sets truncation and padding; later ones may then run side by side
+
+    @classmethod
+    def load(cls, options: EngineOptions) -> Engine:
+        """Load the model and attach TIDE to it, on the GPU where there is one."""
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        model, tokenizer = load_demo_model(options.model, dtype=options.dtype, console=Console(stderr=True))
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(attach(model, options), tokenizer, options)
+
+    def prepare(self, request: ChatRequest, emit: Callable[[Event], None]) -> Job:
+        """Encode a request.
+
+        Raises:
+            RequestError: It is too long, or the model's chat template refuses it.
+        """
+        options = self.options
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(request.messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise refuse("messages", str(error), "a conversation that the model's chat template allows") from error
+        prompt = self._encode(text)
+        room = self.context - len(prompt)
+        if not 0 < len(prompt) <= options.max_prompt_tokens or room < 1:
+            longest = min(options.max_prompt_tokens, self.context - 1)
+            raise refuse("messages", f"{len(prompt)} tokens", f"1 to {longest} tokens", code="context_length_exceeded")
+        max_tokens = min(options.max_tokens, room) if request.max_tokens is None else request.max_tokens
+        if max_tokens > min(options.max_tokens, room):
+            expected = f"at most {min(options.max_tokens, room)} after a prompt of {len(prompt)} tokens"
+            raise refuse("max_tokens", max_tokens, expected, code="context_length_exceeded")
+        job = Job(request, prompt, max_tokens, TextPieces(self.tokenizer, request.stop), emit)
+        try:
+            self._check([job])
+        except TIDEError as error:
+            raise RequestError(str(error), code="unsupported_value", param="max_tokens") from error
+        return job
+
+    def fits(self, jobs: Sequence[Job]) -> bool:
+        """Whether these requests can share a batch."""
+        first = jobs[0].request.sampling
+        if any(job.request.sampling != first for job in jobs) or (first.seed is not None and len(jobs) > 1):
+            return False
+        try:
+            self._check(jobs)
+        except UnsupportedOptionError:
+            return False
+        return _width(jobs) + _longest_answer(jobs) <= self.context
+
+    def run(self, jobs: list[Job]) -> None:
+        """Decode a batch. Events go out as tokens come, and a row that ends costs nothing from then on."""
+        model, sampling = self.model, jobs[0].request.sampling
+        width = _width(jobs)
+        rows = [[0] * (width - len(job.prompt)) + job.prompt for job in jobs]
+        mask = [[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs]
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=sampling.seed is not None):
+            if sampling.seed is not None:
+                torch.manual_seed(sampling.seed)
+            model.generate(
+                input_ids=torch.tensor(rows, device=model.device),
+                attention_mask=torch.tensor(mask, device=model.device),
+                generation_config=self._generation_config(sampling, _longest_answer(jobs)),
+                stopping_criteria=[_Rows(jobs, self.eos_tokens)],
+            )
+        self._count(len(jobs))
+        for job in jobs:
+            if job.reason is not None and not job.reported:
+                work, self.unreported = dict(self.unreported), Counter()
+                job.report(work)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _check(self, jobs: Sequence[Job]) -> None:
+        if self.options.mode == "self_speculative":
+            check_rope(self.text_config, _width(jobs), _width(jobs) + _longest_answer(jobs))
+
+    def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> Any:
+        config = copy.deepcopy(self.model.generation_config)
+        if sampling.temperature is not None or sampling.top_p is not None:
+            temperature = 1.0 if sampling.temperature is None else sampling.temperature
+            config.top_k = (config.top_k or 0) if config.do_sample else 0
+            config.do_sample = temperature >= GREEDY_BELOW
+            config.temperature = temperature if config.do_sample else None
+            config.top_p = (1.0 if sampling.top_p is None else sampling.top_p) if config.do_sample else None
+        if not config.do_sample:
+            config.top_k = None
+        config.max_length, config.max_new_tokens = None, max_new_tokens
+        config.pad_token_id = 0 if config.pad_token_id is None else config.pad_token_id
+        return config
+
+    def _count(self, num_rows: int) -> None:
+        stats = self.model.last_exit_stats
+        plain = stats.total_tokens * stats.num_layers
+        counts = (1, num_rows, stats.total_tokens, stats.layers_executed, plain, stats.drafted, stats.accepted)
+        self.unreported.update(dict(zip(WORK, counts, strict=True)))
+
+
+def attach(model: Any, options: EngineOptions) -> Any:
+    """Attach TIDE to a loaded model.
+
+    Raises:
+        ConfigurationError: The mode needs routers, and there are none.
+    """
+    routers = options.routers or shipped_routers(options.model)
+    if routers is None and options.mode != "self_speculative":
+        raise ConfigurationError(
+            describe(
+                f"{options.mode} needs routers",
+                got=f"none for {options.model}",
+                expected="routers made for this model",
+                do="Pass --routers; tide-hf calibrate makes them.",
+            )
+        )
+    return TIDEModelForCausalLM.attach(model, routers, mode=options.mode, exit_threshold=options.exit_threshold)
+
+
+class _Rows(RowCriterion):
+    """Hands each row's tokens to its job. All but the last to end are told at once; the last one takes the counts."""
+
+    def __init__(self, jobs: list[Job], eos_tokens: set[int]) -> None:
+        self.jobs = jobs
+        self.eos_tokens = eos_tokens
+
+    def stops_row(self, index: int, token: int) -> bool:
+        job = self.jobs[index]
+        if not job.take(token, self.eos_tokens):
+            return False
+        others_go = any(other.reason is None and not other.cancelled for other in self.jobs)
+        if others_go and job.reason is not None and not job.reported:
+            job.report({})
+        return True
+
+
+def _width(jobs: Sequence[Job]) -> int:
+    return max(len(job.prompt) for job in jobs)
+
+
+def _longest_answer(jobs: Sequence[Job]) -> int:
+    return max(job.max_tokens for job in jobs)
