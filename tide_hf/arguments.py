@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from .errors import ConfigurationError, describe
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,6 +26,14 @@ def layer_list(text: str) -> list[int]:
         return [positive(part) for part in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 8,16") from error
+
+
+def device_name(text: str) -> str:
+    """A device as torch writes it."""
+    try:
+        return str(torch.device(text))
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device such as cpu or cuda:1") from error
 
 
 def make_folder(folder: Path) -> Path:
