@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from .benchmark import Contender, timed_run, weight_sharing_copy
 
@@ -37,6 +38,8 @@ def those_that_run(
         Those that run, and why the others do not, by name.
     """
     running, failing = [], {}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns, once, of how its own assistants call its generate
     for one in contenders:
         # A copy, since a call of assistant_early_exit that fails leaves the config with too few layers.
         trial = Contender(one.name, weight_sharing_copy(one.model), one.options)
@@ -46,4 +49,5 @@ def those_that_run(
             failing[one.name] = f"{type(error).__name__}: {error}"
         else:
             running.append(one)
+    transformers_logging.set_verbosity(verbosity)
     return running, failing

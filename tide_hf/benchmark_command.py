@@ -47,6 +47,11 @@ def _benchmark(args: argparse.Namespace) -> None:
     theirs, left_out = those_that_run([prompt_lookup(loaded.model), assistant_early_exit(loaded.model)], inputs[0])
     record = measure([plain, *theirs, *ours], inputs, record, args, console)
     for name, reason in left_out.items():
-        console.print(f"{name}: left out, since this model cannot decode so ({reason}).", markup=False, highlight=False)
+        console.print(
+            f"{name}: left out, since this model cannot decode so ({reason}).",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if args.json:
         print(json.dumps(record | {"prompts": prompts, "raw": args.raw, "left_out": left_out}, indent=2))

@@ -42,7 +42,7 @@ def _chat(args: argparse.Namespace) -> None:
     loaded = load(args, notices)
     conversation = Conversation(attached_contender(loaded, args), loaded.tokenizer, args.max_new_tokens)
     if interactive:
-        notices.print(HELP, style="dim", markup=False, highlight=False)
+        notices.print(HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
     answer = _answer_in_json if args.json else _answer_in_text
     for line in _typed() if interactive else _piped():
         if line.startswith("/"):
@@ -78,9 +78,11 @@ def _obey(command: str, conversation: Conversation, notices: Console) -> None:
         conversation.reset()
         notices.print("The conversation starts anew.", style="dim")
     elif command == "/help":
-        notices.print(HELP, style="dim", markup=False, highlight=False)
+        notices.print(HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
     else:
-        notices.print(f"There is no command {command}. {HELP}", style="dim", markup=False, highlight=False)
+        notices.print(
+            f"There is no command {command}. {HELP}", style="dim", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _answer_or_explain(
@@ -92,7 +94,7 @@ def _answer_or_explain(
     except KeyboardInterrupt:
         notices.print("\nStopped. The conversation is as it was before your message.", style="dim")
     except TIDEError as error:
-        notices.print(str(error), style="red", markup=False, highlight=False)
+        notices.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _answer_in_text(conversation: Conversation, message: str, notices: Console) -> None:

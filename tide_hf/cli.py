@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from transformers.utils import logging as transformers_logging
 
 from . import __version__
+from .arguments import CommandParser
 from .benchmark_command import add_benchmark
 from .calibrate_command import add_calibrate
 from .chat_command import add_chat
@@ -59,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = argparse.ArgumentParser(
-        prog="tide-hf", description="Token-informed depth for Hugging Face causal language models."
-    )
+    parser = CommandParser(prog="tide-hf", description="Token-informed depth for Hugging Face causal language models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_command in COMMANDS:

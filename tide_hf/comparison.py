@@ -68,8 +68,9 @@ def measure(
 
 def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
     """One row per contender, plain `generate` first."""
-    title = f"{len(results[0].prompts)} prompts, {num_layers} layers, greedy"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)  # fits 80 columns
+    prompts = len(results[0].prompts)
+    title = f"{prompts} {'prompt' if prompts == 1 else 'prompts'}, {num_layers} layers, greedy"
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=title)  # fits 80 columns
     table.add_column("\ndecoding", no_wrap=True)
     for column in ("\ntokens/s", "\nspeed-up", "\nby prompt", "layers/\ntoken", "drafts\naccepted", "equal\ntokens"):
         table.add_column(column, justify="right", no_wrap=True)

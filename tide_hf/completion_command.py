@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from .errors import MissingPackageError, describe
 
 SHELLS = ("bash", "zsh")
-PATHS = ("FILE", "FOLDER", "MODEL")  # metavars of what may be a path
+PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of what may be a path
 
 
 def add_completion(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:

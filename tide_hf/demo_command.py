@@ -15,7 +15,7 @@ from .benchmark import encode_prompt, tide_contenders, timed_run
 from .comparison import measure, print_setting, setting
 from .demo_model import DEFAULT_MODEL
 from .model_arguments import ALL, add_decoding_arguments, add_model_arguments, load, modes_to_run
-from .prompts import PROMPTS
+from .prompts import PROMPTS, check_room
 from .streaming import legend, stream_answer
 
 
@@ -40,6 +40,8 @@ def _demo(args: argparse.Namespace) -> None:
     print_setting(record, console)
     prompts = args.prompt or PROMPTS
     inputs = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
+    for encoded in inputs:
+        check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)
     for prompt, encoded in zip(prompts, inputs, strict=True):
         console.print()
         console.print(Padding(Text(prompt, style="italic"), (0, 0, 0, 2)))

@@ -56,7 +56,9 @@ def add_model_arguments(
     else:
         parser.add_argument("model", metavar="MODEL", nargs="?", default=model, help=f"{what} (default: %(default)s)")
     if routers:
-        parser.add_argument("--routers", help="folder or Hub repository (default: those shipped for the model)")
+        parser.add_argument(
+            "--routers", metavar="ROUTERS", help="folder or Hub repository (default: those shipped for the model)"
+        )
     default = "%(default)s" if dtype is not None else "what it was saved in"
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"to load the model in (default: {default})")
     parser.add_argument("--device", type=device_name, help="such as cpu or cuda:1 (default: the GPU if there is one)")

@@ -35,7 +35,7 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
     texts = TokenTexts(tokenizer)
     if not console.is_terminal:
         run = answer(TokenStreamer(lambda token: print(texts.add(token), end="", file=console.file, flush=True)))
-        print(file=console.file)
+        print(texts.finish(), file=console.file)
         return run
     with Live(console=console, refresh_per_second=15) as live:
 
@@ -44,6 +44,7 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
             live.update(_Tail(Text(_harmless("".join(texts.shown)))))
 
         run = answer(TokenStreamer(show))
+        texts.finish()
         live.update(coloured(texts.shown, run))
     return run
 
@@ -97,6 +98,13 @@ class TokenTexts:
             self._tokens = self._tokens[self._read :]
             self._read = len(self._tokens)
         return self.shown[-1]
+
+    def finish(self) -> str:
+        """Return what is left where the answer was cut off within a character; it is the last token's."""
+        rest = self._decode(self._tokens)[len(self._decode(self._tokens[: self._read])) :]
+        if rest:
+            self.shown[-1] += rest
+        return rest
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
