@@ -18,7 +18,7 @@ from .prompts import PROMPTS, check_room, read_prompts
 
 def add_benchmark(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
     """Add the command to the parser."""
-    what = "measure plain generate, TIDE and what transformers offers on your own model and prompts"
+    what = "measure plain generate, early exits and what transformers offers, on your own model and prompts"
     parser = commands.add_parser("benchmark", parents=[common], help=what, description=what.capitalize() + ".")
     add_model_arguments(parser)
     add_decoding_arguments(parser, several=True, max_new_tokens=64)

@@ -90,7 +90,9 @@ class Conversation:
         pairs = zip(self._cached, tokens[:-1], strict=False)  # the last token has to be fed in any case
         surplus = len(self._cached) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if self._cache is None or (surplus and any(type(layer) is not DynamicLayer for layer in self._cache.layers)):
-            return DynamicCache(config=self.contender.model.config.get_text_config())  # a window cannot be cut back
+            return DynamicCache(
+                config=self.contender.model.config.get_text_config(decoder=True)
+            )  # a window cannot be cut back
         for layer in self._cache.layers:
             crop(layer, surplus)
         return self._cache
