@@ -3,6 +3,7 @@
 The default run needs the Hub or PyPI once, for the real model; `pytest -m "not real_model"` needs no network.
 """
 
+import io
 import os
 
 # Read when the libraries are imported, so they are set before. The telemetry switches are taken away because
@@ -28,6 +29,7 @@ from loopback_hub import loopback_hub  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
+from tide_hf import TIDERouters  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256
@@ -116,3 +118,18 @@ def model_hub(tmp_path, monkeypatch):
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield hub
+
+
+@pytest.fixture
+def routers_folder(tmp_path, tiny_llama):
+    """A folder with routers for the model of `tiny_model_folder`."""
+    record = {"exit_layers": {"2": {"agreement": 0.6}}}
+    routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=record)
+    routers.save_pretrained(tmp_path / "routers")
+    return tmp_path / "routers"
+
+
+@pytest.fixture
+def pipe_in(monkeypatch):
+    """A function that makes bytes this process's standard input, as a pipe brings them."""
+    return lambda data: monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))

@@ -1,6 +1,7 @@
 """``tide-hf calibrate``: what it hands on, what it writes, and how it fails."""
 
 import inspect
+import json
 
 import pytest
 import torch
@@ -56,6 +57,10 @@ def test_calibrate_hands_on_what_is_given_and_nothing_else(tiny_model_folder, tm
         torch.set_num_threads(threads)
     assert calibrated[1] == given | folder | {"progress": False}
     assert "routers are in" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["weights"] == "a local folder"
+    assert "routers are in" in captured.err
     card = (tmp_path / "new" / "routers" / "README.md").read_text()
     assert f"Command: `tide-hf calibrate {tiny_model_folder} --output-dir" in card
     assert "--exit-layers 1,3" in card
@@ -66,6 +71,7 @@ def test_calibrate_makes_routers_that_inspect_shows(tiny_model_folder, tmp_path,
     options = ["--samples", "24", "--max-length", "10", "--exit-layers", "1,3", "--batch-size", "8", "--labels", "kl"]
     assert main(["calibrate", str(tiny_model_folder), "--output-dir", str(routers), *options]) == 0
     err = capsys.readouterr().err
+    assert "Writing" not in err  # what the progress bars say
     for expected in ("1 of 4", "99%", "none", "No threshold could be certified"):
         assert expected in err
     loaded = TIDERouters.from_pretrained(routers)

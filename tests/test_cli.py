@@ -2,27 +2,25 @@
 
 import io
 import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from rich.text import Text
+from transformers.utils import logging as transformers_logging
 
 import tide_hf
-from tide_hf import TIDERouters, demo, streaming
-from tide_hf.benchmark import Contender, PromptResult, Result, Run
+from tide_hf import comparison, loading, streaming
+from tide_hf.benchmark import Contender, PromptResult, Result, Run, timed_run
 from tide_hf.cli import main
-from tide_hf.errors import DemoModelError
 from tide_hf.stats import ExitStats
 
+ROOT = Path(__file__).parent.parent
 QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
-
-
-@pytest.fixture
-def routers_folder(tmp_path, tiny_llama):
-    record = {"exit_layers": {"2": {"agreement": 0.6}}}
-    routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=record)
-    routers.save_pretrained(tmp_path / "routers")
-    return tmp_path / "routers"
 
 
 def run_of(depths, num_layers=4):
@@ -37,14 +35,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"tide-hf {tide_hf.__version__}\n"
 
 
-def test_demo_prints_answers_and_table_and_writes_the_figures(tiny_model_folder, routers_folder, tmp_path, capsys):
-    figures = tmp_path / "figures.json"
-    command = ["demo", "--model", str(tiny_model_folder), "--routers", str(routers_folder), "--json", str(figures)]
+def test_demo_prints_answers_and_table_and_the_figures_as_json(tiny_model_folder, routers_folder, capsys):
+    command = ["demo", str(tiny_model_folder), "--routers", str(routers_folder), "--json"]
     assert main([*command, *QUICK, "--prompt", "hello", "--dtype", "float32"]) == 0
-    out = capsys.readouterr().out
+    captured = capsys.readouterr()
     for expected in ("abcabcabc", "hello", "full depth (4 layers)", "generate", "early_exit", "exit_threshold 0.9"):
-        assert expected in out
-    record = json.loads(figures.read_text())
+        assert expected in captured.err
+    record = json.loads(captured.out)
     assert record["prompts"] == ["abcabcabc", "hello"]
     assert record["dtype"] == "float32"
     assert [row["name"] for row in record["results"]] == ["generate", "self_speculative", "early_exit", "post_hoc"]
@@ -53,7 +50,7 @@ def test_demo_prints_answers_and_table_and_writes_the_figures(tiny_model_folder,
 
 
 def test_demo_without_routers_runs_what_can_run(tiny_model_folder, capsys):
-    assert main(["demo", "--model", str(tiny_model_folder), *QUICK]) == 0
+    assert main(["demo", str(tiny_model_folder), *QUICK]) == 0
     out = capsys.readouterr().out
     assert "routers  none" in out
     assert "self_speculative" in out
@@ -62,7 +59,7 @@ def test_demo_without_routers_runs_what_can_run(tiny_model_folder, capsys):
 
 def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_folder, routers_folder, capsys):
     threads = torch.get_num_threads()
-    command = ["demo", "--model", str(tiny_model_folder), "--routers", str(routers_folder), "--mode", "early_exit"]
+    command = ["demo", str(tiny_model_folder), "--routers", str(routers_folder), "--mode", "early_exit"]
     try:
         assert main([*command, *QUICK, "--exit-threshold", "0", "--threads", "1"]) == 0
     finally:
@@ -79,24 +76,27 @@ def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_fol
     [
         (["--mode", "early_exit"], "Pass --routers"),
         (["--routers", "no/such/routers"], "no routers at no/such/routers"),
-        (["--json", "no/such/folder/figures.json"], "the figures cannot be written there"),
+        (["--device", "meta"], "there is no such device"),
+        (["--max-new-tokens", "3000"], "the text is too long for the model"),
     ],
 )
 def test_an_error_is_explained_on_standard_error(tiny_model_folder, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["demo", "--model", str(tiny_model_folder), *QUICK, *arguments]) == 2
+    assert main(["demo", str(tiny_model_folder), *QUICK, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Expected" in captured.err
     assert "Traceback" not in captured.err
 
 
-def test_debug_shows_the_traceback(tmp_path):
-    with pytest.raises(DemoModelError):
-        main(["demo", "--debug", "--model", str(tmp_path)])
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert main(["demo", "--debug", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert f"tide-hf: {tmp_path} cannot be loaded" in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--repeats", "0"], ["demo", "--max-new-tokens", "x"], ["dance"]])
+@pytest.mark.parametrize("arguments", [[], ["demo", "--repeats", "0"], ["demo", "--device", "x"], ["dance"]])
 def test_a_wrong_command_line_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -105,22 +105,38 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
 
 
 def test_an_interrupt_ends_quietly(monkeypatch):
-    def interrupt(options, console):
+    def interrupt(args, console):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tide_hf.cli.run_demo", interrupt)
+    monkeypatch.setattr("tide_hf.demo_command.load", interrupt)
     assert main(["demo"]) == 130
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tiny_model_folder):
+    command = f"'{sys.executable}' -m tide_hf.cli inspect '{tiny_model_folder}' --json | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "141"
+    assert "Error" not in done.stderr
+
+
+def test_progress_bars_vanish_where_there_is_no_terminal(tiny_model_folder, monkeypatch, capsys):
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    assert main(["demo", str(tiny_model_folder), *QUICK]) == 0
+    assert not transformers_logging.is_progress_bar_enabled()
+    captured = capsys.readouterr()
+    assert "Measuring" not in captured.out + captured.err
+    assert "\x1b" not in captured.out + captured.err
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["installed", "source tree"])
 def test_shipped_routers_are_found(tmp_path, monkeypatch, inside):
     package = tmp_path / "tide_hf"
-    monkeypatch.setattr(demo, "__file__", str(package / "demo.py"))
-    assert demo.shipped_routers("org/name") is None
+    monkeypatch.setattr(loading, "__file__", str(package / "loading.py"))
+    assert loading.shipped_routers("org/name") is None
     folder = (package if inside else tmp_path) / "model_cards" / "org--name"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    assert demo.shipped_routers("org/name") == str(folder)
+    assert loading.shipped_routers("org/name") == str(folder)
 
 
 def test_a_terminal_gets_colours_by_depth(tiny_llama, tiny_tokenizer):
@@ -129,11 +145,50 @@ def test_a_terminal_gets_colours_by_depth(tiny_llama, tiny_tokenizer):
     assert styles == [streaming.NGRAM_STYLE, *streaming.EXIT_STYLES[:2], streaming.FULL_DEPTH_STYLE]
 
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-    model = tide_hf.TIDEModelForCausalLM.attach(tiny_llama())
-    inputs = tiny_tokenizer("abcabcabc", return_tensors="pt", return_token_type_ids=False)
-    run = streaming.stream_answer(Contender("self_speculative", model), tiny_tokenizer, dict(inputs), 24, console)
+    contender = Contender("self_speculative", tide_hf.TIDEModelForCausalLM.attach(tiny_llama()))
+    inputs = dict(tiny_tokenizer("abcabcabc", return_tensors="pt", return_token_type_ids=False))
+    run = streaming.stream_answer(partial(timed_run, contender, inputs, 24), tiny_tokenizer, console)
     assert len(run.new_tokens) == 24
     assert "\x1b[" in console.file.getvalue()
+
+
+def stream(tokens, tokenizer, console):
+    """Stream an answer of these tokens, at full depth."""
+
+    def answer(streamer):
+        for put in (torch.zeros(1, 3), *([token] for token in tokens)):
+            streamer.put(torch.as_tensor(put))
+        streamer.end()
+        return Run(1.0, tokens, ExitStats("self_speculative", 4, per_token=[[4] * len(tokens)]))
+
+    return streaming.stream_answer(answer, tokenizer, console)
+
+
+def test_a_terminal_does_not_obey_what_a_model_writes(tiny_tokenizer):
+    text = "a\x1b[2Jb\x07\tc\n:smile: [red]d"
+    tokens = tiny_tokenizer(text)["input_ids"]
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
+    stream(tokens, tiny_tokenizer, terminal)
+    written = terminal.file.getvalue()
+    assert "\x1b[2J" not in written
+    assert "\x07" not in written
+    assert "\N{REPLACEMENT CHARACTER}[2Jb" in written
+    assert ":smile: [red]d" in written
+    plain = Console(file=io.StringIO(), width=80)
+    stream(tokens, tiny_tokenizer, plain)
+    assert plain.file.getvalue() == text + "\n"
+
+
+def test_an_answer_longer_than_the_terminal_is_followed_and_complete(tiny_tokenizer):
+    text = "\n".join(f"line {number}" for number in range(30))
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=40, height=5)
+    tail = streaming._Tail(Text(text))
+    with console.capture() as capture:
+        console.print(tail)
+    assert capture.get().split("\n")[:5] == [f"line {number}" for number in range(25, 30)]
+    stream(tiny_tokenizer(text)["input_ids"], tiny_tokenizer, console)
+    last = console.file.getvalue().rpartition("line 0\n")[2]
+    assert [f"line {number}" in last for number in range(1, 30)] == [True] * 29
 
 
 def test_the_legend_counts_tokens_by_depth():
@@ -145,24 +200,56 @@ def test_the_legend_counts_tokens_by_depth():
 
 def test_a_character_of_several_tokens_is_the_last_ones(tiny_tokenizer):
     tokens = tiny_tokenizer("né 🦊!")["input_ids"]
-    texts = streaming.token_texts(tiny_tokenizer, tokens)
-    assert texts == ["n", "", "é", " ", "", "", "", "🦊", "!"]
-    assert streaming.token_texts(tiny_tokenizer, [*tokens[:2], tiny_tokenizer.eos_token_id])[0] == "n"
+    assert token_texts(tiny_tokenizer, tokens) == ["n", "", "é", " ", "", "", "", "🦊", "!"]
+    assert token_texts(tiny_tokenizer, [*tokens[:2], tiny_tokenizer.eos_token_id])[0] == "n"
+    assert token_texts(tiny_tokenizer, tokens[:2]) == ["n", "\N{REPLACEMENT CHARACTER}"]
+
+
+def token_texts(tokenizer, tokens):
+    texts = streaming.TokenTexts(tokenizer)
+    added = "".join(texts.add(token) for token in tokens) + texts.finish()
+    assert added == "".join(texts.shown)
+    return texts.shown
+
+
+def test_only_the_last_tokens_are_read_again(tiny_tokenizer):
+    longest = 0
+
+    class Counting:
+        def decode(self, tokens, **options):
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            return tiny_tokenizer.decode(tokens, **options)
+
+    text = "The quick brown fox, né 🦊! " * 20
+    assert "".join(token_texts(Counting(), tiny_tokenizer(text)["input_ids"])) == text
+    assert longest <= 8
 
 
 def test_the_table_says_where_lossless_was_not():
     plain = Result(Contender("generate", None), [PromptResult([run_of([4, 4])])], speedup=1.0)
     other = Result(Contender("self_speculative", None), [PromptResult([run_of([4, 4])], equal=False)], speedup=None)
     console = Console(file=io.StringIO(), width=80)
-    console.print(demo.comparison_table([plain, other], num_layers=4))
+    console.print(comparison.comparison_table([plain, other], num_layers=4))
     row = next(line for line in console.file.getvalue().splitlines() if "self_speculative" in line)
     assert "differs" in row
     assert "0 of 1" in row
-    assert any("no speed-up to give" in note for note in demo.notes([plain, other], 2, 1))
+    assert any("no speed-up to give" in note for note in comparison.notes([plain, other], 2, 1))
 
 
 def test_every_command_has_a_help_text(capsys):
-    for command in ("demo", "calibrate", "inspect", "serve"):
+    for command in (
+        "demo",
+        "generate",
+        "chat",
+        "calibrate",
+        "inspect",
+        "benchmark",
+        "evaluate",
+        "push",
+        "serve",
+        "completion",
+    ):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0

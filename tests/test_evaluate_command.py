@@ -93,7 +93,7 @@ def test_json_has_the_figures_and_where_they_are_from(places, capsys):
     ("arguments", "message"),
     [
         (["MODEL", "--routers", "ROUTERS"], "there is nothing to measure on"),
-        (["MODEL", "--text", "TEXT"], "no routers for"),
+        (["MODEL", "--text", "TEXT"], "there are no routers for the model"),
         (["MODEL", "--routers", "ROUTERS", "--text", "no/such/file.txt"], "the dataset cannot be found"),
         (["MODEL", "--routers", "ROUTERS", "--questions", "TEXT"], "a row holds no question with an answer (text.txt)"),
         (["MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--plot", "NOWHERE"], "the figures cannot be written"),

@@ -8,10 +8,12 @@ import pytest
 from families import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide_hf import TIDERouters, demo
+from tide_hf import TIDERouters
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.cli import main
+from tide_hf.demo_model import DEFAULT_MODEL
 from tide_hf.inspect_command import _kernel_lines
+from tide_hf.loading import shipped_routers
 
 
 def test_inspect_without_routers_and_with_a_text_prints_json(tiny_model_folder, tmp_path, capsys):
@@ -60,7 +62,7 @@ def test_inspect_copes_with_older_records(tiny_model_folder, tmp_path, capsys):
     TIDERouters.for_model(model, exit_layers=[2], calibration=sparse).save_pretrained(routers_folder)
     assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
     assert "60.0%" in capsys.readouterr().out
-    shipped = json.loads((Path(demo.shipped_routers(demo.DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
+    shipped = json.loads((Path(shipped_routers(DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
     for row in shipped["exit_layers"].values():
         row.pop("coverage", None)
     routers = TIDERouters.for_model(model, exit_layers=[3], exit_threshold=0.94, calibration=shipped)

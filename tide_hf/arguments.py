@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from .errors import ConfigurationError, describe
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that finds an optional argument also behind options; argparse does so from Python 3.12.7 on."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as argparse does, and give the first argument that is left to the optional one that got none."""
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._get_positional_actions():
+            missing = action.nargs == argparse.OPTIONAL and getattr(found, action.dest) is action.default
+            if missing and rest and not rest[0].startswith("-"):
+                setattr(found, action.dest, rest.pop(0))
+        return found, rest
 
 
 def positive(text: str) -> int:
@@ -49,6 +65,14 @@ def check_writable(file: Path, argument: str) -> None:
                 do="Make the folder, or name another file.",
             )
         )
+
+
+def device_name(text: str) -> str:
+    """A device as torch writes it."""
+    try:
+        return str(torch.device(text))
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device such as cpu or cuda:1") from error
 
 
 def make_folder(folder: Path) -> Path:

@@ -58,6 +58,12 @@ class Run:
         """New tokens per second, the prompt's pass included."""
         return len(self.new_tokens) / self.seconds
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        stats = self.stats.to_dict() if self.stats is not None else None
+        figures = {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
+        return {"tokens": self.new_tokens} | figures | {"stats": stats}
+
 
 @dataclass
 class PromptResult:
@@ -185,12 +191,15 @@ def tide_contenders(
         )
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0])
     threshold = usable_threshold(routers, exit_threshold)
-    contenders = [Contender("generate", model)]
-    for mode in modes:
-        lossless = mode == "self_speculative"
-        options = {"tide_mode": mode} if lossless else {"tide_mode": mode, "exit_threshold": threshold}
-        contenders.append(Contender(mode, attached, options, lossless, None if lossless else threshold))
-    return contenders
+    return [Contender("generate", model), *(tide_contender(attached, mode, threshold) for mode in modes)]
+
+
+def tide_contender(attached: Any, mode: str, exit_threshold: float) -> Contender:
+    """An attached model decoding in `mode`, at `exit_threshold` where the mode has one."""
+    if mode == "self_speculative":
+        return Contender(mode, attached, {"tide_mode": mode})
+    options = {"tide_mode": mode, "exit_threshold": exit_threshold}
+    return Contender(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
 
 
 def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
@@ -201,14 +210,18 @@ def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) 
     return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> dict[str, torch.Tensor]:
-    """Tokenize one user message, through the chat template where there is one."""
-    if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": prompt}]
-        return dict(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        )
-    return dict(tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
+def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> dict[str, torch.Tensor]:
+    """Tokenize one user message, through the chat template where there is one and `raw` does not leave it out."""
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return dict(tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
+    return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, torch.Tensor]:
+    """Tokenize a chat, with the start of the answer that is to come."""
+    return dict(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    )
 
 
 def compare(

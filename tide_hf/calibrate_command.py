@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from .arguments import DTYPES, layer_list, make_folder, positive
+from .arguments import layer_list, make_folder, positive
 from .calibration import STRATEGIES, calibrate
 from .calibration.labels import LABELS
-from .demo_model import load_demo_model
+from .model_arguments import add_model_arguments, load
 from .model_card import write_model_card
 
 # Name, type or choices, and help of what is handed on to `calibrate()`, and only where it is given.
@@ -42,13 +43,11 @@ def add_calibrate(commands: argparse._SubParsersAction, common: argparse.Argumen
         help=what,
         description=f"{what.capitalize()}. Options that are left out take the defaults of tide_hf.calibrate().",
     )
-    parser.add_argument("model", metavar="MODEL", help="Hub name or folder of the base model")
+    add_model_arguments(parser, routers=False)
     parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help="where the routers go")
     for name, (kind, text) in OPTIONS.items():
         settings = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": name.upper()}
         parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **settings)
-    parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument(
         "--no-progress",
         dest="progress",
@@ -56,20 +55,21 @@ def add_calibrate(commands: argparse._SubParsersAction, common: argparse.Argumen
         default=argparse.SUPPRESS,
         help="show neither progress bars nor the tables at the end",
     )
+    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     parser.set_defaults(run=_calibrate)
 
 
 def _calibrate(args: argparse.Namespace) -> None:
     folder = make_folder(args.output_dir)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    console = Console(stderr=True)
-    model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
+    loaded = load(args, Console(stderr=True))
     options = {name: getattr(args, name) for name in (*OPTIONS, "progress") if hasattr(args, name)}
-    routers = calibrate(model, tokenizer, output_dir=folder, **options)
+    routers = calibrate(loaded.model, loaded.tokenizer, output_dir=folder, **options)
     if routers.config.calibration is not None:
-        routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
+        routers.config.calibration["weights"] = getattr(loaded.model, "weights_origin", None)
         routers.config.calibration["command"] = f"tide-hf {shlex.join(args.argv)}"
     routers.save_pretrained(folder)
     card = write_model_card(routers, folder)
-    print(f"The routers are in {folder}, their figures in {card}.")
+    done = f"The routers are in {folder}, their figures in {card}."
+    print(done, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(routers.config.calibration, indent=2))

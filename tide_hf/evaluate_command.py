@@ -9,20 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from .arguments import DTYPES, check_writable, positive, threshold_list
+from .arguments import check_writable, positive, threshold_list
 from .calibration.plots import figure_maker
 from .calibration.report import Steps
 from .calibration.tables import rich_table
-from .demo import shipped_routers
-from .demo_model import load_demo_model
-from .errors import ConfigurationError, describe
 from .evaluation import MATCHES, QualityOptions, QuestionColumns, measure_quality
 from .evaluation.plots import save_quality_plot
 from .evaluation.tables import quality_tables
-from .modeling_tide import TIDERouters
+from .model_arguments import add_model_arguments, load, required
 from .provenance import provenance
 
 DATA_HELP = "a .txt, .jsonl, .json or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
@@ -33,8 +29,7 @@ def add_evaluate(commands: argparse._SubParsersAction, common: argparse.Argument
     what = "measure what early exits cost in quality and save in depth, over thresholds"
     parser = commands.add_parser("evaluate", parents=[common], help=what, description=what.capitalize() + ".")
     defaults, columns = QualityOptions(), QuestionColumns()
-    parser.add_argument("model", metavar="MODEL", help="Hub name or folder of the base model")
-    parser.add_argument("--routers", help="folder or Hub repository (default: those that are shipped for the model)")
+    add_model_arguments(parser)
     parser.add_argument("--text", metavar="DATA", help=f"measure perplexity on {DATA_HELP}")
     parser.add_argument("--questions", metavar="DATA", help="measure exact match on data of the same kinds")
     parser.add_argument(
@@ -64,8 +59,6 @@ def add_evaluate(commands: argparse._SubParsersAction, common: argparse.Argument
         default=defaults.match,
         help="exact: equal but for case, punctuation and articles; number: the last numbers are (default: %(default)s)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write quality against depth as a PNG to FILE")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_evaluate)
@@ -77,17 +70,19 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.plot is not None:
         figure_maker()
         check_writable(args.plot, "--plot")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    routers = _load_routers(args)
-    model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=Console(stderr=True))
+    loaded = load(args, Console(stderr=True))
+    routers = required(loaded.routers, "evaluate")
     with Steps(enabled=sys.stderr.isatty()) as steps:
-        record = measure_quality(model, tokenizer, routers, options, steps)
+        record = measure_quality(loaded.model, loaded.tokenizer, routers, options, steps)
     if args.plot is not None:
         save_quality_plot(record, args.plot)
     if args.json:
         command = f"tide-hf {shlex.join(args.argv)}"
-        print(json.dumps(provenance(model) | {"command": command, "routers": _name(args)} | record, indent=2))
+        print(
+            json.dumps(
+                provenance(loaded.model) | {"command": command, "routers": loaded.routers_origin} | record, indent=2
+            )
+        )
     else:
         _print(record, Console())
 
@@ -103,21 +98,3 @@ def _options(args: argparse.Namespace) -> QualityOptions:
     names = ("text", "questions", "thresholds", "samples", "max_length", "max_new_tokens", "match", "confidence")
     given = {name: getattr(args, name) for name in (*names, "batch_size", "seed")}
     return QualityOptions(columns=QuestionColumns(args.question_column, args.answer_column, args.prompt), **given)
-
-
-def _load_routers(args: argparse.Namespace) -> TIDERouters:
-    folder = args.routers or shipped_routers(args.model)
-    if folder is None:
-        raise ConfigurationError(
-            describe(
-                f"no routers for {args.model}",
-                got="no --routers",
-                expected="a folder or Hub repository of routers",
-                do="Pass --routers, or make some with tide-hf calibrate.",
-            )
-        )
-    return TIDERouters.from_pretrained(folder)
-
-
-def _name(args: argparse.Namespace) -> str:
-    return args.routers or f"shipped, {Path(str(shipped_routers(args.model))).name}"

@@ -12,19 +12,17 @@ from rich.console import Console
 
 from .calibration.labels import CONVERGENCE_THRESHOLD
 from .calibration.tables import TextTable, describe_bound, rich_table, tables_of
-from .demo import PROMPTS, shipped_routers
-from .demo_model import load_demo_model
 from .errors import ConfigurationError, describe
 from .inspection import inspect_model
-from .modeling_tide import TIDERouters
+from .model_arguments import add_model_arguments, load
+from .prompts import PROMPTS
 
 
 def add_inspect(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
     """Add the command to the parser."""
     what = "show a model's structure, the modes that it can run in, its routers, and how soon its states converge"
     parser = commands.add_parser("inspect", parents=[common], help=what, description=what.capitalize() + ".")
-    parser.add_argument("model", metavar="MODEL", help="Hub name or folder of the base model")
-    parser.add_argument("--routers", help="folder or Hub repository (default: those that are shipped for the model)")
+    add_model_arguments(parser)
     parser.add_argument(
         "--text",
         type=Path,
@@ -37,10 +35,8 @@ def add_inspect(commands: argparse._SubParsersAction, common: argparse.ArgumentP
 
 def _inspect(args: argparse.Namespace) -> None:
     texts = list(PROMPTS) if args.text is None else _paragraphs(args.text)
-    model, tokenizer = load_demo_model(args.model, console=Console(stderr=True))
-    folder = args.routers or shipped_routers(args.model)
-    routers = TIDERouters.from_pretrained(folder) if folder is not None else None
-    facts = {"model": args.model} | inspect_model(model, tokenizer, routers, texts)
+    loaded = load(args, Console(stderr=True))
+    facts = {"model": args.model} | inspect_model(loaded.model, loaded.tokenizer, loaded.routers, texts)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:

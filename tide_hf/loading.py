@@ -1,9 +1,10 @@
-"""Load a base model, one at a time."""
+"""Load a base model, one at a time; find the routers that come with this library."""
 
 from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -18,3 +19,13 @@ def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once."""
     with _one_at_a_time:
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def shipped_routers(model: str) -> str | None:
+    """The folder of routers for `model` that comes with this library, in the source tree or installed, if any."""
+    package = Path(__file__).parent
+    for cards in (package.parent / "model_cards", package / "model_cards"):
+        folder = cards / model.replace("/", "--")
+        if (folder / "config.json").is_file():
+            return str(folder)
+    return None

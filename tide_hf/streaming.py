@@ -2,106 +2,129 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from .benchmark import Contender, Run, timed_run
+from .benchmark import Contender, Run
 
 FULL_DEPTH_STYLE = "default"
 NGRAM_STYLE = "bold green"
 EXIT_STYLES = ("bold cyan", "bold blue", "bold magenta", "bold yellow", "bold red")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
-def stream_answer(
-    contender: Contender,
-    tokenizer: Any,
-    inputs: dict[str, torch.Tensor],
-    max_new_tokens: int,
-    console: Console,
-) -> Run:
+def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
     """Print an answer token by token; when it is complete, coloured by the depth that each token used.
 
     Args:
-        contender: Who answers.
+        answer: Generates with the streamer that it is given.
         tokenizer: The model's tokenizer.
-        inputs: The encoded prompt.
-        max_new_tokens: Most new tokens.
-        console: Where to print. The colours are left out where it is no terminal.
+        console: Where to print. Where it is no terminal it gets the plain text, and a line break at its end.
 
     Returns:
         The run.
     """
-    if console.is_terminal:
-        with Live(console=console, refresh_per_second=15) as live:
-            streamer = TokenStreamer(lambda tokens: live.update(Text("".join(token_texts(tokenizer, tokens)))))
-            run = timed_run(contender, inputs, max_new_tokens, streamer)
-            live.update(coloured(token_texts(tokenizer, run.new_tokens), run))
-    else:
-        run = timed_run(contender, inputs, max_new_tokens, TokenStreamer(_plain_printer(tokenizer, console)))
-        console.print()
-    console.print(legend(run))
+    texts = TokenTexts(tokenizer)
+    if not console.is_terminal:
+        run = answer(TokenStreamer(lambda token: print(texts.add(token), end="", file=console.file, flush=True)))
+        print(texts.finish(), file=console.file)
+        return run
+    with Live(console=console, refresh_per_second=15) as live:
+
+        def show(token: int) -> None:
+            texts.add(token)
+            live.update(_Tail(Text(_harmless("".join(texts.shown)))))
+
+        run = answer(TokenStreamer(show))
+        texts.finish()
+        live.update(coloured(texts.shown, run))
     return run
 
 
 class TokenStreamer(BaseStreamer):
-    """Calls back with all new tokens so far whenever one more was accepted.
+    """Calls back with each new token when it was accepted.
 
     Args:
-        on_tokens: The callback.
+        on_token: The callback.
     """
 
-    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
-        self.on_tokens = on_tokens
-        self.tokens: list[int] | None = None  # None until the prompt has come by
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self.on_token = on_token
+        self.saw_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, and after it token by token."""
-        if self.tokens is None:
-            self.tokens = []
+        if not self.saw_prompt:
+            self.saw_prompt = True
             return
-        self.tokens.extend(value.flatten().tolist())
-        self.on_tokens(self.tokens)
+        for token in value.flatten().tolist():
+            self.on_token(token)
 
     def end(self) -> None:
         """Nothing is left to do."""
 
 
-def _plain_printer(tokenizer: Any, console: Console) -> Callable[[list[int]], None]:
-    printed = 0
+class TokenTexts:
+    """The text that each token of an answer adds. A character spread over several tokens is the last one's.
 
-    def print_new(tokens: list[int]) -> None:
-        nonlocal printed
-        texts = token_texts(tokenizer, tokens)
-        console.print("".join(texts[printed:]), end="", markup=False, highlight=False, soft_wrap=True)
-        printed = len(texts)
+    Args:
+        tokenizer: The model's tokenizer.
 
-    return print_new
+    Attributes:
+        shown: The texts so far, one a token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.shown: list[str] = []
+        self._tokens: list[int] = []  # the last ones; those before cannot change how these read
+        self._read = 0  # how many of them have been shown
+
+    def add(self, token: int) -> str:
+        """Take the next token; return what it adds."""
+        self._tokens.append(token)
+        before, text = (self._decode(self._tokens[:end]) for end in (self._read, len(self._tokens)))
+        complete = not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(before)
+        self.shown.append(text[len(before) :] if complete else "")
+        if complete:
+            self._tokens = self._tokens[self._read :]
+            self._read = len(self._tokens)
+        return self.shown[-1]
+
+    def finish(self) -> str:
+        """Return what is left where the answer was cut off within a character; it is the last token's."""
+        rest = self._decode(self._tokens)[len(self._decode(self._tokens[: self._read])) :]
+        if rest:
+            self.shown[-1] += rest
+        return rest
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds. A character spread over several tokens is the last one's."""
-    texts: list[str] = []
-    shown = ""
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        complete = not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown)
-        texts.append(text[len(shown) :] if complete else "")
-        shown = text if complete else shown
-    return texts
+class _Tail:
+    """The last lines of a text, as many as the terminal has."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n").join(self.text.wrap(console, options.max_width)[-console.height :])
 
 
 def coloured(texts: Sequence[str], run: Run) -> Text:
     """The answer, each token in the colour of the depth it was read from."""
     text = Text()
     for piece, depth in zip(texts, _depths(run), strict=True):
-        text.append(piece, style=_style(depth, run))
+        text.append(_harmless(piece), style=_style(depth, run))
     return text
 
 
@@ -115,6 +138,26 @@ def legend(run: Run) -> Text:
         text.append(f"\N{BLACK SQUARE} {what}: {count}   ", style=_style(depth, run))
     text.rstrip()
     return text
+
+
+def print_figures(run: Run, console: Console) -> None:
+    """Print the legend, and how fast and deep the answer was."""
+    console.print(legend(run))
+    if run.stats is not None:
+        layers = f"{run.stats.depth_fraction * run.stats.num_layers:.1f} of {run.stats.num_layers} layers per token"
+        figures = f"  {run.stats.mode}: {len(run.new_tokens)} tokens, {run.tokens_per_s:.1f} tokens/s, {layers}"
+        console.print(figures, style="dim", highlight=False)
+
+
+def answer_record(contender: Contender, tokenizer: Any, run: Run) -> dict[str, Any]:
+    """An answer, ready for JSON: how it was decoded, its text and tokens, its time and counts."""
+    text = tokenizer.decode(run.new_tokens, skip_special_tokens=True)
+    return {"mode": contender.name, "exit_threshold": contender.exit_threshold, "text": text} | run.to_dict()
+
+
+def _harmless(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _depths(run: Run) -> list[int]:

@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.progress import track
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.alternatives import assistant_early_exit, prompt_lookup
 from tide_hf.benchmark import Contender, Result, compare, encode_prompt, weight_sharing_copy
-from tide_hf.demo import shipped_routers
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.loading import shipped_routers
 from tide_hf.provenance import provenance
 
 FOLDER = Path(__file__).parent
@@ -38,7 +39,7 @@ def make_contenders(model: Any, routers: str | None) -> list[Contender]:
     ngrams = TIDEModelForCausalLM.attach(weight_sharing_copy(model))
     contenders = [
         Contender("generate", model),
-        Contender("prompt_lookup_num_tokens=10", model, {"prompt_lookup_num_tokens": 10}),
+        prompt_lookup(model),
         Contender(NGRAMS, ngrams),
     ]
     if routers is not None:
@@ -59,8 +60,7 @@ def _without_ngrams(drafter: Any) -> Any:
 def by_category(contenders: list[Contender], prompts: dict[str, list[Any]], options: argparse.Namespace) -> dict:
     """One prompt at a time. `assistant_early_exit` is so slow that it gets the first prompt of each category only."""
     plain = contenders[0]
-    layers = plain.model.config.get_text_config().num_hidden_layers
-    slow = Contender(f"assistant_early_exit={layers // 2}", plain.model, {"assistant_early_exit": layers // 2})
+    slow = assistant_early_exit(plain.model)
     categories = {}
     for category in track(prompts, description="Measuring", console=Console(stderr=True)):
         inputs = prompts[category][: options.prompts]

@@ -26,8 +26,8 @@ from tide_hf.benchmark import weight_sharing_copy
 from tide_hf.calibration.figures import mean_interval
 from tide_hf.calibration.threshold import clopper_pearson
 from tide_hf.calibration.writing import draw_prompts, encode_prompt
-from tide_hf.demo import shipped_routers
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.loading import shipped_routers
 from tide_hf.provenance import provenance
 
 FOLDER = Path(__file__).parent

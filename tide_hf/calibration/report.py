@@ -26,13 +26,15 @@ class Steps:
     """One progress bar a step.
 
     Args:
-        enabled: Whether to show anything.
+        enabled: Whether to show anything; where there is neither a terminal nor a notebook, nothing is.
     """
 
     def __init__(self, enabled: bool) -> None:
         columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, *times, console=Console(stderr=True), disable=not enabled)
+        console = Console(stderr=True)
+        seen = console.is_terminal or console.is_jupyter
+        self._progress = Progress(*columns, *times, console=console, disable=not (enabled and seen))
 
     def __enter__(self) -> Steps:
         self._progress.start()

@@ -12,9 +12,9 @@ import torch
 from jinja2 import TemplateError
 from rich.console import Console
 
-from ..demo import shipped_routers
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
+from ..loading import shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..rows import RowCriterion
 from ..structure import check_rope

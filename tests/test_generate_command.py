@@ -1,0 +1,139 @@
+"""``tide-hf generate``: where the prompt comes from, what is printed, and how it fails."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tide_hf.cli import main
+from tide_hf.prompts import read_prompts
+
+NEW_TOKENS = 12
+
+
+def plain_answer(folder, text):
+    """The tokens that the base model's own `generate` goes on with, and their text."""
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture
+def generate(tiny_model_folder, capsys):
+    """A function that runs the command; it returns what went to standard output and to standard error."""
+
+    def run(*arguments):
+        assert (
+            main(["generate", str(tiny_model_folder), "--max-new-tokens", str(NEW_TOKENS), *map(str, arguments)]) == 0
+        )
+        return capsys.readouterr()
+
+    return run
+
+
+def test_argument_pipe_and_file_give_the_plain_models_answer(generate, tiny_model_folder, tmp_path, pipe_in):
+    _, text = plain_answer(tiny_model_folder, "<user>héllo\nyou<answer>")
+    (tmp_path / "prompt").write_bytes("héllo\r\nyou\r\n".encode())
+    pipe_in("héllo\nyou\n".encode())
+    for arguments in (["héllo\nyou"], [], ["--prompt-file", tmp_path / "prompt"]):
+        captured = generate(*arguments)
+        assert captured.out == text + "\n"
+        assert "full depth (4 layers)" in captured.err
+        assert f"self_speculative: {NEW_TOKENS} tokens" in captured.err
+
+
+def test_the_prompt_may_stand_behind_options(tiny_model_folder, capsys):
+    """The function `generate` above has options before it; what is left over is still refused."""
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", str(tiny_model_folder), "--raw", "a", "b"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: b" in capsys.readouterr().err
+
+
+def test_raw_leaves_the_template_out(generate, tiny_model_folder, tiny_tokenizer):
+    text = plain_answer(tiny_model_folder, "hello")[1] + "\n"
+    assert generate("hello", "--raw").out == text
+    assert generate("hello").out != text
+    (tiny_model_folder / "chat_template.jinja").unlink()
+    assert generate("hello").out == text
+
+
+def test_json_has_text_tokens_and_counts(generate, tiny_model_folder):
+    tokens, text = plain_answer(tiny_model_folder, "<user>hello<answer>")
+    record = json.loads(generate("hello", "--json").out)
+    assert (record["tokens"], record["text"], record["prompt"]) == (tokens, text, "hello")
+    assert (record["mode"], record["exit_threshold"], record["routers"]) == ("self_speculative", None, None)
+    assert record["stats"]["total_tokens"] == NEW_TOKENS
+    assert record["tokens_per_s"] == NEW_TOKENS / record["seconds"]
+
+
+def test_mode_threshold_dtype_and_threads_are_obeyed(generate, routers_folder):
+    threads = torch.get_num_threads()
+    options = ["--routers", routers_folder, "--mode", "early_exit", "--dtype", "bfloat16", "--threads", "1"]
+    try:
+        captured = generate("hello", *options, "--exit-threshold", "0", "--device", "cpu")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert f"exit layer 2: {NEW_TOKENS - 1}" in captured.err
+    record = json.loads(generate("hello", *options, "--json").out)
+    assert (record["mode"], record["exit_threshold"]) == ("early_exit", 0.9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "--prompt-file", "FILE"], "the prompt is given twice"),
+        (["--prompt-file", "no/such/file"], "the prompt cannot be read"),
+        (["--prompt-file", "BINARY"], "is no text"),
+        ([" "], "the prompt is empty"),
+        ([], "the prompt is empty"),
+        (["\udcff"], "PROMPT is no text"),
+        (["a", "--mode", "post_hoc"], "there are no routers for the model"),
+        (["a", "--exit-threshold", "-1"], "exit_threshold is no usable number"),
+        (["a", "--device", "cuda:99"], "there is no such device"),
+        (["a", "--max-new-tokens", "3000"], "the text is too long for the model: got 15 tokens, and up to 3000"),
+    ],
+)
+def test_errors_are_explained(tiny_model_folder, tmp_path, pipe_in, capsys, arguments, message):
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    pipe_in(b"\n")
+    places = {name.upper(): tmp_path / name for name in ("file", "binary")}
+    assert main(["generate", str(tiny_model_folder), *(str(places.get(one, one)) for one in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Expected" in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_terminal_without_a_prompt_is_not_waited_for(tiny_model_folder, pipe_in, monkeypatch, capsys):
+    pipe_in(b"never read")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(["generate", str(tiny_model_folder)]) == 2
+    assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_130(tiny_model_folder, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tide_hf.generate_command.timed_run", interrupt)
+    assert main(["generate", str(tiny_model_folder), "a"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.txt", "one\n\ntwo\nlines\n"),
+        ("prompts.jsonl", '"one"\n{"prompt": "two\\nlines"}\n'),
+        ("prompts.json", '[{"text": "one"}, "two\\nlines"]'),
+    ],
+)
+def test_prompts_are_read_from_files(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert read_prompts(tmp_path / name) == ["one", "two\nlines"]

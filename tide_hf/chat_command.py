@@ -1,0 +1,106 @@
+"""``tide-hf chat``: a conversation in the terminal, or over a pipe with one message a line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+
+from rich.console import Console
+
+from .conversation import Conversation
+from .errors import TIDEError
+from .model_arguments import add_decoding_arguments, add_model_arguments, attached_contender, load
+from .prompts import decode
+from .streaming import answer_record, print_figures, stream_answer
+
+HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is a message."
+
+
+def add_chat(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    what = "talk with a model, each answer coloured by the depth that its tokens were read from"
+    parser = commands.add_parser(
+        "chat",
+        parents=[common],
+        help=what,
+        description=f"{what.capitalize()}. {HELP} Where standard input is a pipe, each line is a message.",
+    )
+    add_model_arguments(parser)
+    add_decoding_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each answer")
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    interactive = sys.stdin.isatty()
+    notices = Console(stderr=True)
+    loaded = load(args, notices)
+    conversation = Conversation(attached_contender(loaded, args), loaded.tokenizer, args.max_new_tokens)
+    if interactive:
+        notices.print(HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
+    answer = _answer_in_json if args.json else _answer_in_text
+    for line in _typed() if interactive else _piped():
+        if line.startswith("/"):
+            if line == "/quit":
+                return
+            _obey(line, conversation, notices)
+        elif interactive:
+            _answer_or_explain(answer, conversation, line, notices)
+        else:
+            answer(conversation, line, notices)
+
+
+def _typed() -> Iterator[str]:
+    """Messages and commands from the terminal."""
+    with suppress(ImportError):  # where there is none, lines are edited less comfortably
+        import_module("readline")
+    with suppress(EOFError):
+        while True:
+            print(file=sys.stderr)
+            if line := input("> ").strip():
+                yield line
+
+
+def _piped() -> Iterator[str]:
+    """Messages and commands from the lines of a pipe."""
+    for data in sys.stdin.buffer:
+        if line := decode(data, "standard input").strip():
+            yield line
+
+
+def _obey(command: str, conversation: Conversation, notices: Console) -> None:
+    if command == "/reset":
+        conversation.reset()
+        notices.print("The conversation starts anew.", style="dim")
+    elif command == "/help":
+        notices.print(HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
+    else:
+        notices.print(
+            f"There is no command {command}. {HELP}", style="dim", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+def _answer_or_explain(
+    answer: Callable[[Conversation, str, Console], None], conversation: Conversation, message: str, notices: Console
+) -> None:
+    """Answer; what goes wrong, or is stopped, costs the turn and not the conversation."""
+    try:
+        answer(conversation, message, notices)
+    except KeyboardInterrupt:
+        notices.print("\nStopped. The conversation is as it was before your message.", style="dim")
+    except TIDEError as error:
+        notices.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _answer_in_text(conversation: Conversation, message: str, notices: Console) -> None:
+    print_figures(stream_answer(partial(conversation.ask, message), conversation.tokenizer, Console()), notices)
+
+
+def _answer_in_json(conversation: Conversation, message: str, notices: Console) -> None:
+    record = answer_record(conversation.contender, conversation.tokenizer, conversation.ask(message))
+    print(json.dumps({"prompt": message} | record), flush=True)

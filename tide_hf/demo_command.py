@@ -1,0 +1,54 @@
+"""``tide-hf demo``: shows how deep each token of an answer ran, then measures every mode against plain ``generate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from .arguments import positive
+from .benchmark import encode_prompt, tide_contenders, timed_run
+from .comparison import measure, print_setting, setting
+from .demo_model import DEFAULT_MODEL
+from .model_arguments import ALL, add_decoding_arguments, add_model_arguments, load, modes_to_run
+from .prompts import PROMPTS, check_room
+from .streaming import legend, stream_answer
+
+
+def add_demo(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    what = "show how deep each token runs, and measure every mode against plain generate"
+    parser = commands.add_parser("demo", parents=[common], help=what, description=what.capitalize() + ".")
+    add_model_arguments(parser, model=DEFAULT_MODEL, dtype="float32")
+    add_decoding_arguments(parser, mode=ALL, several=True, max_new_tokens=64)
+    parser.add_argument("--prompt", action="append", help=f"may be repeated (default: {len(PROMPTS)} built-in prompts)")
+    parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    console = Console(stderr=args.json)
+    loaded = load(args, console)
+    modes = modes_to_run(args.mode, loaded.routers)
+    contenders = tide_contenders(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold)
+    record = setting(loaded)
+    print_setting(record, console)
+    prompts = args.prompt or PROMPTS
+    inputs = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
+    for encoded in inputs:
+        check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)
+    for prompt, encoded in zip(prompts, inputs, strict=True):
+        console.print()
+        console.print(Padding(Text(prompt, style="italic"), (0, 0, 0, 2)))
+        answer = partial(timed_run, contenders[1], encoded, args.max_new_tokens)
+        run = stream_answer(answer, loaded.tokenizer, console)
+        console.print(legend(run))
+    console.print()
+    record = measure(contenders, inputs, record, args, console) | {"prompts": list(prompts)}
+    if args.json:
+        print(json.dumps(record, indent=2))
