@@ -83,7 +83,7 @@ def read_prompts(file: Path) -> list[str]:
         raise ConfigurationError(
             describe("the prompts cannot be read", got=f"no file at {file}", expected="a file", do="Check --prompts.")
         )
-    prompts = [_prompt_of(row, file) for row in read_rows(file, ("prompt", "messages"))]
+    prompts = [_prompt_of(row, file) for row in read_rows(file, ("prompt", "text"))]
     if not prompts:
         raise ConfigurationError(
             describe("there are no prompts", got=f"an empty {file}", expected="a prompt or more", do="Add some.")
