@@ -62,8 +62,11 @@ def test_rows_of_different_lengths_in_every_mode(tiny_llama):
 
 def test_tokens_that_leave_in_the_prompt(tiny_llama):
     model = tiny_llama()
-    routers = TIDERouters.for_model(model, exit_layers=[1, 2], kv_cache_strategy="propagate")
-    attach(model, routers=routers, exit_threshold=0.0, mode="early_exit")
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2], kv_cache_strategy="propagate", router_bottleneck_dim=8)
+    for exit_layer in routers.exit_layers:
+        torch.nn.init.normal_(routers[exit_layer].router.down.weight)
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+    attach(model, routers=routers, exit_threshold=0.5, mode="early_exit")
     options = {**OPTIONS, "exits_in_prompt": True}
     ids = torch.arange(5, 45).view(2, 20)
     compiled = model.generate(ids, **options)
