@@ -253,6 +253,16 @@ def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tok
     assert (record["perplexity"]["num_documents"], record["exact_match"]["num_questions"]) == (5, 5)
 
 
+def test_a_recurrent_model_runs_whole(tiny_tokenizer):
+    model = tiny_model("mamba", vocab_size=260)
+    questions = [{"question": "1 + 1?", "answer": 2}, {"question": "2 + 2?", "answer": 4}]
+    options = QualityOptions(text=["a text", "another"], questions=questions, thresholds=(0.0,), max_new_tokens=4)
+    record = measure_quality(model, tiny_tokenizer, random_routers(model), options)
+    assert record["exact_match"]["mode"] == "post_hoc"
+    assert record["perplexity"]["rows"][1]["depth_fraction"]["value"] == 0.25
+    assert record["exact_match"]["rows"][1]["layers_executed_fraction"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
