@@ -30,7 +30,8 @@ def made_up_record(**settings):
         | {"depth_fraction": figure(0.85), "layers_executed_fraction": 0.95},
     ]
     text = {"data": "w.txt", "num_tokens": 1234, "num_documents": 56, "max_length": 64, "rows": perplexity}
-    answers = {"data": "qa.jsonl", "num_questions": 50, "max_new_tokens": 8, "match": "number", "rows": exact}
+    answers = {"data": "qa.jsonl", "num_questions": 50, "max_new_tokens": 8, "mode": "early_exit", "rows": exact}
+    answers["match"] = "number"
     record = {"confidence": 0.95, "kv_cache_strategy": "recompute", "perplexity": text, "exact_match": answers}
     return record | settings
 

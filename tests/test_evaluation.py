@@ -13,7 +13,7 @@ from tide_hf.errors import BaseModelMismatchError, CalibrationError, Configurati
 from tide_hf.evaluation import QualityOptions, QuestionColumns, exit_logits, measure_quality
 from tide_hf.evaluation.intervals import Bootstrap
 from tide_hf.evaluation.perplexity import read_texts, score_texts
-from tide_hf.evaluation.questions import Question, answer_questions, is_right, read_questions
+from tide_hf.evaluation.questions import Answers, Question, answer_questions, is_right, read_questions
 
 FAMILIES = ("llama", "gpt2", "gemma2", "granite", "cohere2", "opt", "falcon", "mixtral")
 PROMPT = 7
@@ -227,6 +227,8 @@ def test_answers_do_not_depend_on_the_batch(tiny_llama, tiny_tokenizer):
     lengths = [len(tokens) for tokens in early.tokens]
     assert early.depths == [(4 + length - 1) / length for length in lengths]  # the prompt's pass runs at full depth
     assert early.layers_executed == sum(4 + length - 1 for length in lengths)
+    assert min(lengths) < 6  # so that a batch pads it
+    assert answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=3, **options).tokens == early.tokens
 
 
 def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tokenizer):
@@ -251,6 +253,38 @@ def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tok
     assert text[3]["depth_fraction"]["value"] < text[2]["depth_fraction"]["value"] < 1
     assert answers[3]["layers_executed_fraction"] < 1
     assert (record["perplexity"]["num_documents"], record["exact_match"]["num_questions"]) == (5, 5)
+
+
+def test_exact_match_by_hand(tiny_llama, tiny_tokenizer, monkeypatch):
+    def answer(model, tokenizer, questions, *, exit_threshold=None, **_):
+        assert isinstance(model, TIDEModelForCausalLM) == (exit_threshold is not None)
+        last = [
+            int(question.prompt) if question.prompt != "3" or exit_threshold is None else 0 for question in questions
+        ]
+        tokens = [[7] * (1 + number) for number in last]
+        return Answers([f"It is {number}." for number in last], tokens, [2.0 if n else 4.0 for n in last], 30)
+
+    monkeypatch.setattr("tide_hf.evaluation.quality.answer_questions", answer)
+    questions = [{"question": str(n), "answer": n if n != 4 else 5} for n in range(1, 5)]
+    options = QualityOptions(questions=questions, thresholds=(0.5,), match="number")
+    model = tiny_llama()
+    base, early = measure_quality(model, tiny_tokenizer, random_routers(model), options)["exact_match"]["rows"]
+    assert base["exact_match"]["value"] == 3 / 4
+    assert early["exact_match"]["value"] == 2 / 4
+    assert early["difference"]["value"] == pytest.approx(-1 / 4)
+    assert early["same_answers"]["value"] == 3 / 4
+    assert early["depth_fraction"]["value"] == pytest.approx((2 * 2 + 3 * 2 + 5 * 2 + 1 * 4) / 11 / 4)
+    assert early["layers_executed_fraction"] == pytest.approx(30 / 44)
+
+
+def test_a_recurrent_model_runs_whole(tiny_tokenizer):
+    model = tiny_model("mamba", vocab_size=260)
+    questions = [{"question": "1 + 1?", "answer": 2}, {"question": "2 + 2?", "answer": 4}]
+    options = QualityOptions(text=["a text", "another"], questions=questions, thresholds=(0.0,), max_new_tokens=4)
+    record = measure_quality(model, tiny_tokenizer, random_routers(model), options)
+    assert record["exact_match"]["mode"] == "post_hoc"
+    assert record["perplexity"]["rows"][1]["depth_fraction"]["value"] == 0.25
+    assert record["exact_match"]["rows"][1]["layers_executed_fraction"] == 1.0
 
 
 @pytest.mark.parametrize(

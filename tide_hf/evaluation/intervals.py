@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 RESAMPLES = 1000
-RESAMPLED_AT_ONCE = 2**22  # items, all resamples together: 32 MB of positions
+RESAMPLED_AT_ONCE = 2**20  # items, all resamples together: 8 MB a column
 
 Sums = Mapping[str, Tensor]
 

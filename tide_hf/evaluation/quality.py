@@ -17,6 +17,7 @@ from ..configuration_tide import check_choice, check_exit_threshold
 from ..errors import ConfigurationError, describe
 from ..model import TIDEModelForCausalLM
 from ..modeling_tide import TIDERouters
+from ..structure import find_structure
 from .intervals import Bootstrap
 from .perplexity import read_texts, score_texts
 from .questions import MATCHES, Answers, Question, QuestionColumns, answer_questions, is_right, read_questions
@@ -153,20 +154,20 @@ def _measure_exact_match(
     steps: Steps,
 ) -> dict[str, Any]:
     questions = read_questions(options.questions, options.columns, samples=options.samples, seed=options.seed)
+    mode = "post_hoc" if find_structure(model).is_recurrent else "early_exit"  # a recurrent state cannot be skipped
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=mode)
     advance = steps.begin("Answering questions", len(questions) * (1 + len(thresholds)))
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size}
     base = answer_questions(model, tokenizer, questions, **limits, advance=advance)
     rows = [_exact_match_row(None, questions, base, base, routers, options)]
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode="early_exit")
     for threshold in thresholds:
-        answers = answer_questions(
-            attached, tokenizer, questions, **limits, advance=advance, tide_mode="early_exit", exit_threshold=threshold
-        )
+        answers = answer_questions(attached, tokenizer, questions, **limits, advance=advance, exit_threshold=threshold)
         rows.append(_exact_match_row(threshold, questions, base, answers, routers, options))
     return {
         "data": describe_source(options.questions),
         "num_questions": len(questions),
         "max_new_tokens": options.max_new_tokens,
+        "mode": mode,
         "match": options.match,
         "template": options.columns.template,
         "rows": rows,

@@ -17,9 +17,9 @@ PERPLEXITY_NOTE = (
 )
 OTHER_STRATEGY_NOTE = "These routers have kv_cache_strategy={strategy!r}, with which perplexity will be another."
 EXACT_MATCH_NOTE = (
-    "{num_questions:,} questions, greedy, at most {max_new_tokens} new tokens, match={match!r}. Over base: points more "
-    "than the base model has, on the same questions. Same: answers whose tokens are all the base model's. Run: layers "
-    "that ran, over those of plain decoding; in a batch a pass ends when all of its rows have left."
+    "{num_questions:,} questions, greedy, in {mode}, at most {max_new_tokens} new tokens, match={match!r}. Over base: "
+    "points more than the base model has, on the same questions. Same: answers whose tokens are all the base model's. "
+    "Run: layers that ran, over those of plain decoding; in a batch a pass ends when all of its rows have left."
 )
 
 
