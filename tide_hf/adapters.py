@@ -14,8 +14,8 @@ BY_POSITION = "alora_offsets"  # activated LoRA: how many tokens, from the end, 
 
 def base_inside(model: Any) -> Any:
     """The language model that a `PeftModel` wraps; any other object is returned as it is."""
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if callable(get_base_model) else model
+    is_wrapper = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_wrapper else model
 
 
 def check_wrapper(model: Any) -> None:

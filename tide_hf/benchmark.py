@@ -22,6 +22,7 @@ from .errors import ConfigurationError, describe
 from .model import TIDEModelForCausalLM
 from .modeling_tide import TIDERouters
 from .stats import ExitStats
+from .structure import input_device
 
 DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, where the calibrated threshold never exits
 
@@ -276,7 +277,7 @@ def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tok
         The run.
     """
     model = contender.model
-    device = model.device
+    device = input_device(model)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     synchronize(device)
     torch.manual_seed(0)
@@ -291,7 +292,7 @@ def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tok
 
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has done what it was given."""
-    if device.type not in ("cpu", "meta"):
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 

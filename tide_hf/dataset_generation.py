@@ -24,6 +24,7 @@ from .calibration.writing import end_tokens, left_padded, pad_token
 from .errors import DatasetError, UnsupportedOptionError, describe
 from .model import TIDEModelForCausalLM
 from .structure import input_device
+from .unembed import weights_hash
 
 ONE_ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "streamer": None}
 
@@ -71,7 +72,8 @@ def generate_dataset(
     given = read_rows(Path(prompts), ()) if isinstance(prompts, (str, os.PathLike)) else prompts
     rows: list[Any] = [{"prompt": row} if isinstance(row, str) else row for row in given]
     encoded = [_encode(tokenizer, row, number) for number, row in enumerate(rows, start=1)]
-    processes = Processes.current(input_device(base_inside(model)))
+    device = input_device(model)
+    processes = Processes.current(device)
     work = WorkFolder(output_dir, task="data set")
     work.folder.mkdir(parents=True, exist_ok=True)
     settings = {"batch_size": batch_size, "shard_size": shard_size, "seed": seed}
@@ -84,7 +86,7 @@ def generate_dataset(
     shown = progress and processes.is_main and console.is_terminal
     for shard in track(mine, description="Answering", console=console, transient=True, disable=not shown):
         here = slice(starts[shard], starts[shard] + shard_size)
-        with seeded(random.Random(f"{seed} {shard}").getrandbits(63), input_device(base_inside(model))):
+        with seeded(random.Random(f"{seed} {shard}").getrandbits(63), device):
             answers = _answer(model, tokenizer, encoded[here], batch_size, generate_options)
         lines = [
             json.dumps({**row, **answer}, ensure_ascii=False) for row, answer in zip(rows[here], answers, strict=True)
@@ -99,7 +101,7 @@ def _answer(
 ) -> list[dict[str, Any]]:
     """Answer the prompts of one file, those of like length together."""
     ends = end_tokens(options.get("eos_token_id", model.generation_config.eos_token_id))
-    pad, device = pad_token(tokenizer), input_device(base_inside(model))
+    pad, device = pad_token(tokenizer), input_device(model)
     order = sorted(range(len(prompts)), key=lambda position: len(prompts[position]))
     answers: list[dict[str, Any]] = [{} for _ in prompts]
     for start in range(0, len(order), batch_size):
@@ -162,6 +164,7 @@ def _fingerprint(model: Any, prompts: list[list[int]], options: dict[str, Any]) 
     facts = {
         "model": f"{type(base).__name__} {base.config._name_or_path}",
         "dtype": str(base.dtype),
+        "weights_hash": weights_hash(base),
         "data_hash": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "generate_options": {name: repr(value) for name, value in sorted(options.items())},
     }

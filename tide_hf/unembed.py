@@ -14,6 +14,7 @@ from .ops import PLAIN, Ops, which_norm
 from .structure import DecoderStructure, input_device
 
 HASH_ROWS = 256
+SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
 PROBE_LENGTH = 4
 
 
@@ -196,6 +197,23 @@ def unembed_hash(head: nn.Module) -> str | None:
     rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64).long()
     bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ signs > 0).tolist()
     return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """Tell models apart that share a head, as one does with and without an adapter.
+
+    Args:
+        model: The model. Of each tensor a few values are read; what is packed or offloaded is left out.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        if type(weight) is nn.Parameter and weight.is_floating_point() and weight.device.type != "meta":
+            flat = weight.detach().reshape(-1)
+            digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
+    return digest.hexdigest()
 
 
 def is_plain_linear(head: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +9,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import base_inside, check_wrapper
 from ..configuration_tide import EXIT_STRATEGIES, NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
-from ..unembed import check_parity
+from ..unembed import check_parity, weights_hash
 from .block_stage import place_block
 from .budget import Budget
 from .data import Document, Splits, full_depth
@@ -34,7 +33,6 @@ from .threshold import Decisions, check_bounds, check_counts, choose_threshold
 from .work_folder import open_work_folder
 
 STRATEGIES = (*EXIT_STRATEGIES, "block")
-SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
 
 __all__ = ["STRATEGIES", "calibrate"]
 
@@ -220,22 +218,12 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
     base = {
         "model": type(model).__name__,
         "unembed_hash": config.unembed_hash,
-        "layers_hash": _layers_hash(model),
+        "weights_hash": weights_hash(model),
         "shape": [config.num_hidden_layers, config.hidden_size, config.vocab_size],
         "dtype": str(model.dtype),
         "device": input_device(model).type,
     }
     return settings.to_dict() | base | {"data_hash": text.digest()}
-
-
-def _layers_hash(model: PreTrainedModel) -> str:
-    """Tell models apart that share a head, as one does with and without an adapter; what is packed is left out."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        if type(weight) is nn.Parameter and weight.is_floating_point() and weight.device.type != "meta":
-            flat = weight.detach().reshape(-1)
-            digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
-    return digest.hexdigest()
 
 
 def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: float, confidence: float) -> dict[str, Any]:
