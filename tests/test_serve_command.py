@@ -117,7 +117,7 @@ def test_a_server_from_the_command_line(tiny_model_folder):
 
 
 def wait_for_port(port, process):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

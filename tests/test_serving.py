@@ -194,11 +194,11 @@ def test_only_requests_that_agree_share_a_batch(make_engine):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(make_engine, stream):
-    engine = make_engine(slow=0.005, max_batch=2, gather_ms=100, max_tokens=1900)
+    engine = make_engine(slow=0.002, max_batch=2, gather_ms=100, max_tokens=1900)
     batches, run = [], engine.run
     engine.run = lambda jobs: batches.append(jobs) or run(jobs)
     with serving(engine) as (url, _, _):
-        other = threading.Thread(target=ask, args=(client(url), "b"), kwargs={"max_tokens": 100})
+        other = threading.Thread(target=ask, args=(client(url), "b"), kwargs={"max_tokens": 30})
         other.start()
         body = {"model": "tiny", "messages": chat("a"), "max_tokens": 1900, "temperature": 0, "stream": stream}
         content = json.dumps(body).encode()
@@ -362,7 +362,7 @@ def test_a_bucket_fills_again_and_the_oldest_is_forgotten(monkeypatch):
 
 def test_strangers_are_turned_away(make_engine):
     with serving(make_engine(), api_key="secret") as (url, _, _), httpx.Client(base_url=url) as connection:
-        keys = ["Bearer wrong", "Bearer ", "Bearer secretsecret", "Bearer secre", "Bearer s\u00e9cret", "Basic secret"]
+        keys = ["Bearer wrong", "Bearer", "Bearer secretsecret", "Bearer secre", "Bearer s\u00e9cret", "Basic secret"]
         headers = [[(b"authorization", key.encode())] for key in keys]
         headers += [[], [(b"authorization", b"\xff\xfe")], [(b"authorization", b"Bearer secret")] * 2]
         for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nothing"):
@@ -416,7 +416,7 @@ def request_head(length, *more):
 
 
 def test_sockets_that_misbehave(make_engine):
-    with serving(make_engine(), max_body_bytes=1000, body_seconds=0.3, hosts=("localhost",)) as (url, _, _):
+    with serving(make_engine(), max_body_bytes=1000, client_seconds=0.3, hosts=("localhost",)) as (url, _, _):
 
         def status_of(*parts):
             with connected(url) as connection:
@@ -433,6 +433,33 @@ def test_sockets_that_misbehave(make_engine):
         assert status_of(b"GET /v1/models HTTP/1.1\r\n" + b"a" * 200_000) in (400, 431)
         assert status_of(b"\x00\x01\x02\r\n\r\n") == 400
         assert client(url.replace("127.0.0.1", "localhost")).models.list().data
+
+
+def test_a_client_that_does_not_read_loses_its_place(make_engine):
+    async def run():
+        batcher = Batcher(make_engine())
+        app = create_app(batcher, "tiny", Limits(client_seconds=0.1))
+        body = json.dumps({"model": "tiny", "messages": chat("a"), "stream": True, "max_tokens": 40}).encode()
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        sent = []
+
+        async def receive():
+            return incoming.pop() if incoming else await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message["type"])
+            if len(sent) > 2:
+                await asyncio.sleep(60)
+
+        path, headers = "/v1/chat/completions", [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        await app(scope, receive, send)
+        await batcher.close()
+        return sent, app.metrics.requests._value.get()
+
+    sent, still_open = asyncio.run(asyncio.wait_for(run(), 50))
+    assert sent == ["http.response.start", "http.response.body", "http.response.body"]
+    assert still_open == 0
 
 
 @pytest.mark.parametrize(

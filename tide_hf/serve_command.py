@@ -35,7 +35,7 @@ def add_serve(commands: argparse._SubParsersAction, common: argparse.ArgumentPar
         "--exit-threshold", type=float, help="for early_exit and post_hoc (default: the calibrated one)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
-    parser.add_argument("--threads", type=positive, help="CPU threads of a replica (default: torch's)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument(
         "--engine",
         default="batches",
@@ -79,7 +79,7 @@ def _add_replicas(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replicas, through Ray Serve")
     group.add_argument("--replicas", type=positive, help="engines, in processes of their own (default: one, in this)")
     group.add_argument("--ray-address", help="of a Ray cluster, or auto (default: one is started on this machine)")
-    group.add_argument("--cpus-per-replica", type=float, default=1.0, help="(default: %(default)s)")
+    group.add_argument("--cpus-per-replica", type=float, default=1.0, help="and its threads (default: %(default)s)")
     group.add_argument("--gpus-per-replica", type=float, default=0.0, help="(default: %(default)s)")
     group.add_argument("--max-replicas-per-node", type=positive, help="(default: as its resources allow)")
 

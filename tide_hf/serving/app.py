@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -109,7 +109,7 @@ class _Routes:
 
 
 class Answer(Response):
-    """The response to one chat request. A client that leaves cancels it.
+    """The response to one chat request. A client that leaves, or stops reading, cancels it.
 
     Args:
         routes: The server's state.
@@ -138,11 +138,18 @@ class Answer(Response):
             )
         routes.open_requests += 1
         routes.metrics.requests.set(routes.open_requests)
-        answering = asyncio.create_task(self._answer(scope, receive, send))
+
+        async def send_in_time(message: Any) -> None:
+            try:
+                await asyncio.wait_for(send(message), routes.limits.client_seconds)
+            except asyncio.TimeoutError as error:
+                raise ClientDisconnect from error
+
+        answering = asyncio.create_task(self._answer(scope, receive, send_in_time))
         leaving = asyncio.create_task(_client_leaves(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
+            if answering.done() and not isinstance(answering.exception(), ClientDisconnect):
                 answering.result()
         finally:
             for task in (answering, leaving):

@@ -40,7 +40,7 @@ class ClusterOptions:
     Attributes:
         replicas: How many.
         ray_address: Of a running cluster (`"auto"`: the one on this node); `None` starts one on this machine alone.
-        cpus_per_replica: CPU cores that each reserves.
+        cpus_per_replica: CPU cores that each reserves, and threads that it uses unless the engine's options name them.
         gpus_per_replica: GPUs that each reserves.
         max_replicas_per_node: `None` is as many as the node's resources allow.
     """
@@ -119,7 +119,7 @@ class RayBackend:
             return False
 
     async def close(self) -> None:
-        """Stop the replicas; and Ray, where it was started for them."""
+        """Stop the replicas. A cluster that was started for them ends with this process."""
         await asyncio.to_thread(serve.delete, APP)
 
 

@@ -35,7 +35,7 @@ class Limits:
         hosts: What the Host header may name; `None` is anything. A server on localhost that takes any name can be
             reached by every web page the user opens, through a name that its owner points at localhost.
         max_body_bytes: Largest request.
-        body_seconds: Longest time that a request may take to arrive.
+        client_seconds: Longest time that a client may take to send a request, or to read what was written for it.
         max_requests: Chat requests that wait or are being answered.
         requests_per_minute: For each client address, in bursts of at most as many; 0 is any number.
     """
@@ -43,7 +43,7 @@ class Limits:
     api_key: str | None = None
     hosts: tuple[str, ...] | None = None
     max_body_bytes: int = 1_000_000
-    body_seconds: float = 30.0
+    client_seconds: float = 30.0
     max_requests: int = 64
     requests_per_minute: int = 600
 
@@ -156,9 +156,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if not length.isascii() or not length.isdigit() or int(length[:20]) > limits.max_body_bytes:
         raise _too_large(limits)
     try:
-        return await asyncio.wait_for(_read(request, limits), limits.body_seconds)
+        return await asyncio.wait_for(_read(request, limits), limits.client_seconds)
     except asyncio.TimeoutError as error:
-        expected = f"all of it within {limits.body_seconds:g} seconds"
+        expected = f"all of it within {limits.client_seconds:g} seconds"
         raise _refused("the body does not arrive", "a part of it", expected, 408, "request_timeout") from error
     except ClientDisconnect as error:
         raise _refused("the body does not arrive", "a part of it", "all of it", 400, "incomplete_body") from error
