@@ -27,9 +27,9 @@ EXIT_CRITERIA = ("router", "confidence", "fixed")
 MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 
-# Fields of PreTrainedConfig that a routers' config.json holds. It may hold no others: transformers takes names of
-# files, of attention kernels and of code from some of them.
-INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version")
+# Fields of PreTrainedConfig that a routers' config.json holds (the last one transformers adds itself, up to 5.20). It
+# may hold no others: transformers takes names of files, of attention kernels and of code from some of them.
+INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
 
 
 class TIDEConfig(PreTrainedConfig):
