@@ -123,6 +123,21 @@ class TIDEConfig(PreTrainedConfig):
         check_record(self.calibration)
 
     @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Read the config of routers in a folder or a Hub repository.
+
+        Args:
+            name_or_path: Folder or repository.
+            **kwargs: As in `PreTrainedConfig.from_pretrained`, which in transformers 5.17 loses the `token`.
+
+        Raises:
+            ConfigurationError: A field is unknown, has the wrong type or an impossible value.
+            OSError: There is no such file, or no JSON in it.
+        """
+        config_dict, kwargs = cls.get_config_dict(name_or_path, **kwargs)
+        return cls.from_dict(config_dict, **kwargs)
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the config that a `config.json` holds.
 
