@@ -28,9 +28,9 @@ ENGINES = ("eager", "compiled")
 MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 
-# Fields of PreTrainedConfig that a routers' config.json holds. It may hold no others: transformers takes names of
-# files, of attention kernels and of code from some of them.
-INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version")
+# Fields of PreTrainedConfig that a routers' config.json holds (the last one transformers adds itself, up to 5.20). It
+# may hold no others: transformers takes names of files, of attention kernels and of code from some of them.
+INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -122,6 +122,21 @@ class TIDEConfig(PreTrainedConfig):
             check_exit_layers([self.block_layer], self.num_hidden_layers)
             check_block_config(self.block_layer, self.block_config)
         check_record(self.calibration)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Read the config of routers in a folder or a Hub repository.
+
+        Args:
+            name_or_path: Folder or repository.
+            **kwargs: As in `PreTrainedConfig.from_pretrained`, which in transformers 5.17 loses the `token`.
+
+        Raises:
+            ConfigurationError: A field is unknown, has the wrong type or an impossible value.
+            OSError: There is no such file, or no JSON in it.
+        """
+        config_dict, kwargs = cls.get_config_dict(name_or_path, **kwargs)
+        return cls.from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
