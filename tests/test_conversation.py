@@ -73,6 +73,14 @@ def test_a_template_that_words_earlier_turns_otherwise_is_believed(talk, tiny_to
         assert conversation.ask(question).new_tokens == expected
 
 
+def test_the_same_prompt_again_is_answered_again(talk, tiny_tokenizer, monkeypatch):
+    """With a template that forgets, all of it is in the cache, and yet something has to be fed."""
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", "{{ messages[-1]['content'] }}<answer>")
+    conversation = talk()
+    assert conversation.ask("hello").new_tokens == conversation.ask("hello").new_tokens
+    assert len(talk.widths) > 2
+
+
 def test_sliding_windows_go_on_from_the_cache(talk):
     conversation = talk("mistral")
     for question in QUESTIONS:
