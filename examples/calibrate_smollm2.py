@@ -17,5 +17,6 @@ if __name__ == "__main__":
     routers = calibrate(model, tokenizer, **settings, output_dir=FOLDER)
     routers.config.base_model_name_or_path = NAME
     routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
+    routers.config.calibration["command"] = "python examples/calibrate_smollm2.py"
     routers.save_pretrained(FOLDER)
-    write_model_card(routers, FOLDER, command="python examples/calibrate_smollm2.py")
+    write_model_card(routers, FOLDER)
