@@ -87,12 +87,27 @@ class ExitPoint(nn.Module):
 
 
 class BlockPoint(nn.Module):
-    """Router and block head. The router scores the block's output, not the early state."""
+    """A block head, and how far to trust its confidence.
+
+    A draft step computes the block's distribution in any case, and how sure it is of its top token tells far better
+    whether that is right than a router on its state does. Two numbers make a probability of it (Platt 1999).
+    """
 
     def __init__(self, config: TIDEConfig) -> None:
         super().__init__()
-        self.router = ExitRouter(config.hidden_size, config.router_bottleneck_dim)
         self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
+        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of its logit
+
+    def score(self, log_probabilities: Tensor) -> Tensor:
+        """(...) log-probabilities of the top tokens -> (...) probabilities that they are the full model's."""
+        scale, shift = self.confidence.float()
+        return torch.sigmoid(scale * logit_of(log_probabilities) + shift)
+
+
+def logit_of(log_probabilities: Tensor) -> Tensor:
+    """(...) logarithms of p -> (...) logarithms of p / (1 - p), of finite size, in float32."""
+    log_probabilities = log_probabilities.float().clamp(max=-1e-6)
+    return log_probabilities - torch.log(-torch.expm1(log_probabilities))
 
 
 class TIDERouters(PreTrainedModel):
@@ -137,8 +152,8 @@ class TIDERouters(PreTrainedModel):
         """
         self.to(device)
         for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
+            point.float()
             point.head.to(dtype)
-            point.router.float()
         return self.requires_grad_(False)
 
     @classmethod

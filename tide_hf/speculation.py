@@ -281,6 +281,7 @@ class _Shallow:
         """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
         decoder, start = self.decoder, perf_counter()
         attachment = decoder.attachment
+        self.unembed = self.unembed or attachment.draft_unembed()
         run = FixedDepthRun(attachment.structure, decoder.slots.cache, exit_layer)
         run.execute_layer = decoder.run.execute_layer
         fed = len(self.depths)
@@ -288,16 +289,15 @@ class _Shallow:
         with active(run):
             call = run.call_after(decoder.forward, unseen, start=fed)
         if decoder.block is not None and exit_layer == decoder.block.block_layer:
-            guess = decoder.block.draft(call)
             self.block_steps += 1
-            scores = attachment.unembed.route(decoder.block.point.router, guess)
+            top, log_probabilities = self.unembed.top1(decoder.block.draft(call))
+            scores = decoder.block.point.score(log_probabilities)
         else:
             state = call.state[:, -1]
             exit_point = on_device(attachment.exit_point(exit_layer), state)
             scores = attachment.unembed.route(exit_point.router, state)
-            guess = exit_point.head(state)
-        self.unembed = self.unembed or attachment.draft_unembed()
-        drafted = self.unembed(guess).tolist()
+            top = self.unembed(exit_point.head(state))
+        drafted = top.tolist()
         self.layers_executed += run.layers_executed
         self.depths += [exit_layer] * len(unseen[0])
         if len(unseen[0]) == 1:

@@ -111,20 +111,37 @@ class DraftUnembed:
         Returns:
             (...) token ids.
         """
+        state = self._state(hidden_states)
+        if self._is_fused(state):
+            return self._fused(state)[0]
+        return self._tokens(self.head(state).argmax(dim=-1))
+
+    def top1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """As a call; with them, (...) their log-probabilities among the tokens to choose from, float32."""
+        state = self._state(hidden_states)
+        if self._is_fused(state):
+            return self._fused(state)
+        logits = self.head(state).float()
+        best, top = logits.max(dim=-1)
+        return self._tokens(top), best - logits.logsumexp(dim=-1)
+
+    def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.normalize(hidden_states)
-        if self.unembed.structure.projection is not None:
-            state = self.unembed.structure.projection(state)
-        head, ops = self.head, self.unembed.ops
-        if (
-            type(head) is nn.Linear
-            and is_plain_linear(head)
-            and state.dtype == head.weight.dtype
-            and ops.run_on(state, head.weight, head.bias)
-        ):
-            rows = state.reshape(-1, state.shape[-1])
-            top = ops.draft_top1(rows, head.weight, head.bias)[0].view(state.shape[:-1])
-        else:
-            top = head(state).argmax(dim=-1)
+        projection = self.unembed.structure.projection
+        return state if projection is None else projection(state)
+
+    def _is_fused(self, state: Tensor) -> bool:
+        head: Any = self.head
+        is_plain = type(head) is nn.Linear and is_plain_linear(head) and state.dtype == head.weight.dtype
+        return is_plain and self.unembed.ops.run_on(state, head.weight, head.bias)
+
+    def _fused(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        head: Any = self.head
+        rows = state.reshape(-1, state.shape[-1])
+        top, log_probabilities = self.unembed.ops.draft_top1(rows, head.weight, head.bias)
+        return self._tokens(top.view(state.shape[:-1])), log_probabilities.view(state.shape[:-1])
+
+    def _tokens(self, top: Tensor) -> Tensor:
         return top if self.token_ids is None else self.token_ids.to(top.device)[top]
 
 

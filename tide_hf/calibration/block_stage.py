@@ -1,4 +1,4 @@
-"""The stage of a calibration that makes a block head and its router, from the shards of whole documents."""
+"""The stage of a calibration that makes a block head, from the shards of whole documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..block_head import block_config_of
 from ..errors import UnsupportedModelError
-from ..modeling_tide import BlockPoint
+from ..modeling_tide import BlockPoint, logit_of
 from ..structure import DecoderStructure, input_device
 from ..unembed import DraftUnembed, Unembed
 from .block_training import BlockTrainer, DocumentBatch
@@ -20,11 +20,10 @@ from .distillation import FrequentUnembed
 from .fitting import round_weights
 from .hidden_states import StateBatch
 from .store import StateStore
-from .training import area_under_curve, expected_calibration_error, train_router
+from .training import area_under_curve, expected_calibration_error, platt_scaling
 
 EPOCHS = 6
 DOCUMENTS_PER_STEP = 16
-ROUTER_POSITIONS = 24_000
 
 
 def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:
@@ -46,14 +45,14 @@ def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[in
 
 
 class BlockStage:
-    """Makes one block head and its router.
+    """Makes one block head.
 
     Args:
         model: The base model, at full depth.
         structure: Its structure.
         unembed: Its unembedding.
         store: The states of the documents, at the block's exit layer among others.
-        point: The block and its router, fresh, in float32.
+        point: The block, fresh, in float32.
         block_layer: Number of executed layers after which it drafts.
         tokens: (V,) what it may draft, ascending.
         seed: Of the order of the documents and the router's weights.
@@ -87,38 +86,37 @@ class BlockStage:
             )
         )
         round_weights(self.point.head)
-        fit, tune = self._scored("fit"), self._scored("tune")
-        train_router(self.point.router, fit, tune, self.seed)
-        round_weights(self.point.router)
+        scaling = platt_scaling(*self._scored("tune"))
+        with torch.no_grad():
+            self.point.confidence.copy_(torch.tensor(scaling).bfloat16())
         steps, loss = trained[-1]
         return {"epochs": len(trained), "steps": steps, "stopped": steps < EPOCHS * num_batches, "loss": loss}
 
     @torch.no_grad()
     def figures(self) -> dict[str, float]:
-        """Measure block and router on the certifying documents, ready for JSON."""
-        states, agrees = self._scored("certify")
-        scores = self.point.router(states).cpu()
+        """Measure the block and its confidence on the certifying documents, ready for JSON."""
+        logits, agrees = self._scored("certify")
+        scale, shift = self.point.confidence.tolist()
+        scores = torch.sigmoid(scale * logits + shift)
         return {
             "layer": self.block_layer,
             "agreement": float(agrees.double().mean()),
-            "router_auc": area_under_curve(scores, agrees),
+            "confidence_auc": area_under_curve(scores, agrees),
             "expected_calibration_error": expected_calibration_error(scores, agrees),
             "parameters": sum(parameter.numel() for parameter in self.point.parameters()),
         }
 
     @torch.no_grad()
     def _scored(self, split: str) -> tuple[Tensor, Tensor]:
-        """What the router sees at counted positions, (N, D) float32, and whether the block is right there, (N,)."""
-        states, agrees, taken = [], [], 0
+        """Logits of the block's confidence at counted positions, (N,), and whether it is right there, (N,)."""
+        logits, agrees = [], []
         for batch in self._batches(split, self.seed):
             guesses = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
             top = self.unembed(batch.final[batch.counted].to(guesses.dtype)).argmax(dim=-1)
-            states.append(self.unembed.normalize(guesses).float())
-            agrees.append(self.drafts(guesses) == top)
-            taken += len(top)
-            if split == "fit" and taken >= ROUTER_POSITIONS:
-                break
-        return torch.cat(states), torch.cat(agrees)
+            drafted, log_probabilities = self.drafts.top1(guesses)
+            logits.append(logit_of(log_probabilities).cpu())
+            agrees.append((drafted == top).cpu())
+        return torch.cat(logits), torch.cat(agrees)
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[DocumentBatch]:
         """Whole documents, a few at a time; shuffled where there is a seed."""
