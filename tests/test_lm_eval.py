@@ -139,12 +139,17 @@ def test_exits_are_scored_as_they_decode(places, plain, mode, tiny_tokenizer):
     assert 0.25 <= tide["generation_depth_fraction"] < 1
 
 
-def test_the_depth_of_likelihoods_is_that_of_the_continuations(places):
-    found = evaluate(
-        places, "tide_hf", ["choose"], routers=str(places / "routers"), tide_mode="post_hoc", exit_threshold=0.0
-    )
-    assert found["config"]["tide"]["likelihood_depth_fraction"] == 0.25  # all leave at the first of four layers
+def test_the_depth_of_likelihoods_is_that_of_the_continuations(places, tiny_llama, tiny_tokenizer):
+    routers = str(places / "routers")
+    found = evaluate(places, "tide_hf", ["choose"], routers=routers, tide_mode="post_hoc", exit_threshold=0.5)
     assert math.isfinite(found["results"]["choose"]["acc,none"])
+    depths = []
+    for row in ROWS:
+        for choice in row["choices"]:
+            ids = tiny_tokenizer(f"{row['question']} {choice}", return_tensors="pt")["input_ids"]
+            read = exit_logits(tiny_llama(), TIDERouters.from_pretrained(routers), ids, exit_threshold=0.5)
+            depths += read.exit_layers[0, :-1][-len(choice) - 1 :].tolist()
+    assert found["config"]["tide"]["likelihood_depth_fraction"] == pytest.approx(sum(depths) / len(depths) / 4)
 
 
 def test_the_command_knows_the_model(places):
