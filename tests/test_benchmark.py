@@ -20,10 +20,11 @@ PROMPT_LENGTH = 3
 class Stub:
     """A model that answers with fixed tokens and takes a fixed time on a clock that only it moves."""
 
-    device = torch.device("cpu")
-
     def __init__(self, name, tokens, seconds, clock, calls):
         self.name, self.tokens, self.seconds, self.clock, self.calls = name, tokens, seconds, clock, calls
+
+    def get_input_embeddings(self):
+        return torch.nn.Embedding(1, 1)
 
     def generate(self, input_ids, max_new_tokens, do_sample, streamer):
         assert not do_sample
