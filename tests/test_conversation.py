@@ -105,8 +105,10 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(talk):
     with pytest.raises(KeyboardInterrupt):
         conversation.ask("and?", Interrupting())
     assert conversation.messages == before
-    expected, _ = fresh_answer(conversation, "who")
+    expected, length = fresh_answer(conversation, "who")
+    talk.widths.clear()
     assert conversation.ask("who").new_tokens == expected
+    assert talk.widths[0] == length  # the cache of the interrupted call is not gone on from
 
 
 def test_what_cannot_be_answered_is_refused_and_costs_nothing(talk, tiny_tokenizer, monkeypatch):
