@@ -53,8 +53,8 @@ def test_clients_see_no_path_of_this_machine(tiny_model_folder):
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "needs an API key"),
-        (["--engine", "transformers", "--api-key", "k"], "neither API keys nor replicas"),
-        (["--engine", "transformers", "--replicas", "2"], "neither API keys nor replicas"),
+        (["--server", "transformers", "--api-key", "k"], "neither API keys nor replicas"),
+        (["--server", "transformers", "--replicas", "2"], "neither API keys nor replicas"),
         (["--mode", "early_exit"], "needs routers"),
         (["--routers", "no/such/routers"], "no routers at no/such/routers"),
     ],

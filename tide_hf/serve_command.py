@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "TIDE_HF_API_KEY"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that are answered
-ENGINES = ("batches", "transformers")
+SERVERS = ("batches", "transformers")
 
 
 def add_serve(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
@@ -37,9 +37,9 @@ def add_serve(commands: argparse._SubParsersAction, common: argparse.ArgumentPar
     parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument(
-        "--engine",
+        "--server",
         default="batches",
-        choices=ENGINES,
+        choices=SERVERS,
         help="batches: this server; transformers: the server of `transformers serve` with TIDE inside, one request at "
         "a time (default: %(default)s)",
     )
@@ -107,7 +107,7 @@ def _serve(args: argparse.Namespace) -> None:
         max_prompt_tokens=args.max_prompt_tokens,
         max_tokens=args.max_tokens,
     )
-    if args.engine == "transformers":
+    if args.server == "transformers":
         _serve_with_transformers(args, options, uses_ray)
         return
     _run(args, options, limits_of(args), uses_ray)
@@ -188,9 +188,9 @@ def _serve_with_transformers(args: argparse.Namespace, options: EngineOptions, u
         raise ConfigurationError(
             describe(
                 "the server of transformers can do neither API keys nor replicas",
-                got="--engine transformers with one of them",
+                got="--server transformers with one of them",
                 expected="one process on this machine alone",
-                do="Leave them out, or use --engine batches.",
+                do="Leave them out, or use --server batches.",
             )
         )
     _check_packages(["fastapi", "openai"])
