@@ -4,6 +4,7 @@ import pytest
 import torch
 from drafters import HeadDrafter
 from families import ATTENTION, LAYERS, tiny_model
+from safetensors.torch import load_file
 
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.block_head import block_config_of
@@ -148,6 +149,13 @@ def test_routers_with_a_block_are_saved_and_loaded(tiny_llama, tmp_path):
     for name, parameter in routers.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], parameter), name
     assert {m.layer_idx for m in loaded.block.head.layer.modules() if hasattr(m, "layer_idx")} == {4}
+
+
+def test_saving_what_was_loaded_takes_no_more_space(tiny_llama, tmp_path):
+    routers_for(tiny_llama(), 1).to(torch.bfloat16).save_pretrained(tmp_path / "first")
+    TIDERouters.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert {name: tensor.dtype for name, tensor in first.items()} == {name: t.dtype for name, t in second.items()}
 
 
 @pytest.mark.parametrize(

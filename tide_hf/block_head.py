@@ -36,6 +36,7 @@ class BlockHead(nn.Module):
         super().__init__()
         self.translator = nn.Linear(2 * hidden_size, hidden_size)
         self.layer, self.returns_tuple = _build_layer(block_config)
+        self.layer.to(self.translator.weight.dtype)  # its config names the base model's own
         for module in self.layer.modules():
             if "layer_idx" in vars(module):
                 setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
