@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .packed_linear import FEWEST_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
+from .packed_linear import FEWEST_ROWS, PACKED_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
 from .skipping import Gate, LayerGate, input_state
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
@@ -62,7 +62,7 @@ class CompiledLayers:
         if type(layer) in self.refused or not _is_plain(stored) or stored.keys.shape[-2] < 2:
             return gate.native(*args, **kwargs)
         twin = self._twin_of(layer)
-        if num_tokens >= FEWEST_ROWS:
+        if FEWEST_ROWS <= num_tokens <= PACKED_ROWS:
             for linear in self._packed_linears[layer]:
                 linear.packed = linear.gate.packed()
         call = _without(place, args, kwargs)
@@ -147,7 +147,7 @@ class _PackedLinear(nn.Module):
         rows = input.numel() // input.shape[-1]
         weight: Any = self.weight
         bias: Any = self.bias
-        if rows < FEWEST_ROWS or rows > TRANSPOSED_ROWS or self.packed is None:
+        if rows < FEWEST_ROWS or rows > TRANSPOSED_ROWS:
             return functional.linear(input, weight, bias)
         return linear_over_few_rows(input, weight, bias, self.packed)
 

@@ -17,6 +17,8 @@ _one_at_a_time = threading.RLock()
 
 def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once."""
+    if kwargs.get("local_files_only"):  # transformers looks for an adapter without it
+        kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 

@@ -54,7 +54,8 @@ class LinearGate(Gate):
             or not _is_plain(weight)
         ):
             return self.native(input)
-        return linear_over_few_rows(input, weight, self.module.bias, self.packed())  # type: ignore[arg-type]
+        packed = self.packed() if rows <= PACKED_ROWS else None
+        return linear_over_few_rows(input, weight, self.module.bias, packed)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles pack their own weights."""
@@ -85,21 +86,21 @@ class LinearGate(Gate):
         return source is weight and version == weight._version and (not sampled or torch.equal(sample, _sample(weight)))
 
 
-def linear_over_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
+def linear_over_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     """Apply a linear layer to more rows than MKL multiplies by as they are, and at most `TRANSPOSED_ROWS`.
 
     Args:
         input: (..., in) float32.
         weight: (out, in).
         bias: (out,) or `None`.
-        packed: `weight` in MKL's layout.
+        packed: `weight` in MKL's layout, for up to `PACKED_ROWS` rows; without it MKL copies the input instead.
 
     Returns:
         (..., out).
     """
     flat = input.reshape(-1, input.shape[-1])
     rows = flat.shape[0]
-    if rows > PACKED_ROWS:
+    if packed is None or rows > PACKED_ROWS:
         output = torch.mm(weight, flat.t()).t().contiguous()
         output = output if bias is None else output + bias
     else:
