@@ -169,3 +169,23 @@ def test_each_source_answers_for_its_own_piece(n_matches, expected):
     for source, rises in expected.items():
         after = one.acceptances.probability(source)
         assert (after == before[source]) if rises is None else ((after > before[source]) == rises)
+
+
+def test_a_call_starts_from_what_calls_like_it_found_and_comes_back_to_the_prior():
+    learned: dict[str, float] = {}
+
+    def new_call():
+        return HybridDrafter([[1, 2, 3]], lambda _: cheap(), {2: 0.5}, None, learned)
+
+    drafter = new_call()
+    assert learned["exit layer 2"] == 0.5
+    for _ in range(20):
+        drafter.observe(0, Draft().add([9], "exit layer 2", 2), [8], 0)
+    found = learned["exit layer 2"]
+    assert found < 0.2
+    assert new_call().acceptances.probability("exit layer 2") == pytest.approx(found + 0.05 * (0.5 - found))
+    for _ in range(40):
+        drafter = new_call()
+    assert learned["exit layer 2"] > 0.4
+    drafter.observe(0, Draft().add([9], "exit layer 2", 2), [9, 8], 1)
+    assert learned["exit layer 2"] > 0.45

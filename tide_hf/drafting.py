@@ -18,6 +18,8 @@ from .policy import (
 
 MAX_NGRAM = 5
 # What an n-gram match of this length is taken to be worth before the text has shown it.
+LEARNING = 0.1  # of what a round found, for the calls to come
+COMING_BACK = 0.05  # of the way to its prior, at each new call
 NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
 
 
@@ -138,6 +140,8 @@ class HybridDrafter:
         costs_of: Measured costs by number of rows, kept between calls.
         head_priors: Agreement of each exit layer's head on held-out text; only these layers draft.
         shallow: The model's shallow layers; `None` where there are no exit heads.
+        learned: What earlier calls of this kind found each source's acceptance to be; updated. It comes back to the
+            priors by and by, or a source that once was no good would never be tried again.
     """
 
     def __init__(
@@ -146,13 +150,19 @@ class HybridDrafter:
         costs_of: Callable[[int], CostTable],
         head_priors: dict[int, float],
         shallow: ShallowDecoder | None = None,
+        learned: dict[str, float] | None = None,
     ) -> None:
         self.indexes = [NgramIndex(prompt) for prompt in prompts]
         self.costs_of = costs_of
         self.shallow = shallow
         self.heads = sorted(head_priors) if shallow is not None else []
         priors = {_ngram(length): prior for length, prior in NGRAM_PRIORS.items()}
-        self.acceptances = AcceptanceTable(priors | {_head(layer): prior for layer, prior in head_priors.items()})
+        priors |= {_head(layer): prior for layer, prior in head_priors.items()}
+        self.learned = learned if learned is not None else {}
+        for source, prior in priors.items():
+            before = self.learned.get(source, prior)
+            self.learned[source] = before + COMING_BACK * (prior - before)
+        self.acceptances = AcceptanceTable({source: self.learned[source] for source in priors})
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft from the best source, and go on with another where that pays; nothing where plain decoding is best."""
@@ -181,6 +191,8 @@ class HybridDrafter:
         self.indexes[row].extend(new_tokens)
         for piece in draft.pieces:
             self.acceptances.record(piece.source, piece.length, min(n_matches, piece.length))
+            found = self.acceptances.probability(piece.source)
+            self.learned[piece.source] += LEARNING * (found - self.learned[piece.source])
             n_matches -= piece.length
             if n_matches < 0:
                 break  # what stands behind a rejected token was never judged

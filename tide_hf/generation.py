@@ -52,6 +52,7 @@ class Attachment:
         engine: The engine of a call that names none.
         compiled_layers: What runs the layers in calls with `engine="compiled"`.
         costs: Measured costs of this model on this machine, by engine and number of rows.
+        acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
     """
 
     base_class: type
@@ -64,6 +65,7 @@ class Attachment:
     engine: str = "eager"
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
     costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
+    acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
 
     @property
     def compaction_threshold(self) -> float:
@@ -137,7 +139,13 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: An
     priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
     if shallow.block_layer is not None and "block" in record:
         priors[shallow.block_layer] = float(record["block"]["agreement"])
-    return HybridDrafter(prompts, shallow.costs_of, priors, shallow if priors else None)
+    return HybridDrafter(
+        prompts,
+        shallow.costs_of,
+        priors,
+        shallow if priors else None,
+        attachment.acceptances.setdefault(shallow.temperature, {}),
+    )
 
 
 class TIDEGenerationMixin:

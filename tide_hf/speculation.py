@@ -277,6 +277,12 @@ class _Shallow:
         """Where the block drafts in this call, if it does."""
         return self.decoder.block.block_layer if self.decoder.block is not None else None
 
+    @property
+    def temperature(self) -> float:
+        """Of this call's sampling; 0 for greedy decoding."""
+        config = self.decoder.config
+        return float(config.temperature or 1.0) if config.do_sample else 0.0
+
     def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
         decoder, start = self.decoder, perf_counter()
