@@ -47,6 +47,14 @@ def test_the_readme_shows_the_committed_results():
         assert fact in readme
 
 
+def test_the_readme_shows_the_committed_disagreements():
+    folder = disagreement.FOLDER
+    record = json.loads((folder / "results" / "disagreement.json").read_text())
+    assert f"\n\n{disagreement.table(record)}\n\n" in (folder.parent.parent / "README.md").read_text()
+    for row in record["tolerances"]:
+        assert row["measured"]["new draws"]["mean_of_prompts"] <= row["tolerance"]
+
+
 def test_no_speed_for_other_tokens():
     plain = {"name": "generate", "prompts": [{"speedup": 1.0, "equal": True}]}
     wrong = {"name": "wrong", "prompts": [{"speedup": 2.0, "equal": False}]}
