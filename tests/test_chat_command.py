@@ -141,7 +141,8 @@ def test_in_a_real_terminal_an_interrupt_ends_it_with_130(command):
         answered = read_until(controller, b"tokens/s")
         assert b"full depth (4 layers): 8" in answered
         assert b"\x1b[" in answered
-        read_until(controller, b"> ")
+        if b"> " not in answered.partition(b"tokens/s")[2]:  # the prompt may come in the same piece
+            read_until(controller, b"> ")
         chat.send_signal(signal.SIGINT)
         assert chat.wait(timeout=60) == 130
     finally:
