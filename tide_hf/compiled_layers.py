@@ -41,13 +41,17 @@ class CompiledLayers:
         refused: Why kinds of layer cannot be compiled, by class.
     """
 
+    _parts: list[tuple[int, int]]
+    _twins: dict[nn.Module, nn.Module]
+    _packed_linears: dict[nn.Module, list[_PackedLinear]]
+    _compiled: Callable[..., Any]
+
     def __init__(self, backend: str = "inductor") -> None:
         self.backend = backend
         self.num_compiled = 0
         self.seconds = 0.0
         self.refused: dict[type, str] = {}
-        self._parts: list[tuple[int, int]] = []
-        self._forget()
+        self.release()
 
     def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as `gate.native` would."""
@@ -79,8 +83,11 @@ class CompiledLayers:
         """What a call of `generate` has to be inside of; modules that were replaced since the last one are noticed."""
         parts = [(id(module), id(module.__dict__.get("forward"))) for layer in layers for module in layer.modules()]
         if parts != self._parts:
-            self._forget()
+            self.release()
             self._parts = parts
+            # Graphs belong to a function's code: with code of its own a model shares no limit with others.
+            own = FunctionType(_run_layer.__code__.replace(), globals())
+            self._compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
         compiled, start = _graphs_compiled(), perf_counter()
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS):
             yield
@@ -90,19 +97,12 @@ class CompiledLayers:
 
     def release(self) -> None:
         """Give the memory of the graphs back."""
-        self._forget()
+        self._parts, self._twins, self._packed_linears = [], {}, {}
+        self._compiled = _run_layer
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
         return CompiledLayers, (self.backend,)
-
-    def _forget(self) -> None:
-        self._parts = []
-        self._twins: dict[nn.Module, nn.Module] = {}
-        self._packed_linears: dict[nn.Module, list[_PackedLinear]] = {}
-        # Graphs belong to a function's code: with code of its own a model shares no limit with others.
-        own = FunctionType(_run_layer.__code__.replace(), globals())
-        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
 
     def _twin_of(self, layer: nn.Module) -> nn.Module:
         if layer not in self._twins:

@@ -140,7 +140,7 @@ class SelfSpeculativeDecoder:
         self._drop_stopped()
 
     def _round(self, drafter: Drafter) -> None:
-        batch, costs = self.batch, self.attachment.costs_of(len(self.batch), self.engine)
+        batch, costs = self.batch, self.shallow.costs_of(len(self.batch))
         drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
         width = 1 + max(len(draft.tokens) for draft in drafts)
         start = perf_counter()

@@ -86,7 +86,8 @@ class BlockStage:
             )
         )
         round_weights(self.point.head)
-        scaling = platt_scaling(*self._scored("tune"))
+        log_probabilities, agrees = self._scored("tune")
+        scaling = platt_scaling(logit_of(log_probabilities), agrees)
         with torch.no_grad():
             self.point.confidence.copy_(torch.tensor(scaling).bfloat16())
         steps, loss = trained[-1]
@@ -95,9 +96,8 @@ class BlockStage:
     @torch.no_grad()
     def figures(self) -> dict[str, float]:
         """Measure the block and its confidence on the certifying documents, ready for JSON."""
-        logits, agrees = self._scored("certify")
-        scale, shift = self.point.confidence.tolist()
-        scores = torch.sigmoid(scale * logits + shift)
+        log_probabilities, agrees = self._scored("certify")
+        scores = self.point.score(log_probabilities)
         return {
             "layer": self.block_layer,
             "agreement": float(agrees.double().mean()),
@@ -108,15 +108,15 @@ class BlockStage:
 
     @torch.no_grad()
     def _scored(self, split: str) -> tuple[Tensor, Tensor]:
-        """Logits of the block's confidence at counted positions, (N,), and whether it is right there, (N,)."""
-        logits, agrees = [], []
+        """Log-probabilities of the block's tokens at counted positions, (N,), and whether they are right, (N,)."""
+        found, agrees = [], []
         for batch in self._batches(split, self.seed):
             guesses = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
             top = self.unembed(batch.final[batch.counted].to(guesses.dtype)).argmax(dim=-1)
             drafted, log_probabilities = self.drafts.top1(guesses)
-            logits.append(logit_of(log_probabilities).cpu())
+            found.append(log_probabilities.cpu())
             agrees.append((drafted == top).cpu())
-        return torch.cat(logits), torch.cat(agrees)
+        return torch.cat(found), torch.cat(agrees)
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[DocumentBatch]:
         """Whole documents, a few at a time; shuffled where there is a seed."""
