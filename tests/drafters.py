@@ -53,17 +53,28 @@ def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3
 class HeadDrafter:
     """Drafts with the head at one exit layer, as many tokens every round, whatever they are worth.
 
+    Args:
+        prompts: The prompt of each row.
+        shallow: The shallow layers.
+        exit_layer: The layer.
+        width: Tokens per draft.
+        every: It drafts in every so many-th round alone.
+
     Attributes:
         drafted: (tokens of the row before, draft tokens) of each round and row.
     """
 
-    def __init__(self, prompts: list[list[int]], shallow, exit_layer: int, width: int) -> None:
-        self.shallow, self.exit_layer, self.width = shallow, exit_layer, width
+    def __init__(self, prompts: list[list[int]], shallow, exit_layer: int, width: int, every: int = 1) -> None:
+        self.shallow, self.exit_layer, self.width, self.every = shallow, exit_layer, width, every
+        self.rounds = 0
         self.texts = [list(prompt) for prompt in prompts]
         self.drafted: list[tuple[list[int], list[int]]] = []
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         tokens: list[list[int]] = [[] for _ in rows]
+        self.rounds += 1
+        if self.rounds % self.every:
+            return [Draft() for _ in rows]
         for _ in range(min(self.width, *limits)):
             new, scores = self.shallow.step(self.exit_layer, tokens)
             assert all(0.0 <= score <= 1.0 for score in scores)

@@ -36,12 +36,12 @@ def routers_for(model, block_layer, seed=0):
     return routers
 
 
-def attach_drafting(model, routers, width):
+def attach_drafting(model, routers, width, every=1):
     TIDEModelForCausalLM.attach(model, routers)
     made = []
 
     def make(_attachment, prompts, shallow):
-        made.append(HeadDrafter(prompts, shallow, routers.config.block_layer, width))
+        made.append(HeadDrafter(prompts, shallow, routers.config.block_layer, width, every))
         return made[-1]
 
     model._tide.make_drafter = make
@@ -62,16 +62,18 @@ def test_answers_are_the_base_model_s_whatever_the_block_drafts(family, rows):
     assert made[0].drafted
 
 
+@pytest.mark.parametrize(("rows", "every"), [(1, 1), (1, 4), (2, 1), (2, 3)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "bloom", "opt"])
-def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(family):
+def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(family, rows, every, monkeypatch):
+    monkeypatch.setattr("tide_hf.block_drafting.MOST_BEHIND", 3)
     model = tiny_model(family)
     block_layer = block_layer_of(family)
     routers = routers_for(model, block_layer)
     structure = find_structure(model)
     unembed = Unembed(model, structure)
-    made = attach_drafting(model, routers, width=2)
-    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
-    model.generate(ids, max_new_tokens=16, do_sample=False)
+    made = attach_drafting(model, routers, width=2, every=every)
+    ids = torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(0))
+    model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)
     TIDEModelForCausalLM.detach(model)
     trainer = BlockTrainer(model, structure, unembed, unembed, routers.block.head, block_layer)
     assert len(made[0].drafted) > 2
@@ -90,6 +92,28 @@ def document_batches(model, block_layer, documents, rows):
     for batch in plan_batches(documents, rows):
         (states,) = reader.read([token_batch(documents, batch)])
         yield pad_documents(states, batch, block_layer)
+
+
+def test_a_row_whose_block_never_drafts_pays_nothing_for_it(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    made = attach_drafting(model, routers_for(model, 1), width=2, every=100)
+    monkeypatch.setattr("tide_hf.block_drafting.fill_skipped", lambda *_: pytest.fail("K/V that no one needs"))
+    model.generate(torch.arange(3, 12)[None], max_new_tokens=20, do_sample=False)
+    assert made[0].rounds > 10
+
+
+def test_the_draft_vocabulary_s_rows_are_copied_when_the_head_has_changed(tiny_llama):
+    model = tiny_llama()
+    routers = TIDERouters.for_model(model, exit_layers=[2], draft_vocab_size=5)
+    attachment = TIDEModelForCausalLM.attach(model, routers)._tide
+    first = attachment.draft_unembed()
+    assert attachment.draft_unembed() is first
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    second = attachment.draft_unembed()
+    assert torch.equal(second.head.weight, model.lm_head.weight[:5])
+    model.tide_release()
+    assert attachment.draft_unembed() is not second
 
 
 def test_the_cache_holds_no_trace_of_the_block(tiny_llama):

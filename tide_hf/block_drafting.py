@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .kv_cache import fill_skipped
+from .kv_cache import crop, fill_skipped
 from .modeling_tide import BlockPoint, TIDERouters
 from .skipping import LayerCall, LayerGate, LayerRun
 from .structure import DecoderStructure
 from .unembed import Unembed
 
+MOST_BEHIND = 64  # passes; what is kept of them takes memory
+
+
+@dataclass
+class _Pass:
+    """What a full-depth pass leaves behind for the block's K/V.
+
+    Attributes:
+        call: With what the layer behind the block's exit layer was called.
+        final: (rows, width, D) states after the last layer.
+        kept: The first so many of its tokens are part of the sequence.
+    """
+
+    call: LayerCall
+    final: Tensor
+    kept: int
+
 
 class BlockRun(LayerRun):
     """Full-depth passes that leave the block what it needs: K/V for the new tokens, and their final states.
 
-    The block's K/V stand in the same cache, in one layer more, so that whatever crops, compacts or selects the rows of
-    the base model's layers does the same to the block's.
+    A single row's K/V are filled in when the block is about to draft, for all passes since it last did: where it never
+    drafts it costs nothing. In a batch they are filled in at once, and stand in the same cache, in one layer more, so
+    that whatever crops, compacts or selects the rows of the base model's layers does the same to the block's.
 
     Args:
         structure: The base model's structure.
         cache: The cache of the call, empty.
         unembed: The base model's unembedding.
-        point: Router and block head.
+        point: Block head and its confidence.
         block_layer: Number of executed layers after which the block drafts.
     """
 
@@ -37,11 +56,17 @@ class BlockRun(LayerRun):
         self.point = point
         self.block_layer = block_layer
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
-        self.deep_before: Tensor | None = None  # (rows, 1, D) normalised final state of the last token of the cache
+        self.deep_before: Tensor | None = None  # (rows, 1, D) normalised final state of the last token of the K/V
         self.drafted: Tensor | None = None  # the same as the block has it, behind tokens that it drafted
+        self._layer = DynamicLayer()
         self._call: LayerCall | None = None
-        self._final: Tensor | None = None
-        cache.layers.append(DynamicLayer())
+        self._behind: list[_Pass] = []
+        self._final: Tensor | None = None  # (rows, width, D) of the last pass of a batch
+
+    @property
+    def num_behind(self) -> int:
+        """Passes whose K/V the block has yet to fill in."""
+        return len(self._behind)
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layer; note the call behind the block's exit layer, and the final state."""
@@ -49,18 +74,25 @@ class BlockRun(LayerRun):
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)
         if gate.layer_idx == self.num_layers - 1 and self._call is not None:
-            self._extend(self._call, gate.state_of(output))
+            final = gate.state_of(output)
+            self._behind.append(_Pass(self._call, final, final.shape[1]))
             self._call = None
+            if final.shape[0] > 1 or self._final is not None:
+                self._final = self._catch_up()
         return output
 
     def keep(self, accepted: list[int]) -> None:
         """After a verify pass: go on behind the first `accepted[row]` of its tokens."""
-        if self._final is None:
-            return
-        rows = torch.arange(len(accepted), device=self._final.device)
-        last = torch.tensor(accepted, device=self._final.device) - 1
-        self.deep_before = self._final[rows, last.clamp(min=0)][:, None]
         self.drafted = None
+        if self._final is not None:
+            rows = torch.arange(len(accepted), device=self._final.device)
+            last = torch.tensor(accepted, device=self._final.device) - 1
+            self.deep_before = self._final[rows, last.clamp(min=0)][:, None]
+        elif self._behind:
+            self._behind[-1].kept = accepted[0]
+            if len(self._behind) >= MOST_BEHIND:
+                self._catch_up()
+                self._leave_cache()
 
     def select(self, index: Tensor) -> None:
         """Keep only these rows."""
@@ -76,25 +108,44 @@ class BlockRun(LayerRun):
         Returns:
             (rows, D) the block's guess at the token's final state.
         """
+        if self._behind:
+            self._catch_up()
         before = self.drafted if self.drafted is not None else self.deep_before
         inputs = self._inputs(call, before)
         state = self.point.head.state_of(self.run_whole(self.gate, inputs.args, inputs.kwargs))
         self.drafted = self._normalize(state)
         return state[:, -1]
 
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` that it drafted."""
+        crop(self._layer, num_tokens)
+        if self._final is None:
+            self._leave_cache()
+
     def finish(self) -> None:
         """Take the block's K/V out of the cache."""
-        del self.cache.layers[self.num_layers :]
+        self._leave_cache()
 
-    def _extend(self, call: LayerCall, final: Tensor) -> None:
-        """Store the block's K/V for the tokens of a full-depth pass."""
-        self._final = self._normalize(final)
+    def _catch_up(self) -> Tensor:
+        """Store the block's K/V for the tokens of the passes so far.
+
+        Returns:
+            (rows, tokens, D) their normalised final states.
+        """
+        if len(self.cache.layers) == self.num_layers:
+            self.cache.layers.append(self._layer)
+        final = self._normalize(torch.cat([one.final[:, : one.kept] for one in self._behind], dim=1))
         before = self.deep_before
         if before is None:  # the first token has none before it
-            before = torch.zeros_like(self._final[:, :1])
-        inputs = self._inputs(call, torch.cat([before, self._final[:, :-1]], dim=1))
+            before = torch.zeros_like(final[:, :1])
+        inputs = self._inputs(_joined(self._behind), torch.cat([before, final[:, :-1]], dim=1))
         fill_skipped(self.gate, inputs.args, inputs.kwargs)
-        self.deep_before = self._final[:, -1:]
+        self.deep_before = final[:, -1:]
+        self._behind.clear()
+        return final
+
+    def _leave_cache(self) -> None:
+        del self.cache.layers[self.num_layers :]
 
     def _inputs(self, call: LayerCall, deep_before: Tensor | None) -> LayerCall:
         early = self.unembed.normalize(call.state)
@@ -103,6 +154,36 @@ class BlockRun(LayerRun):
 
     def _normalize(self, state: Tensor) -> Tensor:
         return self.unembed.normalize(state)
+
+
+def _joined(passes: list[_Pass]) -> LayerCall:
+    """One call for the kept tokens of several passes, as far as a layer's K/V depend on it.
+
+    States, positions and their embeddings are laid side by side. Anything else is the last pass's: a mask, for one,
+    plays no part before K/V are stored.
+    """
+    if len(passes) == 1 and passes[0].kept == passes[0].final.shape[1]:
+        return passes[0].call
+    widths = [one.final.shape[1] for one in passes]
+
+    def join(values: tuple[Any, ...]) -> Any:
+        if isinstance(values[-1], tuple):
+            return tuple(join(parts) for parts in zip(*values, strict=True))
+        for dim, most in ((0, 1), (1, 3)):
+            if all(_has_tokens(value, width, dim, most) for value, width in zip(values, widths, strict=True)):
+                return torch.cat(
+                    [value.narrow(dim, 0, one.kept) for value, one in zip(values, passes, strict=True)], dim
+                )
+        return values[-1]
+
+    args = tuple(join(values) for values in zip(*(one.call.args for one in passes), strict=True))
+    names = passes[-1].call.kwargs
+    return LayerCall(args, {name: join(tuple(one.call.kwargs[name] for one in passes)) for name in names})
+
+
+def _has_tokens(value: Any, width: int, dim: int, most: int) -> bool:
+    """Whether `dim` of a tensor of at most `most` dimensions, of a single row, counts the tokens of a pass."""
+    return isinstance(value, Tensor) and dim < value.ndim <= most and value.shape[: dim + 1] == (1,) * dim + (width,)
 
 
 def block_run(

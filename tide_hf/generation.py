@@ -66,6 +66,7 @@ class Attachment:
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
     costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
 
     @property
     def compaction_threshold(self) -> float:
@@ -100,9 +101,20 @@ class Attachment:
         return self.require_routers("an exit head")[exit_layer]
 
     def draft_unembed(self) -> DraftUnembed:
-        """What the heads draft with. It copies the rows of the draft vocabulary, so make one per call."""
+        """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""
         vocab = self.routers.draft_vocab if self.routers is not None else None
-        return DraftUnembed(self.unembed, vocab if is_plain_linear(self.structure.head) else None)
+        if not is_plain_linear(self.structure.head):
+            return DraftUnembed(self.unembed)
+        if self._draft_unembed is None or not self._draft_unembed.is_current():
+            self._draft_unembed = DraftUnembed(self.unembed, vocab)
+        return self._draft_unembed
+
+    def release(self) -> None:
+        """Give back the memory that is kept between calls."""
+        self._draft_unembed = None
+        for gate in linear_gates(self.structure):
+            gate.release()
+        self.compiled_layers.release()
 
     def require_routers(self, needed_by: str) -> TIDERouters:
         """The routers, or an error that says what needs them."""
@@ -217,9 +229,7 @@ class TIDEGenerationMixin:
 
     def tide_release(self) -> None:
         """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
-        for gate in linear_gates(self._tide.structure):
-            gate.release()
-        self._tide.compiled_layers.release()
+        self._tide.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""

@@ -287,7 +287,10 @@ class _Shallow:
         """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
         decoder, start = self.decoder, perf_counter()
         attachment = decoder.attachment
-        self.unembed = self.unembed or attachment.draft_unembed()
+        # What the block has to catch up with, beyond the last pass, is no part of what a step costs.
+        is_usual = decoder.block is None or decoder.block.num_behind <= 1
+        if self.unembed is None:
+            self.unembed, is_usual = attachment.draft_unembed(), False
         run = FixedDepthRun(attachment.structure, decoder.slots.cache, exit_layer)
         run.execute_layer = decoder.run.execute_layer
         fed = len(self.depths)
@@ -306,7 +309,7 @@ class _Shallow:
         drafted = top.tolist()
         self.layers_executed += run.layers_executed
         self.depths += [exit_layer] * len(unseen[0])
-        if len(unseen[0]) == 1:
+        if is_usual and len(unseen[0]) == 1:
             self.costs_of(len(unseen)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
         return drafted, scores.tolist()
 
@@ -320,7 +323,7 @@ class _Shallow:
         for layer_idx in range(max(self.depths, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
             crop(self.decoder.slots.cache.layers[layer_idx], num_steps)
-        if self.block_steps:
-            crop(self.decoder.slots.cache.layers[self.decoder.stats.num_layers], self.block_steps)
+        if self.decoder.block is not None and self.block_steps:
+            self.decoder.block.rollback(self.block_steps)
         self.depths.clear()
         self.block_steps = 0

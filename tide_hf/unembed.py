@@ -101,6 +101,11 @@ class DraftUnembed:
         self.unembed = unembed
         self.token_ids = token_ids
         self.head = _rows_of(unembed.structure.head, token_ids) if token_ids is not None else unembed.structure.head
+        self._source = self._find_source()
+
+    def is_current(self) -> bool:
+        """Whether the head still has the rows that were copied, unless they were written to by way of `.data`."""
+        return self._find_source() == self._source
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Map hidden states to their top tokens.
@@ -124,6 +129,13 @@ class DraftUnembed:
         logits = self.head(state).float()
         best, top = logits.max(dim=-1)
         return self._tokens(top), best - logits.logsumexp(dim=-1)
+
+    def _find_source(self) -> tuple[int, ...] | None:
+        """Where the copied rows come from; `None` where none were copied."""
+        if self.token_ids is None:
+            return None
+        weight: Any = self.unembed.structure.head.weight
+        return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.normalize(hidden_states)
