@@ -3,7 +3,9 @@
 import pytest
 
 from tide_hf.policy import (
+    COMPARABLE,
     FORGET_AFTER,
+    STALE,
     AcceptanceTable,
     CostTable,
     Option,
@@ -142,6 +144,37 @@ def test_a_narrow_pass_is_never_taken_to_cost_more_than_a_wider_one():
             costs.record(key, milliseconds)
     assert costs.verify(2) == costs.verify(3) == 12.0
     assert costs.verify(1) == 10.0
+
+
+def test_a_machine_that_slows_down_slows_everything_down():
+    table = costs({("verify", 1): 10.0, ("verify", 4): 13.0, ("draft", 4): 2.0})
+    for _ in range(3):
+        table.record(("verify", 1), 100.0)
+    assert (table.verify(4), table.draft(4)) == (130.0, 20.0)
+    for _ in range(6):
+        table.record(("verify", 4), 140.0)
+    assert table.verify(4) == pytest.approx(135.0, abs=5.1)
+
+
+def test_plain_decoding_is_measured_again_by_and_by():
+    option = Option("n-gram", ((0.9, 8),))
+    table = costs({("verify", 1): 10.0, ("verify", 4): 12.0})
+    for _ in range(STALE - 7):
+        table.record(("verify", 4), 12.0)
+    assert choose([option], table).option is option
+    table.record(("verify", 4), 12.0)
+    assert choose([option], table).option is None
+    table.record(("verify", 1), 10.0)
+    assert choose([option], table).option is option
+
+
+def test_passes_long_after_a_plain_one_say_nothing_about_costs():
+    table = costs({("verify", 1): 10.0, ("verify", 4): 12.0})
+    for _ in range(COMPARABLE):
+        table.record(("verify", 4), 12.0)
+    for _ in range(20):
+        table.record(("verify", 4), 120.0)
+    assert table.verify(4) == 12.0
 
 
 def test_costs_that_are_not_used_are_forgotten_and_tried_again():

@@ -12,7 +12,10 @@ MIN_GAIN = 1.05  # a draft must promise this much over plain decoding, since the
 PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
 TRUSTED_SAMPLES = 4
 SAMPLES = 15
-FORGET_AFTER = 100  # plain passes, after which every other cost loses its oldest sample
+FORGET_AFTER = 50  # plain passes, after which every other cost loses its oldest sample
+PACE_SAMPLES = 3  # plain passes that tell how fast the machine is at the moment
+COMPARABLE = 16  # passes after a plain one, as long as they are taken to be run at its pace
+STALE = 128  # passes after a plain one, when another one has to be run
 
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
@@ -22,8 +25,10 @@ class CostTable:
     """Running costs of passes on this machine, in milliseconds.
 
     Keys are `("verify", width)` for a full-depth pass over `width` tokens (width 1 is plain decoding) and
-    `("draft", exit_layer)` for one draft token. Until a key has a few samples its estimate leans on an optimistic
-    prior, so that it gets tried; what is not used is forgotten by and by, so that it is tried again.
+    `("draft", exit_layer)` for one draft token. How fast a machine is changes with what else it does, by the second: so
+    other costs are kept as multiples of what plain passes cost just before them. Until a key has a few samples its
+    estimate leans on an optimistic prior, so that it gets tried; what is not used is forgotten by and by, so that it is
+    tried again.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -33,14 +38,18 @@ class CostTable:
     def __init__(self, num_layers: int, head_share: float = 0.0) -> None:
         self.num_layers = num_layers
         self.head_share = head_share
-        self._samples: dict[CostKey, deque[float]] = {}
+        self._samples: dict[CostKey, deque[float]] = {}  # in plain passes
         self._medians: dict[CostKey, float] = {}
         self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
+        self._pace: deque[float] = deque(maxlen=PACE_SAMPLES)
         self._plain_passes = 0
+        self._since_plain = 0
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
         table = CostTable(self.num_layers, self.head_share)
+        table._pace.extend(self._pace)
+        table._plain_passes = len(self._pace)
         for key, value in self._medians.items():
             table._samples[key] = deque([value], maxlen=SAMPLES)
             table._medians[key] = value
@@ -48,23 +57,20 @@ class CostTable:
 
     def record(self, key: CostKey, milliseconds: float) -> None:
         """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
+        if key == PLAIN:
+            self._record_plain(milliseconds)
+            return
+        self._since_plain += key[0] == "verify"
         if key not in self._samples:
             self._samples[key] = deque(maxlen=SAMPLES)
-            return
-        self._samples[key].append(milliseconds)
-        self._update(key)
-        if key == PLAIN:
-            self._plain_passes += 1
-            if self._plain_passes % FORGET_AFTER == 0:
-                for other in self._samples.keys() - {PLAIN}:
-                    if self._samples[other]:
-                        self._samples[other].popleft()
-                    self._update(other)
+        elif self.ready and self._since_plain <= COMPARABLE:
+            self._samples[key].append(milliseconds / self._plain)
+            self._update(key)
 
     @property
     def ready(self) -> bool:
-        """Whether plain decoding has been measured, against which everything is compared."""
-        return PLAIN in self._medians
+        """Whether plain decoding, against which everything is compared, has been measured, and not too long ago."""
+        return bool(self._pace) and self._since_plain < STALE
 
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
@@ -72,15 +78,32 @@ class CostTable:
         if key not in self._estimates:
             wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
             self._estimates[key] = min(self._verify(known) for known in (width, *wider))
-        return self._estimates[key]
+        return self._estimates[key] * self._plain
 
     def draft(self, exit_layer: int) -> float:
         """Expected milliseconds of one draft token from `exit_layer`."""
         key = ("draft", exit_layer)
         if key not in self._estimates:
             share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
-            self._estimates[key] = self._blend(key, self.verify(1) * share)
-        return self._estimates[key]
+            self._estimates[key] = self._blend(key, share)
+        return self._estimates[key] * self._plain
+
+    @property
+    def _plain(self) -> float:
+        """Milliseconds of a plain pass at the machine's present pace."""
+        return median(self._pace) if self._pace else 1.0
+
+    def _record_plain(self, milliseconds: float) -> None:
+        self._since_plain = 0
+        self._plain_passes += 1
+        if self._plain_passes == 1:
+            return
+        self._pace.append(milliseconds)
+        if self._plain_passes % FORGET_AFTER == 0:
+            for key, samples in self._samples.items():
+                if samples:
+                    samples.popleft()
+                self._update(key)
 
     def _update(self, key: CostKey) -> None:
         self._estimates.clear()
@@ -90,7 +113,7 @@ class CostTable:
             self._medians.pop(key, None)
 
     def _verify(self, width: int) -> float:
-        return self._blend(("verify", width), self._interpolate(width, self._medians.get(PLAIN, 1.0)))
+        return 1.0 if width == 1 else self._blend(("verify", width), self._interpolate(width))
 
     def _blend(self, key: CostKey, prior: float) -> float:
         measured, count = self._medians.get(key), len(self._samples.get(key, ()))
@@ -100,17 +123,17 @@ class CostTable:
             return measured
         return (measured * count + min(prior, measured)) / (count + 1)
 
-    def _interpolate(self, width: int, plain: float) -> float:
+    def _interpolate(self, width: int) -> float:
         """Cost of an unmeasured width between, or beyond, the trusted ones."""
-        known = [(1, plain)]
+        known = [(1, 1.0)]
         for (kind, measured_width), value in self._medians.items():
-            if kind == "verify" and measured_width > 1 and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
+            if kind == "verify" and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
                 known.append((measured_width, value))
         known.sort()
         below = [point for point in known if point[0] <= width][-1]
         above = next((point for point in known if point[0] > width), None)
         if above is None:
-            return below[1] + plain * PRIOR_SLOPE * (width - below[0])
+            return below[1] + PRIOR_SLOPE * (width - below[0])
         share = (width - below[0]) / (above[0] - below[0])
         return below[1] + share * (above[1] - below[1])
 
