@@ -17,6 +17,7 @@ import tide_hf
 from tide_hf import comparison, loading, streaming
 from tide_hf.benchmark import Contender, PromptResult, Result, Run, timed_run
 from tide_hf.cli import main
+from tide_hf.depth_colours import EXITS, FULL_DEPTH, NGRAM
 from tide_hf.stats import ExitStats
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +143,7 @@ def test_shipped_routers_are_found(tmp_path, monkeypatch, inside):
 def test_a_terminal_gets_colours_by_depth(tiny_llama, tiny_tokenizer):
     run = run_of([0, 2, 3, 4])
     styles = [str(span.style) for span in streaming.coloured(["a", "b", "c", "d"], run).spans]
-    assert styles == [streaming.NGRAM_STYLE, *streaming.EXIT_STYLES[:2], streaming.FULL_DEPTH_STYLE]
+    assert styles == [colour.terminal for colour in (NGRAM, *EXITS[:2], FULL_DEPTH)]
 
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     contender = Contender("self_speculative", tide_hf.TIDEModelForCausalLM.attach(tiny_llama()))
@@ -196,34 +197,6 @@ def test_the_legend_counts_tokens_by_depth():
     assert "n-gram draft confirmed: 2" in legend
     assert "exit layer 2: 1" in legend
     assert "full depth (4 layers): 1" in legend
-
-
-def test_a_character_of_several_tokens_is_the_last_ones(tiny_tokenizer):
-    tokens = tiny_tokenizer("né 🦊!")["input_ids"]
-    assert token_texts(tiny_tokenizer, tokens) == ["n", "", "é", " ", "", "", "", "🦊", "!"]
-    assert token_texts(tiny_tokenizer, [*tokens[:2], tiny_tokenizer.eos_token_id])[0] == "n"
-    assert token_texts(tiny_tokenizer, tokens[:2]) == ["n", "\N{REPLACEMENT CHARACTER}"]
-
-
-def token_texts(tokenizer, tokens):
-    texts = streaming.TokenTexts(tokenizer)
-    added = "".join(texts.add(token) for token in tokens) + texts.finish()
-    assert added == "".join(texts.shown)
-    return texts.shown
-
-
-def test_only_the_last_tokens_are_read_again(tiny_tokenizer):
-    longest = 0
-
-    class Counting:
-        def decode(self, tokens, **options):
-            nonlocal longest
-            longest = max(longest, len(tokens))
-            return tiny_tokenizer.decode(tokens, **options)
-
-    text = "The quick brown fox, né 🦊! " * 20
-    assert "".join(token_texts(Counting(), tiny_tokenizer(text)["input_ids"])) == text
-    assert longest <= 8
 
 
 def test_the_table_says_where_lossless_was_not():

@@ -20,9 +20,10 @@ from .calibration.data import encode_messages, seeded
 from .calibration.files import read_rows
 from .calibration.processes import Processes
 from .calibration.work_folder import WorkFolder
-from .calibration.writing import end_tokens, left_padded, pad_token
+from .calibration.writing import end_tokens
 from .errors import DatasetError, UnsupportedOptionError, describe
 from .model import TIDEModelForCausalLM
+from .padding import left_padded, pad_token
 from .structure import input_device
 from .unembed import weights_hash
 
@@ -106,7 +107,7 @@ def _answer(
     answers: list[dict[str, Any]] = [{} for _ in prompts]
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        inputs = left_padded([prompts[position] for position in batch], pad, device)
+        inputs = left_padded([prompts[position] for position in batch], pad=pad, device=device)
         generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
         for position, tokens in zip(batch, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
             length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))

@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 
 from .arguments import check_writable, positive, threshold_list
-from .calibration.plots import figure_maker
 from .calibration.report import Steps
 from .calibration.tables import rich_table
 from .evaluation import MATCHES, QualityOptions, QuestionColumns, measure_quality
 from .evaluation.plots import save_quality_plot
 from .evaluation.tables import quality_tables
 from .model_arguments import add_model_arguments, load, required
+from .plotting import figure_maker
 from .provenance import provenance
 
 DATA_HELP = "a .txt, .jsonl, .json or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"

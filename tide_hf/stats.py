@@ -78,8 +78,8 @@ class ExitStats:
         )
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
-    def summary(self) -> str:
-        """One paragraph for people."""
+    def headlines(self) -> list[str]:
+        """How deep tokens ran and, where there were drafts, how many were accepted; a line each, for people."""
         layers = self.depth_fraction * self.num_layers
         lines = [
             f"{self.mode}: {self.total_tokens} tokens, {layers:.1f} of {self.num_layers} layers per token "
@@ -90,7 +90,46 @@ class ExitStats:
                 f"{self.accepted} of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%}), "
                 f"{self.mean_acceptance_length:.2f} tokens per round"
             )
+        return lines
+
+    def summary(self) -> str:
+        """One paragraph for people."""
+        lines = self.headlines()
         for layer, count in self.exits_per_layer.items():
             where = "n-grams" if layer == 0 else f"exit layer {layer}"
             lines.append(f"{where}: {count} tokens ({count / self.total_tokens:.0%})")
         return "\n".join(lines)
+
+    def to_html(self, tokens: Any = None, tokenizer: Any = None) -> str:
+        """The call as a piece of HTML that needs no other file: figures, tokens coloured by depth, a legend.
+
+        Args:
+            tokens: The new tokens, without the prompt: texts or token ids, a list or a tensor, of one row or of all
+                rows. Without them each token is shown as the layer it was read from.
+            tokenizer: The model's, to spell token ids.
+
+        Returns:
+            The HTML, in which all text is escaped.
+
+        Raises:
+            ConfigurationError: The tokens are not as many as this call's, or are ids without a tokenizer.
+        """
+        from .stats_views import stats_html  # noqa: PLC0415  # it shows what this module defines
+
+        return stats_html(self, tokens, tokenizer)
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def plot(self) -> Any:
+        """Draw how many tokens were read from which layer, and the layer of each token.
+
+        Returns:
+            A matplotlib `Figure`, which a notebook shows by itself; `plot().savefig("depth.png")` writes it.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed (`pip install tide-hf[plots]`).
+        """
+        from .stats_views import stats_figure  # noqa: PLC0415
+
+        return stats_figure(self)

@@ -14,10 +14,9 @@ from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
 from .benchmark import Contender, Run
+from .depth_colours import depth_colours, depth_name
+from .token_texts import TokenTexts
 
-FULL_DEPTH_STYLE = "default"
-NGRAM_STYLE = "bold green"
-EXIT_STYLES = ("bold cyan", "bold blue", "bold magenta", "bold yellow", "bold red")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
@@ -72,44 +71,6 @@ class TokenStreamer(BaseStreamer):
         """Nothing is left to do."""
 
 
-class TokenTexts:
-    """The text that each token of an answer adds. A character spread over several tokens is the last one's.
-
-    Args:
-        tokenizer: The model's tokenizer.
-
-    Attributes:
-        shown: The texts so far, one a token.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.shown: list[str] = []
-        self._tokens: list[int] = []  # the last ones; those before cannot change how these read
-        self._read = 0  # how many of them have been shown
-
-    def add(self, token: int) -> str:
-        """Take the next token; return what it adds."""
-        self._tokens.append(token)
-        before, text = (self._decode(self._tokens[:end]) for end in (self._read, len(self._tokens)))
-        complete = not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(before)
-        self.shown.append(text[len(before) :] if complete else "")
-        if complete:
-            self._tokens = self._tokens[self._read :]
-            self._read = len(self._tokens)
-        return self.shown[-1]
-
-    def finish(self) -> str:
-        """Return what is left where the answer was cut off within a character; it is the last token's."""
-        rest = self._decode(self._tokens)[len(self._decode(self._tokens[: self._read])) :]
-        if rest:
-            self.shown[-1] += rest
-        return rest
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
 class _Tail:
     """The last lines of a text, as many as the terminal has."""
 
@@ -122,20 +83,22 @@ class _Tail:
 
 def coloured(texts: Sequence[str], run: Run) -> Text:
     """The answer, each token in the colour of the depth it was read from."""
+    depths, num_layers = _depths(run)
+    colours = depth_colours(depths, num_layers)
     text = Text()
-    for piece, depth in zip(texts, _depths(run), strict=True):
-        text.append(_harmless(piece), style=_style(depth, run))
+    for piece, depth in zip(texts, depths, strict=True):
+        text.append(_harmless(piece), style=colours[depth].terminal)
     return text
 
 
 def legend(run: Run) -> Text:
     """What the colours mean, with the number of tokens of each."""
+    depths, num_layers = _depths(run)
+    counts = Counter(depths)
     text = Text("  ")
-    for depth, count in sorted(Counter(_depths(run)).items()):
-        what = "n-gram draft confirmed" if depth == 0 else f"exit layer {depth}"
-        if run.stats is None or depth == run.stats.num_layers:
-            what = f"full depth ({depth} layers)"
-        text.append(f"\N{BLACK SQUARE} {what}: {count}   ", style=_style(depth, run))
+    for depth, colour in depth_colours(depths, num_layers).items():
+        name = depth_name(depth, num_layers)
+        text.append(f"\N{BLACK SQUARE} {name}: {counts[depth]}   ", style=colour.terminal)
     text.rstrip()
     return text
 
@@ -160,14 +123,6 @@ def _harmless(text: str) -> str:
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def _depths(run: Run) -> list[int]:
-    return run.stats.per_token[0] if run.stats is not None else [-1] * len(run.new_tokens)
-
-
-def _style(depth: int, run: Run) -> str:
-    if depth == 0:
-        return NGRAM_STYLE
-    if run.stats is None or depth == run.stats.num_layers:
-        return FULL_DEPTH_STYLE
-    exits = [layer for layer in run.stats.exits_per_layer if layer != 0]
-    return EXIT_STYLES[exits.index(depth) % len(EXIT_STYLES)]
+def _depths(run: Run) -> tuple[list[int], int]:
+    """What each token was read from, and the number of layers; of a run that counts nothing, -1 throughout."""
+    return (run.stats.per_token[0], run.stats.num_layers) if run.stats is not None else ([-1] * len(run.new_tokens), -1)

@@ -28,6 +28,7 @@ from tide_hf.calibration.threshold import clopper_pearson
 from tide_hf.calibration.writing import draw_prompts, encode_prompt
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers
+from tide_hf.padding import left_padded
 from tide_hf.provenance import provenance
 
 FOLDER = Path(__file__).parent
@@ -40,14 +41,6 @@ def unseen_prompts(num_documents: int, seed: int, count: int) -> list[str]:
     others = [prompt for prompt in draw_prompts(10**5, seed + 1) if prompt not in known]
     random.Random(seed).shuffle(others)
     return others[:count]
-
-
-def padded(prompts: list[list[int]], pad: int) -> dict[str, Tensor]:
-    """Left-padded token ids and their mask."""
-    width = max(map(len, prompts))
-    ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 @torch.no_grad()
@@ -78,7 +71,7 @@ def study(plain: Any, attached: Any, prompts: list[list[int]], row: dict[str, An
     counts: list[tuple[int, int]] = []
     depth = 0
     for start in range(0, len(prompts), options.batch_size):
-        inputs = padded(prompts[start : start + options.batch_size], pad=0)
+        inputs = left_padded(prompts[start : start + options.batch_size])
         found, layers = disagreements(plain, attached, inputs, row["exit_threshold"], options.max_new_tokens)
         counts += found
         depth += layers

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError, describe
+from ..plotting import DOTS_PER_INCH, SIZE, figure_maker
 from .tables import rows_by_layer
 
-SIZE = (5.6, 3.6)  # inches
-DOTS_PER_INCH = 120
 MOST_CURVES = 8  # the colours that one can tell apart
 
 
@@ -38,26 +36,6 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
             files.append(Path(folder) / f"{name}.png")
             figure.savefig(files[-1])
     return files
-
-
-def figure_maker() -> Any:
-    """Matplotlib's `Figure`.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which would keep state
-    except ImportError as error:
-        raise MissingPackageError(
-            describe(
-                "plots cannot be drawn",
-                got="no matplotlib",
-                expected="matplotlib 3.8 or later",
-                do="Run: pip install tide-hf[plots]",
-            )
-        ) from error
-    return Figure
 
 
 def _draw_exit_depths(axes: Any, record: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..padding import left_padded, pad_token
 from ..structure import input_device
 from .data import Document, encode_messages, seeded
 
@@ -98,7 +97,7 @@ def write_documents(
         The documents that hold at least one new position; their prompts are read but not counted.
     """
     pad = pad_token(tokenizer)
-    inputs = left_padded(batch.prompts, pad, input_device(model))
+    inputs = left_padded(batch.prompts, pad=pad, device=input_device(model))
     config = _generation_config(model, pad, max_length, batch.temperature)
     with seeded(batch.seed, inputs["input_ids"].device):
         generated = model.generate(**inputs, generation_config=config)
@@ -116,23 +115,6 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
     names = re.findall(r"\{(\w+)\}", template)
     words = {name: iter(rng.sample(slots[name], names.count(name))) for name in slots if name in names}
     return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
-
-
-def left_padded(prompts: list[list[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
-    """Prompts of any lengths as `input_ids` and `attention_mask`, (rows, longest) each, on `device`."""
-    width = max(map(len, prompts))
-    ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
-
-
-def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any token can pad, since every use goes with a mask."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(token for token in candidates if token is not None)
 
 
 def _generation_config(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..benchmark import encode_prompt
 from ..calibration.sources import describe_source, random_rows
 from ..errors import CalibrationError, ConfigurationError, describe
+from ..padding import left_padded, pad_token
 
 MATCHES = ("exact", "number")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -134,16 +134,15 @@ def answer_questions(
         advance: Told the number of questions done.
         **options: Further options of `generate`.
     """
-    prompts = [encode_prompt(tokenizer, question.prompt)["input_ids"][0] for question in questions]
+    prompts = [encode_prompt(tokenizer, question.prompt)["input_ids"][0].tolist() for question in questions]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: dict[int, tuple[list[int], float]] = {}
     counted: list[int] = []
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        inputs = {name: ids.to(model.device) for name, ids in _left_padded([prompts[i] for i in rows]).items()}
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        inputs = left_padded([prompts[i] for i in rows], device=model.device)
         sequences = model.generate(
-            **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad, **options
+            **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_token(tokenizer), **options
         )
         new_tokens = _without_padding(sequences[:, inputs["input_ids"].shape[1] :], model.generation_config)
         stats = getattr(model, "last_exit_stats", None)
@@ -157,15 +156,6 @@ def answer_questions(
     texts = [tokenizer.decode(one, skip_special_tokens=True) for one in said]
     depths = [answers[i][1] for i in range(len(prompts))]
     return Answers(texts, said, depths, sum(counted) if counted else None)
-
-
-def _left_padded(prompts: Sequence[Tensor]) -> dict[str, Tensor]:
-    width = max(map(len, prompts))
-    input_ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
-    return {"input_ids": input_ids, "attention_mask": mask}
 
 
 def _without_padding(new_tokens: Tensor, generation_config: Any) -> list[list[int]]:

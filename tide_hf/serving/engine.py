@@ -16,6 +16,7 @@ from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
 from ..loading import shipped_routers
 from ..model import TIDEModelForCausalLM
+from ..padding import left_padded
 from ..rows import RowCriterion
 from ..structure import check_rope
 from .protocol import ChatRequest, Delta, Event, Finished, Refused, Sampling, refuse
@@ -203,16 +204,12 @@ class Engine:
     def run(self, jobs: list[Job]) -> None:
         """Decode a batch. Events go out as tokens come, and a row that ends costs nothing from then on."""
         model, sampling = self.model, jobs[0].request.sampling
-        width = _width(jobs)
-        rows = [[0] * (width - len(job.prompt)) + job.prompt for job in jobs]
-        mask = [[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs]
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=sampling.seed is not None):
             if sampling.seed is not None:
                 torch.manual_seed(sampling.seed)
             model.generate(
-                input_ids=torch.tensor(rows, device=model.device),
-                attention_mask=torch.tensor(mask, device=model.device),
+                **left_padded([job.prompt for job in jobs], device=model.device),
                 generation_config=self._generation_config(sampling, _longest_answer(jobs)),
                 stopping_criteria=[_Rows(jobs, self.eos_tokens)],
             )

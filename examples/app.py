@@ -1,0 +1,136 @@
+"""A page that shows how deep each token of an answer ran, and what that gains: `python examples/app.py`.
+
+Needs `pip install "tide-hf[demo]"`. Open http://127.0.0.1:7860; the page is there for this machine alone and fetches
+nothing from elsewhere. The answer streams, then it is measured against plain `generate`, and its tokens compared.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from html import escape
+from typing import Any
+
+import gradio as gr
+from rich.console import Console
+from transformers import TextIteratorStreamer
+
+from tide_hf.arguments import positive
+from tide_hf.benchmark import (
+    Result,
+    compare,
+    encode_prompt,
+    tide_contender,
+    tide_contenders,
+    timed_run,
+    usable_threshold,
+)
+from tide_hf.comparison import notes
+from tide_hf.demo_model import DEFAULT_MODEL
+from tide_hf.errors import TIDEError
+from tide_hf.model_arguments import ALL, Loaded, add_model_arguments, load, modes_to_run
+from tide_hf.prompts import PROMPTS, check_room
+
+WAITING = "Measuring against plain `generate` …"
+
+
+class Page:
+    """What the page can do with a model.
+
+    Args:
+        loaded: The model, its tokenizer and its routers.
+        repeats: Timed runs of each way of decoding.
+    """
+
+    def __init__(self, loaded: Loaded, repeats: int = 1) -> None:
+        self.tokenizer = loaded.tokenizer
+        self.modes = modes_to_run(ALL, loaded.routers)
+        self.threshold = usable_threshold(loaded.routers, None)
+        self.repeats = repeats
+        self.plain, tide = tide_contenders(loaded.model, loaded.routers, self.modes[:1])
+        self.attached = tide.model
+
+    def answer(self, prompt: str, mode: str, threshold: float, max_new_tokens: float) -> Iterator[tuple[str, str]]:
+        """Yield the answer as it grows, and at last coloured and with its figures: HTML and Markdown."""
+        if not prompt.strip():
+            raise gr.Error("Write a prompt first.")
+        contender = tide_contender(self.attached, mode, threshold)
+        inputs, longest = encode_prompt(self.tokenizer, prompt), int(max_new_tokens)
+        try:
+            check_room(self.plain.model, inputs["input_ids"].shape[1], longest)
+            for text in streamed(partial(timed_run, contender, inputs, longest), self.tokenizer):
+                yield f'<div dir="auto" style="white-space:pre-wrap">{escape(text)}</div>', ""
+            yield gr.skip(), WAITING
+            results = compare([self.plain, contender], [inputs], max_new_tokens=longest, repeats=self.repeats)
+        except TIDEError as error:
+            raise gr.Error(str(error)) from error
+        run = results[1].prompts[0].runs[-1]
+        explained = "\n".join(f"- {note}" for note in notes(results, longest, self.repeats))
+        yield run.stats.to_html(run.new_tokens, self.tokenizer), f"{table(results)}\n\n{explained}"
+
+    def blocks(self) -> gr.Blocks:
+        """Lay the page out."""
+        with gr.Blocks(title="TIDE: token-informed depth", analytics_enabled=False) as page:
+            gr.Markdown(f"# Token-informed depth\n{self.plain.model.name_or_path}, each token as deep as it needs")
+            with gr.Row():
+                prompt = gr.Textbox(PROMPTS[2], label="Prompt", lines=4, scale=2, elem_id="prompt")
+                with gr.Column():
+                    mode = gr.Dropdown(self.modes, value=self.modes[0], label="Mode", elem_id="mode")
+                    threshold = gr.Slider(
+                        0.0, 1.0, self.threshold, step=0.01, label="Exit threshold", visible=False, elem_id="threshold"
+                    )
+                    most = gr.Slider(8, 256, 64, step=8, label="Most new tokens", elem_id="tokens")
+            button = gr.Button("Answer", variant="primary", elem_id="answer")
+            answer = gr.HTML(elem_id="text")
+            figures = gr.Markdown(elem_id="figures")
+            mode.change(lambda mode: gr.update(visible=mode != "self_speculative"), mode, threshold)
+            button.click(self.answer, [prompt, mode, threshold, most], [answer, figures])  # one at a time
+        return page
+
+
+def streamed(answer: Callable[[TextIteratorStreamer], Any], tokenizer: Any) -> Iterator[str]:
+    """Run `answer` in a thread and yield its text so far, whenever there is more."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(answer, streamer=streamer)
+        run.add_done_callback(lambda _: streamer.end())  # also where it failed
+        text = ""
+        for piece in streamer:
+            text += piece
+            yield text
+        run.result()
+
+
+def table(results: Sequence[Result]) -> str:
+    """The figures, as Markdown; plain `generate` first."""
+    plain, tide = results
+    speedup = "differs" if tide.speedup is None else f"{tide.speedup:.2f}"
+    accepted = "" if tide.acceptance_rate is None else f"{tide.acceptance_rate:.0%}"
+    tokens = "equal to generate's" if tide.num_equal else f"the first {tide.same_start:.0%} are generate's"
+    lines = [
+        "| decoding | tokens/s | speed-up | drafts accepted | tokens |",
+        "| --- | --- | --- | --- | --- |",
+        f"| generate | {plain.tokens_per_s:.1f} | 1.00 | | |",
+        f"| {tide.contender.name} | {tide.tokens_per_s:.1f} | {speedup} | {accepted} | {tokens} |",
+    ]
+    return "\n".join(lines)
+
+
+def launch(page: gr.Blocks, port: int | None = None, **options: Any) -> tuple[Any, str, str]:
+    """Serve the page to this machine alone."""
+    return page.launch(
+        server_name="127.0.0.1", server_port=port, share=False, footer_links=[], run_history=False, **options
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser, model=DEFAULT_MODEL, dtype="float32")
+    parser.add_argument("--repeats", type=positive, default=1, help="timed runs (default: %(default)s)")
+    parser.add_argument("--port", type=positive, default=7860)
+    args = parser.parse_args(argv)
+    launch(Page(load(args, Console(stderr=True)), args.repeats).blocks(), args.port)
+
+
+if __name__ == "__main__":
+    main()

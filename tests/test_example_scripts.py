@@ -1,0 +1,124 @@
+"""The scripts and the notebook in `examples/` that users copy run as they are, here on tiny models."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples import any_model, batch, calibrate_and_push, huggingface_pipeline, quickstart, tune_threshold
+from tide_hf import TIDERouters, demo_model, loading
+
+FOLDER = Path(any_model.__file__).parent
+README = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def tiny(tiny_model_folder, routers_folder):
+    """Arguments that name a tiny model and its routers."""
+    return ["--model", str(tiny_model_folder), "--routers", str(routers_folder), "--max-new-tokens", "12"]
+
+
+def test_quickstart(tiny, capsys):
+    quickstart.main([*tiny, "abcabcabc"])
+    assert "self_speculative: 12 tokens" in capsys.readouterr().out
+
+
+def test_any_model_from_a_folder(tiny_model_folder, capsys):
+    any_model.main([str(tiny_model_folder), "--max-new-tokens", "12"])
+    out = capsys.readouterr().out
+    assert out.startswith(str(tiny_model_folder))
+    assert out.endswith("same tokens\n")
+
+
+def test_any_model_by_config_name(capsys):
+    families = ["gpt2", "gpt_neox", "phi", "llama"]
+    any_model.main(["--random", *families, "--max-new-tokens", "6"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == families
+    assert all(line.endswith("same tokens") for line in lines)
+
+
+def test_any_model_by_config_name_is_small():
+    for family in ("gpt2", "gpt_neox", "phi"):
+        model, _ = any_model.load(family, random=True)
+        assert model.num_parameters() < 10**6
+
+
+def test_tune_threshold(tiny, capsys):
+    tune_threshold.main([*tiny, "--prompt", "abcabcabc", "--thresholds", "1.1", "0"])
+    _, never, always = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert never == ["1.1", "100%", "0%", "100%"]
+    assert always[0] == "0"
+    assert int(always[1].rstrip("%")) < 100
+    assert always[2] == "92%"  # the prompt's own pass gives the first of twelve tokens
+
+
+def test_huggingface_pipeline(tiny, capsys):
+    huggingface_pipeline.main(tiny)
+    out = capsys.readouterr().out
+    assert "self_speculative: 12 tokens" in out
+    assert "early_exit: 12 tokens" in out
+
+
+def test_batch(tiny, capsys):
+    batch.main(["abcabcabc", "de", *tiny])
+    out = capsys.readouterr().out
+    assert "> abcabcabc\n" in out
+    assert "self_speculative: 24 tokens" in out
+    assert out.endswith("Same tokens as plain generate: yes\n")
+
+
+def test_calibrate_and_push(tiny_model_folder, tmp_path, monkeypatch, capsys):
+    pushed = {}
+
+    def push(routers, repo_id, **options):
+        pushed[repo_id] = routers, options
+        return SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr(TIDERouters, "push_to_hub", push)
+    output = tmp_path / "routers"
+    calibrate_and_push.main([str(tiny_model_folder), str(output), "--samples", "12", "--push", "org/tide"])
+    assert (output / "README.md").is_file()
+    found = TIDERouters.from_pretrained(output)
+    routers, options = pushed["org/tide"]
+    assert routers.config.exit_layers == found.config.exit_layers
+    assert options == {"private": True}
+    assert "https://hub/commit" in capsys.readouterr().out
+
+
+def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):
+    notebook = json.loads((FOLDER / "notebook.ipynb").read_text(encoding="utf-8"))
+    display = ModuleType("IPython.display")
+    display.HTML = str
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    base = [kind.from_pretrained(tiny_model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer)]
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda **options: base)
+    monkeypatch.setattr(loading, "shipped_routers", lambda name: str(routers_folder))
+    namespace, shown = {}, []
+    for cell in (cell for cell in notebook["cells"] if cell["cell_type"] == "code"):
+        assert cell["outputs"] == []
+        *lines, last = "".join(cell["source"]).splitlines()
+        exec("\n".join(lines), namespace)
+        if last.endswith(";"):
+            exec(last, namespace)
+        else:
+            shown.append(eval(last, namespace))
+    assert "self_speculative: 48 tokens" in shown[0]
+    assert shown[1]._repr_png_().startswith(b"\x89PNG")
+    assert "early_exit: 48 tokens" in shown[2]
+    assert "last_exit_stats" not in vars(namespace["model"])
+
+
+def test_the_readme_names_every_example():
+    section = README.partition("\n## Examples\n")[2].partition("\n## ")[0]
+    for file in [*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")]:
+        if file.name != "__init__.py":
+            assert f"(examples/{file.name})" in section
+    for image in FOLDER.glob("images/*"):
+        assert f"(examples/images/{image.name})" in section
+        assert image.stat().st_size < 200_000
