@@ -18,7 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tide_hf import TIDEModelForCausalLM
 
 PROMPT = "Monday: bread, milk, eggs.\nTuesday: bread, milk, apples.\nWednesday: bread, milk,"
-SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 
 
 def load(name: str, random: bool) -> tuple[Any, torch.Tensor]:
