@@ -23,7 +23,7 @@ class BlockRun(LayerRun):
 
     Args:
         structure: The base model's structure.
-        cache: The cache of the call, empty.
+        cache: The cache of the call, with a layer for the block behind the model's own.
         unembed: The base model's unembedding.
         point: Router and block head.
         block_layer: Number of executed layers after which the block drafts.
@@ -40,8 +40,7 @@ class BlockRun(LayerRun):
         self.deep_before: Tensor | None = None  # (rows, 1, D) normalised final state of the last token of the cache
         self.drafted: Tensor | None = None  # the same as the block has it, behind tokens that it drafted
         self._call: LayerCall | None = None
-        self._final: Tensor | None = None
-        cache.layers.append(DynamicLayer())
+        self.final: Tensor | None = None  # (rows, width, D) normalised final states of the last pass
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layer; note the call behind the block's exit layer, and the final state."""
@@ -55,11 +54,11 @@ class BlockRun(LayerRun):
 
     def keep(self, accepted: list[int]) -> None:
         """After a verify pass: go on behind the first `accepted[row]` of its tokens."""
-        if self._final is None:
+        if self.final is None:
             return
-        rows = torch.arange(len(accepted), device=self._final.device)
-        last = torch.tensor(accepted, device=self._final.device) - 1
-        self.deep_before = self._final[rows, last.clamp(min=0)][:, None]
+        rows = torch.arange(len(accepted), device=self.final.device)
+        last = torch.tensor(accepted, device=self.final.device) - 1
+        self.deep_before = self.final[rows, last.clamp(min=0)][:, None]
         self.drafted = None
 
     def select(self, index: Tensor) -> None:
@@ -88,13 +87,13 @@ class BlockRun(LayerRun):
 
     def _extend(self, call: LayerCall, final: Tensor) -> None:
         """Store the block's K/V for the tokens of a full-depth pass."""
-        self._final = self._normalize(final)
+        self.final = self._normalize(final)
         before = self.deep_before
         if before is None:  # the first token has none before it
-            before = torch.zeros_like(self._final[:, :1])
-        inputs = self._inputs(call, torch.cat([before, self._final[:, :-1]], dim=1))
+            before = torch.zeros_like(self.final[:, :1])
+        inputs = self._inputs(call, torch.cat([before, self.final[:, :-1]], dim=1))
         fill_skipped(self.gate, inputs.args, inputs.kwargs)
-        self.deep_before = self._final[:, -1:]
+        self.deep_before = self.final[:, -1:]
 
     def _inputs(self, call: LayerCall, deep_before: Tensor | None) -> LayerCall:
         early = self.unembed.normalize(call.state)
@@ -122,4 +121,5 @@ def block_run(
     if cache.get_seq_length() > 0 or cache.offloading or len(cache.layers) != structure.num_layers:
         return None
     routers.block.head.use_attention_of(config)
+    cache.layers.append(DynamicLayer())
     return BlockRun(structure, cache, unembed, routers.block, routers.config.block_layer)

@@ -72,7 +72,7 @@ class SelfSpeculativeDecoder:
             model.config.get_text_config(), attachment.structure, cache, attachment.unembed, attachment.routers
         )
         self.run = self.block or LayerRun(attachment.structure, cache)
-        self.shallow = _Shallow(self)
+        self.shallow = ShallowLayers(self)
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
         self.keeps_logits = bool(returned and generation_config.output_logits)
@@ -153,13 +153,20 @@ class SelfSpeculativeDecoder:
         if self.block is not None:
             self.block.keep(accepted)
         costs.record(("verify", width), (perf_counter() - start) * 1000)
-        for row, draft, tokens in zip(batch, drafts, new_tokens, strict=True):
+        self._learn(drafter, drafts, new_tokens)
+        self._drop_stopped()
+
+    def _learn(self, drafter: Drafter, drafts: list[Draft], new_tokens: list[list[int]]) -> None:
+        """Tell the drafter, and the statistics, what became of a round's drafts."""
+        for row, draft, tokens in zip(self.batch, drafts, new_tokens, strict=True):
             n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, tokens, strict=False))
             drafter.observe(row.index, draft, tokens, n_matches)
             self.stats.rounds += 1
             self.stats.drafted += len(draft.tokens)
             self.stats.accepted += n_matches
-        self._drop_stopped()
+
+    def _top_tokens(self, logits: Tensor) -> list[list[int]]:
+        return logits.argmax(dim=-1).tolist()  # the round's one synchronisation
 
     def _accept(self, logits: Tensor, drafts: list[Draft]) -> list[list[int]]:
         """Choose tokens for each row, position by position, until one differs from its draft.
@@ -173,7 +180,7 @@ class SelfSpeculativeDecoder:
         """
         greedy = None
         if not (self.config.do_sample or len(self.logits_processor) or self.keeps_scores or self.keeps_logits):
-            greedy = logits.argmax(dim=-1).tolist()  # the round's one synchronisation
+            greedy = self._top_tokens(logits)
         new_tokens = []
         for position, (row, draft) in enumerate(zip(self.batch, drafts, strict=True)):
             chosen = greedy[position] if greedy is not None else None
@@ -262,8 +269,10 @@ class SelfSpeculativeDecoder:
         )
 
 
-class _Shallow:
+class ShallowLayers:
     """The exit heads' view of a decoder: steps through the shallow layers, in the same cache."""
+
+    runs_ahead = False
 
     def __init__(self, decoder: SelfSpeculativeDecoder) -> None:
         self.decoder = decoder
