@@ -14,11 +14,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .captured_steps import WIDEST, CapturedSteps, Parts, StepBuffers, capacity_for, step_width
-from .drafting import UNREAD, Draft, Drafter
+from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
-from .kv_cache import cache_is_returned
+from .kv_cache import CacheSlots, cache_is_returned
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
-from .unembed import DraftUnembed
 
 if TYPE_CHECKING:
     from .generation import Attachment
@@ -103,6 +102,10 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     Rows that are stopped keep their places: for another number of rows there would have to be other graphs.
     """
 
+    shallow: CapturedShallow
+    fixed_slots: FixedSlots
+    native_slots: CacheSlots
+
     def __init__(self, model: Any, attachment: Attachment, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, attachment, *args, **kwargs)
         self.steps = attachment.captured_steps
@@ -110,6 +113,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.shallow = CapturedShallow(self)
         self.buffers: StepBuffers | None = None
         self.may_capture = False
+        self.compactions = 0
         self.kept: list[int] | None = None
         self.read: list[list[int]] | None = None
         self.starts: list[int] = []  # each row's next position
@@ -135,7 +139,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     @property
     def ready(self) -> StepBuffers:
         """The buffers, which there are once the prompt is read."""
-        assert self.buffers is not None  # noqa: S101  # rounds come behind the prompt
+        assert self.buffers is not None  # rounds come behind the prompt
         return self.buffers
 
     def _prefill(self, drafter: Drafter) -> None:
@@ -150,7 +154,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         mask = mask.cpu() if mask is not None else None
         self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
-        self.slots, self.compactions = self.fixed_slots, 0
+        self.slots = self.fixed_slots
         self.starts = self.positions.tolist() if self.positions is not None else [0] * rows
         self.positions = None
 
@@ -245,6 +249,7 @@ class CapturedShallow(ShallowLayers):
     """The exit heads' view of a captured decoder: chains of draft steps that nobody waits for."""
 
     decoder: CapturedDecoder
+
     def __init__(self, decoder: CapturedDecoder) -> None:
         super().__init__(decoder)
         self.num_ahead = 0

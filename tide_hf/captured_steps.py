@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .block_drafting import BlockRun
+from .compiled_layers import CompiledLayers
 from .errors import UnsupportedOptionError, describe
 from .fixed_cache import fill, fixed_cache
 from .modeling_tide import TIDERouters
@@ -48,6 +50,7 @@ class Parts:
     unembed: Unembed
     draft_unembed: DraftUnembed
     routers: TIDERouters | None
+    execute_layer: Any = None
 
 
 class Step:
@@ -147,6 +150,7 @@ class StepBuffers:
     def verify(self, width: int) -> tuple[int, Tensor]:
         """A pass at full depth over the first `width` tokens of each row; return layers run and logits."""
         run = self.block or LayerRun(self.parts.structure, self.cache)
+        run.execute_layer = self.parts.execute_layer
         before = run.layers_executed
         if self.block is not None:
             self.block.deep_before = self.deep
@@ -155,12 +159,15 @@ class StepBuffers:
         self._results[:, :width] = logits.argmax(dim=-1)
         self._results[:, WIDEST:] = self.ids
         if self.block is not None:
-            self.finals[:, :width] = self.block.final  # type: ignore[assignment]
+            self.finals[:, :width] = self.block.final
         return run.layers_executed - before, logits
 
     def draft(self, exit_layer: int) -> tuple[int, None]:
         """One draft token for each row, put behind the one it was drafted from; return layers run."""
         run = FixedDepthRun(self.parts.structure, self.cache, exit_layer)
+        run.execute_layer = self.parts.execute_layer
+        if self.block is not None:
+            self.block.execute_layer = self.parts.execute_layer
         ids = self.ids.index_select(1, self.fed)
         with active(run):
             call = run.call_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
@@ -190,6 +197,7 @@ class CapturedSteps:
 
     Args:
         make_replay: What makes a step ready to run again.
+        layers: Compiles the layers, so that a graph has few and large kernels; `None` leaves them as they are.
 
     Attributes:
         num_captured: Steps made ready so far.
@@ -200,8 +208,12 @@ class CapturedSteps:
         replays: Steps run.
     """
 
-    def __init__(self, make_replay: Callable[..., Replay] = replay_of) -> None:
-        self.make_replay = make_replay
+    def __init__(
+        self,
+        make_replay: Callable[..., Replay] = replay_of,
+        layers: Callable[[], CompiledLayers] | None = CompiledLayers,
+    ) -> None:
+        self.make_replay, self._make_layers = make_replay, layers
         self.num_captured, self.reads, self.replays = 0, 0, 0
         self.seconds, self.bytes = 0.0, 0
         self.refused: str | None = None
@@ -211,7 +223,7 @@ class CapturedSteps:
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model capture for themselves."""
-        return CapturedSteps, (self.make_replay,)
+        return CapturedSteps, (self.make_replay, self._make_layers)
 
     def release(self) -> None:
         """Give buffers and graphs back."""
@@ -219,6 +231,7 @@ class CapturedSteps:
         self._fingerprint: tuple = ()
         self._parts: Parts | None = None
         self._pool: Any = None
+        self.layers = self._make_layers() if self._make_layers is not None else None
 
     def say_once(self, reason: str) -> bool:
         """Whether this is the first call that does without for this reason."""
@@ -252,13 +265,13 @@ class CapturedSteps:
             slots: Slots that the call may need.
             **kinds: As `StepBuffers` takes them.
         """
-        if self._parts is None:
-            self._parts = parts()
-        found = self._parts
+        found = self._parts or parts()
         if (fingerprint := fingerprint_of(found)) != self._fingerprint:
             self.release()
-            found = self._parts = parts()
-            self._fingerprint = fingerprint
+            found = parts()
+            if self.layers is not None:
+                found = replace(found, execute_layer=self.layers.run)
+            self._parts, self._fingerprint = found, fingerprint
         first: Any = like.layers[0]
         capacity = capacity_for(rows, slots)
         key = (rows, capacity, first.keys.dtype, len(like.layers), *sorted(kinds.items()))
@@ -298,7 +311,8 @@ class CapturedSteps:
             step.num_layers, step.logits = method(size)
 
         start, before = perf_counter(), memory_of(buffers.device)
-        step.replay = replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
+        with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
+            step.replay = replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
         self._pool = replay.pool
         buffers.steps[key] = step
         if replay.refused is not None and self.refused is None:
