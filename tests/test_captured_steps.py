@@ -17,10 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.captured_decoding import CallFacts, why_not_captured
-from tide_hf.captured_steps import CapturedSteps, capacity_for, step_width
+from tide_hf.captured_steps import CapturedSteps
 from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.errors import UnsupportedOptionError
 from tide_hf.replay import HostReads
+from tide_hf.step_buffers import capacity_for, step_width
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -239,6 +240,7 @@ FACTS = {
     "layer_kinds": frozenset({"DynamicLayer"}),
     "arguments": frozenset({"attention_mask", "past_key_values"}),
     "has_windows": False,
+    "is_sharded": False,
     "has_adapters": False,
     "training": False,
 }
@@ -255,6 +257,7 @@ FACTS = {
         ({"cache": "StaticCache"}, "the cache is a StaticCache"),
         ({"layer_kinds": frozenset({"LinearAttentionLayer"})}, "a cache of LinearAttentionLayer"),
         ({"arguments": frozenset({"token_type_ids"})}, "is handed token_type_ids"),
+        ({"is_sharded": True}, "processes share the model"),
         ({"has_adapters": True}, "adapters"),
         ({"training": True}, "training mode"),
         ({"refused": "it needs the host"}, "it needs the host"),
@@ -302,8 +305,8 @@ def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
     draft_ahead(model)
     for rows in (1, 2, 1, 2):
         answer = model.generate(**prompts(rows), **OPTIONS)
-        (buffers,) = steps._buffers.values()
-        assert len(buffers.steps) <= 2
+        assert len(steps._buffers) == 1
+        assert len(steps._steps) <= 2
     assert torch.equal(answer, expected)
 
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .captured_steps import WIDEST, CapturedSteps, Parts, StepBuffers, capacity_for, step_width
+from .captured_steps import CapturedSteps
 from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
 from .kv_cache import CacheSlots, cache_is_returned
+from .ranks import ranks_of
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
+from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, step_width
 
 if TYPE_CHECKING:
     from .generation import Attachment
@@ -41,6 +43,7 @@ class CallFacts:
         layer_kinds: Names of its layers' classes.
         arguments: What `generate` hands to the model.
         has_windows: Whether some layers attend to a part of the context.
+        is_sharded: Whether processes share the model.
         has_adapters: Whether there are adapters in the layers.
         training: Whether the model is in training mode.
         refused: What an earlier call found.
@@ -53,6 +56,7 @@ class CallFacts:
     layer_kinds: frozenset[str]
     arguments: frozenset[str]
     has_windows: bool
+    is_sharded: bool
     has_adapters: bool
     training: bool
     refused: str | None = None
@@ -63,6 +67,7 @@ def why_not_captured(facts: CallFacts) -> str | None:
     kinds = facts.layer_kinds - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
     reasons = {
         f"the model is spread over {', '.join(sorted(facts.devices))}": len(facts.devices) != 1,
+        "processes share the model, and measure costs together": facts.is_sharded,
         f"attention by {facts.attention!r} takes no fixed buffers": facts.attention not in ATTENTION,
         f"the cache is a {facts.cache}": facts.cache != DynamicCache.__name__,
         f"a cache of {', '.join(sorted(kinds))}": bool(kinds),
@@ -90,6 +95,7 @@ def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str
         layer_kinds=frozenset(type(layer).__name__ for layer in cache.layers),
         arguments=frozenset(name for name, value in model_kwargs.items() if value is not None),
         has_windows=bool(windows) or bool(getattr(config, "sliding_window", None)),
+        is_sharded=ranks_of(model).many,
         has_adapters=hasattr(model, "peft_config"),
         training=model.training,
         refused=steps.refused,

@@ -25,6 +25,8 @@ from .configuration_tide import (
 )
 from .drafting import Drafter, HybridDrafter
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
+from .engine_choice import EngineChooser
+from .engines import engine_of
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .modeling_tide import ExitPoint, TIDERouters
@@ -54,6 +56,7 @@ class Attachment:
         compiled_layers: What runs the layers in calls with `engine="compiled"`.
         captured_steps: What runs draft steps and verify passes in calls with `engine="cuda_graph"`.
         costs: Measured costs of this model on this machine, by engine and number of rows.
+        chooser: Chooses the engine of calls with `engine="auto"`.
         acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
     """
 
@@ -69,6 +72,7 @@ class Attachment:
     captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
     costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    chooser: EngineChooser = field(default_factory=EngineChooser)
 
     @property
     def compaction_threshold(self) -> float:
@@ -196,8 +200,7 @@ class TIDEGenerationMixin:
         for gate in linear_gates(attachment.structure):
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
-        if engine == "cuda_graph":
-            attachment.captured_steps.check_device(input_ids.device)
+        engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             check_rope(self.config.get_text_config(), input_ids.shape[1], generation_config.max_length)
@@ -207,6 +210,7 @@ class TIDEGenerationMixin:
             decoder = decoder_for(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
             with attachment.running(engine, decoder.run):
                 result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
+            learn(decoder)
             self.last_exit_stats = decoder.stats
             return result
         run = _exit_run(attachment, mode, generation_config, model_kwargs)

@@ -66,6 +66,11 @@ class CostTable:
         """Whether plain decoding has been measured, against which everything is compared."""
         return PLAIN in self._medians
 
+    @property
+    def plain(self) -> float | None:
+        """Measured milliseconds of plain decoding, once they can be trusted."""
+        return self._medians[PLAIN] if len(self._samples.get(PLAIN, ())) >= TRUSTED_SAMPLES else None
+
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
         key = ("verify", width)

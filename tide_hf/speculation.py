@@ -22,6 +22,7 @@ from .block_drafting import block_run
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
 from .policy import CostTable
+from .ranks import ranks_of
 from .rows import Row, Stopping
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
@@ -68,6 +69,7 @@ class SelfSpeculativeDecoder:
         self.streamer = streamer
         self.model_kwargs = model_kwargs
         cache = model_kwargs["past_key_values"]
+        self.ranks = ranks_of(model)
         self.block = block_run(
             model.config.get_text_config(), attachment.structure, cache, attachment.unembed, attachment.routers
         )
@@ -152,7 +154,7 @@ class SelfSpeculativeDecoder:
         self.slots.commit(width, accepted)
         if self.block is not None:
             self.block.keep(accepted)
-        costs.record(("verify", width), (perf_counter() - start) * 1000)
+        costs.record(("verify", width), self.ranks.agree((perf_counter() - start) * 1000))
         self._learn(drafter, drafts, new_tokens)
         self._drop_stopped()
 
@@ -224,7 +226,7 @@ class SelfSpeculativeDecoder:
         if self.keeps_logits:
             row.logits.append(logits)
         if self.config.do_sample:
-            return int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))
+            return int(self.ranks.agree(int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))))
         return int(scores.argmax(dim=-1))
 
     def _drop_stopped(self) -> None:
@@ -316,7 +318,8 @@ class ShallowLayers:
         self.layers_executed += run.layers_executed
         self.depths += [exit_layer] * len(unseen[0])
         if len(unseen[0]) == 1:
-            self.costs_of(len(unseen)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
+            milliseconds = decoder.ranks.agree((perf_counter() - start) * 1000)
+            self.costs_of(len(unseen)).record(("draft", exit_layer), milliseconds)
         return drafted, scores.tolist()
 
     def costs_of(self, num_rows: int) -> CostTable:
