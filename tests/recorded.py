@@ -53,7 +53,7 @@ class Recorder:
 
     def __call__(self, function: Any, state: list, device: Any, pool: Any) -> Replay:
         before = [tensor.clone() for tensor in state]
-        recording, reads = Recording(), HostReads()
+        recording, reads = Recording(), HostReads(device)
         is_tracing = transformers.masking_utils.is_tracing
         transformers.masking_utils.is_tracing = lambda *_: True  # as while a stream is captured
         try:

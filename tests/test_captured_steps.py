@@ -186,7 +186,7 @@ def test_compiled_layers_inside_a_step(tiny_llama):
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert steps.layers.num_compiled > 0
     assert steps.layers.refused == {}
-    with HostReads():
+    with HostReads(model.device):
         before = steps.layers.num_compiled
         model.generate(**prompts(), **OPTIONS)
         assert steps.layers.num_compiled == before  # where each operation is looked at, layers run as they are
@@ -283,6 +283,44 @@ def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
     with steps.lock:  # as another thread's call would hold it
         assert torch.equal(model.generate(**prompts(), **OPTIONS), plain)
     assert steps.replays == 0
+
+
+def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
+    model = tiny_llama()
+    steps = attach(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
+    assert caplog.text.count("tide_mode='early_exit' decides layer by layer and runs eagerly") == 1
+    assert torch.equal(tokens[0], model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
+    assert steps.replays == 0
+
+
+def test_a_device_map_of_one_device(tiny_model_folder):
+    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, device_map={"": "cpu"}, engine="cuda_graph")
+    steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
+    tokens = model.generate(**prompts(), **OPTIONS)
+    assert steps.replays > 0
+    assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.index_put_((x > 0,), torch.ones(())), True),
+        (lambda x: torch.equal(x, x), True),
+        (lambda x: x.repeat_interleave(torch.tensor([1, 2])), True),
+        (lambda x: x.repeat_interleave(2), False),
+        (lambda x: torch.where(x > 0, x, 0).index_copy_(0, torch.tensor([1]), x[:1]), False),
+        (lambda x: x.to("meta"), True),
+    ],
+)
+def test_what_makes_the_host_wait(function, waits):
+    with HostReads(torch.device("cpu")) as reads:
+        function(torch.tensor([1.0, -1.0]))
+    assert (reads.found is not None) == waits
 
 
 def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch, caplog):

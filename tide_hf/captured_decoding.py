@@ -295,5 +295,5 @@ def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event

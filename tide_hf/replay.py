@@ -40,34 +40,36 @@ class Replay:
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the first operation that would make the host wait for the device, or make a shape depend on values."""
+    """Notes the first operation that would make the host wait for the device, or make a shape depend on values.
 
-    def __init__(self) -> None:
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at it."""
         kwargs = kwargs or {}
-        if self.found is None and _waits(func, args, kwargs) and not _in_masking(sys._getframe(1)):
+        if self.found is None and self._waits(func, args, kwargs) and not _in_masking(sys._getframe(1)):
             self.found = str(func.overloadpacket)
         return func(*args, **kwargs)
 
-
-def _waits(func: Any, args: Any, kwargs: Any) -> bool:
-    packet = func.overloadpacket
-    if packet in HOST_READS:
-        return True
-    if packet in INDEXING:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if packet is torch.ops.aten.repeat_interleave:
-        return kwargs.get("output_size") is None and "self_int" not in func._overloadname
-    if packet is torch.ops.aten._to_copy:
-        target = kwargs.get("device")
-        return target is not None and target.type != args[0].device.type
-    if packet is torch.ops.aten.copy_:
-        return args[0].device.type != args[1].device.type
-    return False
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        packet = func.overloadpacket
+        if packet in HOST_READS:
+            return bool(args[0].device.type == self.device.type)
+        if packet in INDEXING:
+            return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if packet is torch.ops.aten.repeat_interleave:
+            return kwargs.get("output_size") is None and "self_int" not in func._overloadname
+        if packet is torch.ops.aten._to_copy:
+            target = kwargs.get("device")
+            return target is not None and target.type != args[0].device.type
+        return packet is torch.ops.aten.copy_ and args[0].device.type != args[1].device.type
 
 
 def _in_masking(frame: FrameType | None) -> bool:
@@ -101,7 +103,7 @@ def replay_of(function: Callable[[], None], state: list[Tensor], device: torch.d
             tensor.copy_(value)
 
     with torch.cuda.device(device):
-        reads = HostReads()
+        reads = HostReads(device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
