@@ -77,9 +77,14 @@ class HeadDrafter:
 
 
 class AheadDrafter:
-    """Drafts `width` tokens each round with the head at one exit layer, on captured steps, which nobody reads."""
+    """Drafts `width` tokens each round with the head at one exit layer, on captured steps, which nobody reads.
+
+    Attributes:
+        drafted: Draft tokens of each round and row, once they are verified.
+    """
 
     def __init__(self, prompts: list[list[int]], shallow, exit_layers: list[int], width: int) -> None:
+        self.drafted: list[list[int]] = []
         self.shallow, self.exit_layers, self.width, self.rounds = shallow, exit_layers, width, 0
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
@@ -92,3 +97,5 @@ class AheadDrafter:
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         assert UNREAD not in draft.tokens
+        if draft.pieces or self.rounds:
+            self.drafted.append(draft.tokens)

@@ -89,24 +89,31 @@ def test_rows_keep_accepted_lengths_of_their_own(family):
     assert steps.refused is None
 
 
+@pytest.mark.parametrize("kind", ["linear", "block"])
 @pytest.mark.parametrize(("family", "rows"), [*((family, 1) for family in FEW), ("llama", 3), ("bloom", 3)])
-def test_block_heads_draft_what_they_draft_eagerly(family, rows):
+def test_heads_draft_what_they_draft_eagerly(family, rows, kind):
     model = tiny_model(family)
     expected = model.generate(**prompts(rows), **OPTIONS)
-    block_layer = block_layer_of(family)
-    counts = []
-    for engine in ("eager", "cuda_graph"):
-        steps = attach(model, routers_for(model, block_layer))
-        model._tide.engine = engine
-        if engine == "eager":
-            model._tide.make_drafter = lambda _, texts, shallow: HeadDrafter(texts, shallow, block_layer, 3)
-        else:
-            draft_ahead(model, [block_layer])
-        assert torch.equal(model.generate(**prompts(rows), **OPTIONS), expected)
-        stats = model.last_exit_stats
-        counts.append((stats.accepted, stats.rounds, stats.layers_executed if rows == 1 else 0))
-    assert counts[0] == counts[1]
+    exit_layer = block_layer_of(family)
+    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
+    drafted = {}
+    for engine, drafter in (("eager", HeadDrafter), ("cuda_graph", AheadDrafter)):
+        steps = attach(model, routers)
+        made = []
+
+        def make(_, texts, shallow, drafter=drafter, made=made):
+            made.append(drafter(texts, shallow, exit_layer if drafter is HeadDrafter else [exit_layer], 3))
+            return made[-1]
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(rows), **OPTIONS, tide_engine=engine), expected)
+        drafted[engine] = made[0].drafted
+    eager = [tokens for _, tokens in drafted["eager"]]
     assert steps.replays > 0
+    if rows == 1:
+        assert drafted["cuda_graph"] == eager
+    else:  # as long as all rows decode and have room
+        assert drafted["cuda_graph"][: 2 * rows] == eager[: 2 * rows]
 
 
 def test_one_read_a_round_and_none_a_draft(tiny_llama):
@@ -301,6 +308,16 @@ def test_a_device_map_of_one_device(tiny_model_folder):
     tokens = model.generate(**prompts(), **OPTIONS)
     assert steps.replays > 0
     assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
+
+
+def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
+    model = tiny_llama()
+    steps = attach(model, make_replay=as_it_is)
+    model.generate(**prompts(), **OPTIONS)
+    (buffers,) = steps._buffers.values()
+    with torch.no_grad(), HostReads(model.device) as reads:
+        buffers.verify(4)
+    assert reads.found is None
 
 
 @pytest.mark.parametrize(

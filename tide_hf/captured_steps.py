@@ -120,8 +120,8 @@ class CapturedSteps:
         """
         found = self._parts or parts()
         if (fingerprint := fingerprint_of(found)) != self._fingerprint:
+            found = found if self._parts is None else parts()
             self.release()
-            found = parts()
             if self.layers is not None:
                 found = replace(found, execute_layer=self.layers.run)
             self._parts, self._fingerprint = found, fingerprint
