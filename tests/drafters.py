@@ -97,5 +97,21 @@ class AheadDrafter:
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         assert UNREAD not in draft.tokens
-        if draft.pieces or self.rounds:
+        if self.rounds:
             self.drafted.append(draft.tokens)
+
+
+class Alternating:
+    """Heads draft in every other round, and a script what is right in the others, so that several tokens are kept."""
+
+    def __init__(self, heads, script: ScriptedDrafter) -> None:
+        self.heads, self.script, self.rounds = heads, script, 0
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        self.rounds += 1
+        return (self.heads if self.rounds % 2 == 0 else self.script).draft(rows, limits)
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        self.script.observe(row, draft, new_tokens, n_matches)
+        if self.rounds and self.rounds % 2 == 0:
+            self.heads.observe(row, draft, new_tokens, n_matches)
