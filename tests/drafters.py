@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tide_hf.drafting import Draft
+from tide_hf.drafting import UNREAD, Draft
 
 
 class ScriptedDrafter:
@@ -85,3 +85,44 @@ class HeadDrafter:
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         self.texts[row] += new_tokens
+
+
+class AheadDrafter:
+    """Drafts `width` tokens each round with the head at one exit layer, on captured steps, which nobody reads.
+
+    Attributes:
+        drafted: Draft tokens of each round and row, once they are verified.
+    """
+
+    def __init__(self, prompts: list[list[int]], shallow, exit_layers: list[int], width: int) -> None:
+        self.drafted: list[list[int]] = []
+        self.shallow, self.exit_layers, self.width, self.rounds = shallow, exit_layers, width, 0
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        exit_layer = self.exit_layers[self.rounds % len(self.exit_layers)]
+        self.rounds += 1
+        lengths = [min(self.width, limit) for limit in limits]
+        if max(lengths) > 0:
+            self.shallow.run_ahead(exit_layer, max(lengths))
+        return [Draft().add([UNREAD] * length, "head", exit_layer) for length in lengths]
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        assert UNREAD not in draft.tokens
+        if self.rounds:
+            self.drafted.append(draft.tokens)
+
+
+class Alternating:
+    """Heads draft in every other round, and a script what is right in the others, so that several tokens are kept."""
+
+    def __init__(self, heads, script: ScriptedDrafter) -> None:
+        self.heads, self.script, self.rounds = heads, script, 0
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        self.rounds += 1
+        return (self.heads if self.rounds % 2 == 0 else self.script).draft(rows, limits)
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        self.script.observe(row, draft, new_tokens, n_matches)
+        if self.rounds and self.rounds % 2 == 0:
+            self.heads.observe(row, draft, new_tokens, n_matches)

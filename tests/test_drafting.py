@@ -79,6 +79,7 @@ def test_rows_draft_from_their_own_text():
 
 class Shallow:
     block_layer = None
+    runs_ahead = False
 
     def __init__(self, scores):
         self.scores, self.steps, self.rolled_back = scores, 0, False
@@ -105,6 +106,8 @@ def test_the_router_stops_a_head_that_is_unsure(scores, expected):
 
 class Fluent:
     """Shallow layers that go on counting, and say how sure they are."""
+
+    runs_ahead = False
 
     def __init__(self, score, block_layer=None):
         self.score, self.fed, self.block_layer = score, [], block_layer

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import decode, disagreement, precision
+from examples.benchmarks import decode, disagreement, gpu, precision
 from tide_hf import TIDERouters
 from tide_hf.calibration.writing import draw_prompts
 
@@ -36,6 +36,26 @@ def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, t
     assert table.count("6/6") == 6
     assert decode.table(record) in table
     assert output.with_suffix(".md").read_text().strip() == decode.table(record)
+
+
+def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
+    output = tmp_path / "gpu.json"
+    options = {"--prompt": 8, "--tokens": 6, "--prefill": 32, "--repeats": 1, "--dtype": "float32", "--output": output}
+    arguments = [str(part) for pair in options.items() for part in pair]
+    gpu.main(["--models", str(tiny_model_folder), *arguments])
+    (found,) = json.loads(output.read_text())["models"].values()
+    assert not [line for line in found["lines"].values() if "error" in line or "left_out" in line]
+    for name in ("our plain decoding", "our lossless mode", "compiled static-cache generate"):
+        assert found["lines"][name]["equal"]
+        assert found["lines"][f"{name}, batch 8"]["equal"]
+    for share in gpu.PROMPT_EXITS:
+        left = found["lines"][f"prompt of which {share:.0%} leaves at half depth"]["share_measured"]
+        assert abs(left - share) < 0.1
+    depths = [found["lines"][f"early_exit, all leave at {depth:.0%} depth"] for depth in gpu.DEPTHS]
+    assert [line["exit_layer"] for line in depths] == [1, 2, 3, 4]
+    gpu.main(["--models", str(tiny_model_folder), *arguments, "--minutes", "0"])
+    (found,) = json.loads(output.read_text())["models"].values()
+    assert all(line == {"left_out": "no time left"} for line in found["lines"].values())
 
 
 def test_the_readme_shows_the_committed_results():

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from families import tiny_model
+from drafters import AheadDrafter, use_drafter
+from families import ATTENTION, tiny_model
+from torch.profiler import ProfilerActivity, profile
 
-from tide_hf import TIDEModelForCausalLM
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.captured_steps import CapturedSteps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -23,3 +27,78 @@ def test_answers_are_the_base_model_s(family, cache, rows):
     expected = model.generate(ids, **options)
     TIDEModelForCausalLM.attach(model)
     assert torch.equal(model.generate(ids, **options), expected)
+
+
+def prompt(rows=1):
+    ids = torch.randint(3, 90, (rows, 9), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    mask[-1, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def attach(model, compiles):
+    """Routers with heads at two layers, and graphs, of compiled layers or of the layers as they are."""
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
+    TIDEModelForCausalLM.attach(model, routers, engine="cuda_graph")
+    if not compiles:
+        model._tide.captured_steps = CapturedSteps(layers=None)
+    return model._tide.captured_steps
+
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_captured_steps_give_the_base_model_s_tokens(family, rows, compiles):
+    if rows > 1 and family in WINDOWED:
+        pytest.skip("runs eagerly")
+    if compiles and (rows > 1 or family not in ("llama", "gpt2", "gemma2", "falcon")):
+        pytest.skip("compiling takes long, and the others say no more")
+    model = tiny_model(family).cuda()
+    expected = model.generate(**prompt(rows), **GREEDY)
+    steps = attach(model, compiles)
+    use_drafter(model, "mixed", expected[:, 9:].tolist())
+    assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1, 3], 3)
+    for _ in range(2):
+        assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+    assert steps.refused is None
+    assert steps.bytes > 0
+    if compiles:
+        assert steps.layers.num_compiled > 0
+        assert steps.layers.refused == {}
+    model.tide_release()
+    assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captured_steps_below_float32_agree_with_themselves(dtype):
+    """Rounding may decide near-ties otherwise than plain decoding, but not from call to call."""
+    model = tiny_model("llama").cuda().to(dtype)
+    attach(model, compiles=False)
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1, 3], 3)
+    answers = [model.generate(**prompt(), **GREEDY) for _ in range(3)]
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+def test_one_launch_a_step_and_one_wait_a_round():
+    model = tiny_model("llama").cuda()
+    attach(model, compiles=False)
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 7)
+    model.generate(**prompt(), **GREEDY)
+
+    def counted(new):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            model.generate(**prompt(), **{**GREEDY, "max_new_tokens": new})
+        calls = [event.name for event in profiler.events()]
+        waits = sum(name in ("cudaStreamSynchronize", "cudaDeviceSynchronize") for name in calls)
+        stats = model.last_exit_stats
+        return sum(name == "cudaGraphLaunch" for name in calls), waits, stats.rounds, stats.drafted
+
+    short, long = counted(2), counted(24)
+    graphs, waits, rounds, drafted = (after - before for before, after in zip(short, long, strict=True))
+    assert rounds > 0
+    assert graphs == rounds + drafted
+    assert waits == rounds

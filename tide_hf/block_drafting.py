@@ -15,34 +15,16 @@ from .skipping import LayerCall, LayerGate, LayerRun
 from .structure import DecoderStructure
 from .unembed import Unembed
 
-MOST_BEHIND = 64  # passes; what is kept of them takes memory
-
-
-@dataclass
-class _Pass:
-    """What a full-depth pass leaves behind for the block's K/V.
-
-    Attributes:
-        call: With what the layer behind the block's exit layer was called.
-        final: (rows, width, D) states after the last layer.
-        kept: The first so many of its tokens are part of the sequence.
-    """
-
-    call: LayerCall
-    final: Tensor
-    kept: int
-
 
 class BlockRun(LayerRun):
     """Full-depth passes that leave the block what it needs: K/V for the new tokens, and their final states.
 
-    A single row's K/V are filled in when the block is about to draft, for all passes since it last did: where it never
-    drafts it costs nothing. In a batch they are filled in at once, and stand in the same cache, in one layer more, so
-    that whatever crops, compacts or selects the rows of the base model's layers does the same to the block's.
+    The block's K/V stand in the same cache, in one layer more, so that whatever crops, compacts or selects the rows of
+    the base model's layers does the same to the block's.
 
     Args:
         structure: The base model's structure.
-        cache: The cache of the call, empty.
+        cache: The cache of the call, with a layer for the block behind the model's own.
         unembed: The base model's unembedding.
         point: Block head and its confidence.
         block_layer: Number of executed layers after which the block drafts.
@@ -58,15 +40,8 @@ class BlockRun(LayerRun):
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
         self.deep_before: Tensor | None = None  # (rows, 1, D) normalised final state of the last token of the K/V
         self.drafted: Tensor | None = None  # the same as the block has it, behind tokens that it drafted
-        self._layer = DynamicLayer()
         self._call: LayerCall | None = None
-        self._behind: list[_Pass] = []
-        self._final: Tensor | None = None  # (rows, width, D) of the last pass of a batch
-
-    @property
-    def num_behind(self) -> int:
-        """Passes whose K/V the block has yet to fill in."""
-        return len(self._behind)
+        self.final: Tensor | None = None  # (rows, width, D) normalised final states of the last pass
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layer; note the call behind the block's exit layer, and the final state."""
@@ -74,25 +49,32 @@ class BlockRun(LayerRun):
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)
         if gate.layer_idx == self.num_layers - 1 and self._call is not None:
-            final = gate.state_of(output)
-            self._behind.append(_Pass(self._call, final, final.shape[1]))
+            self.take(self._call, gate.state_of(output))
             self._call = None
-            if final.shape[0] > 1 or self._final is not None:
-                self._final = self._catch_up()
         return output
+
+    @property
+    def num_behind(self) -> int:
+        """Passes whose K/V the block has yet to fill in."""
+        return 0
+
+    def take(self, call: LayerCall, final: Tensor) -> None:
+        """Store the block's K/V for the tokens of a full-depth pass.
+
+        Args:
+            call: With what the layer behind the block's exit layer was called.
+            final: (rows, width, D) states after the last layer.
+        """
+        self.final = self._fill(call, final)
 
     def keep(self, accepted: list[int]) -> None:
         """After a verify pass: go on behind the first `accepted[row]` of its tokens."""
+        if self.final is None:
+            return
+        rows = torch.arange(len(accepted), device=self.final.device)
+        last = torch.tensor(accepted, device=self.final.device) - 1
+        self.deep_before = self.final[rows, last.clamp(min=0)][:, None]
         self.drafted = None
-        if self._final is not None:
-            rows = torch.arange(len(accepted), device=self._final.device)
-            last = torch.tensor(accepted, device=self._final.device) - 1
-            self.deep_before = self._final[rows, last.clamp(min=0)][:, None]
-        elif self._behind:
-            self._behind[-1].kept = accepted[0]
-            if len(self._behind) >= MOST_BEHIND:
-                self._catch_up()
-                self._leave_cache()
 
     def select(self, index: Tensor) -> None:
         """Keep only these rows."""
@@ -108,8 +90,6 @@ class BlockRun(LayerRun):
         Returns:
             (rows, D) the block's guess at the token's final state.
         """
-        if self._behind:
-            self._catch_up()
         before = self.drafted if self.drafted is not None else self.deep_before
         inputs = self._inputs(call, before)
         state = self.point.head.state_of(self.run_whole(self.gate, inputs.args, inputs.kwargs))
@@ -118,34 +98,22 @@ class BlockRun(LayerRun):
 
     def rollback(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` that it drafted."""
-        crop(self._layer, num_tokens)
-        if self._final is None:
-            self._leave_cache()
+        crop(self.cache.layers[self.num_layers], num_tokens)
 
     def finish(self) -> None:
         """Take the block's K/V out of the cache."""
-        self._leave_cache()
+        del self.cache.layers[self.num_layers :]
 
-    def _catch_up(self) -> Tensor:
-        """Store the block's K/V for the tokens of the passes so far.
-
-        Returns:
-            (rows, tokens, D) their normalised final states.
-        """
-        if len(self.cache.layers) == self.num_layers:
-            self.cache.layers.append(self._layer)
-        final = self._normalize(torch.cat([one.final[:, : one.kept] for one in self._behind], dim=1))
+    def _fill(self, call: LayerCall, final: Tensor) -> Tensor:
+        """Store K/V; return the normalised final states, (rows, width, D)."""
+        final = self._normalize(final)
         before = self.deep_before
         if before is None:  # the first token has none before it
             before = torch.zeros_like(final[:, :1])
-        inputs = self._inputs(_joined(self._behind), torch.cat([before, final[:, :-1]], dim=1))
+        inputs = self._inputs(call, torch.cat([before, final[:, :-1]], dim=1))
         fill_skipped(self.gate, inputs.args, inputs.kwargs)
         self.deep_before = final[:, -1:]
-        self._behind.clear()
         return final
-
-    def _leave_cache(self) -> None:
-        del self.cache.layers[self.num_layers :]
 
     def _inputs(self, call: LayerCall, deep_before: Tensor | None) -> LayerCall:
         early = self.unembed.normalize(call.state)
@@ -154,6 +122,72 @@ class BlockRun(LayerRun):
 
     def _normalize(self, state: Tensor) -> Tensor:
         return self.unembed.normalize(state)
+
+
+MOST_BEHIND = 64  # passes; what is kept of them takes memory
+
+
+@dataclass
+class _Pass:
+    """What a full-depth pass leaves behind for the block's K/V.
+
+    Attributes:
+        call: With what the layer behind the block's exit layer was called.
+        final: (1, width, D) states after the last layer.
+        kept: The first so many of its tokens are part of the sequence.
+    """
+
+    call: LayerCall
+    final: Tensor
+    kept: int
+
+
+class LateBlockRun(BlockRun):
+    """For a single row: K/V are filled in when the block is about to draft, for all passes since it last did.
+
+    Where it never drafts it costs nothing. Its layer is in the cache only while it drafts.
+    """
+
+    def __init__(
+        self, structure: DecoderStructure, cache: Any, unembed: Unembed, point: BlockPoint, block_layer: int
+    ) -> None:
+        super().__init__(structure, cache, unembed, point, block_layer)
+        (self._layer,) = cache.layers[self.num_layers :]
+        self._behind: list[_Pass] = []
+        self.finish()
+
+    @property
+    def num_behind(self) -> int:
+        """Passes whose K/V the block has yet to fill in."""
+        return len(self._behind)
+
+    def take(self, call: LayerCall, final: Tensor) -> None:
+        """Keep what K/V for the tokens of a full-depth pass take."""
+        self._behind.append(_Pass(call, final, final.shape[1]))
+
+    def keep(self, accepted: list[int]) -> None:
+        """After a verify pass: go on behind the first `accepted[0]` of its tokens."""
+        self.drafted = None
+        self._behind[-1].kept = accepted[0]
+        if len(self._behind) >= MOST_BEHIND:
+            self._catch_up()
+            self.finish()
+
+    def draft(self, call: LayerCall) -> Tensor:
+        """Run the block on one token; see [`BlockRun.draft`]."""
+        if self._behind:
+            self._catch_up()
+        return super().draft(call)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` that it drafted."""
+        super().rollback(num_tokens)
+        self.finish()
+
+    def _catch_up(self) -> None:
+        self.cache.layers.append(self._layer)
+        self._fill(_joined(self._behind), torch.cat([one.final[:, : one.kept] for one in self._behind], dim=1))
+        self._behind.clear()
 
 
 def _joined(passes: list[_Pass]) -> LayerCall:
@@ -187,7 +221,7 @@ def _has_tokens(value: Any, width: int, dim: int, most: int) -> bool:
 
 
 def block_run(
-    config: Any, structure: DecoderStructure, cache: Any, unembed: Unembed, routers: TIDERouters | None
+    config: Any, structure: DecoderStructure, cache: Any, unembed: Unembed, routers: TIDERouters | None, late: bool
 ) -> BlockRun | None:
     """The run of a call in which the block drafts; `None` where there is no block or no K/V for what is cached.
 
@@ -197,10 +231,13 @@ def block_run(
         cache: The cache of the call.
         unembed: The base model's unembedding.
         routers: The model's routers, if any.
+        late: Whether K/V are filled in when the block is about to draft, which a single row can do.
     """
     if routers is None or routers.block is None or type(cache) is not DynamicCache:
         return None
     if cache.get_seq_length() > 0 or cache.offloading or len(cache.layers) != structure.num_layers:
         return None
     routers.block.head.use_attention_of(config)
-    return BlockRun(structure, cache, unembed, routers.block, routers.config.block_layer)
+    cache.layers.append(DynamicLayer())
+    kind = LateBlockRun if late else BlockRun
+    return kind(structure, cache, unembed, routers.block, routers.config.block_layer)

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .fixed_cache import FixedLayer
 from .packed_linear import FEWEST_ROWS, PACKED_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
 from .skipping import Gate, LayerGate, input_state
 
@@ -45,6 +47,7 @@ class CompiledLayers:
     _twins: dict[nn.Module, nn.Module]
     _packed_linears: dict[nn.Module, list[_PackedLinear]]
     _compiled: Callable[..., Any]
+    _compiled_fixed: Callable[..., Any]
 
     def __init__(self, backend: str = "inductor") -> None:
         self.backend = backend
@@ -65,13 +68,20 @@ class CompiledLayers:
         # A single stored token would be a graph of its own, since a size of 1 broadcasts.
         if type(layer) in self.refused or not _is_plain(stored) or stored.keys.shape[-2] < 2:
             return gate.native(*args, **kwargs)
+        if is_in_torch_dispatch_mode():  # somebody looks at every operation
+            return gate.native(*args, **kwargs)
         twin = self._twin_of(layer)
         if FEWEST_ROWS <= num_tokens <= PACKED_ROWS:
             for linear in self._packed_linears[layer]:
                 linear.packed = linear.gate.packed()
         call = _without(place, args, kwargs)
         try:
-            output, stored.keys, stored.values = self._compiled(twin, *call, place, stored.keys, stored.values)
+            if isinstance(stored, FixedLayer):
+                where = stored.place
+                tensors = (stored.keys, stored.values, where.slots, where.start)
+                output = self._compiled_fixed(twin, *call, place, *tensors)
+            else:
+                output, stored.keys, stored.values = self._compiled(twin, *call, place, stored.keys, stored.values)
         except RuntimeError as error:  # of Dynamo, of Inductor, or of a missing C++ compiler
             self._refuse(type(layer), error)
             return gate.native(*args, **kwargs)
@@ -88,6 +98,8 @@ class CompiledLayers:
             # Graphs belong to a function's code: with code of its own a model shares no limit with others.
             own = FunctionType(_run_layer.__code__.replace(), globals())
             self._compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
+            own = FunctionType(_run_fixed_layer.__code__.replace(), globals())
+            self._compiled_fixed = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
         compiled, start = _graphs_compiled(), perf_counter()
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS):
             yield
@@ -98,7 +110,7 @@ class CompiledLayers:
     def release(self) -> None:
         """Give the memory of the graphs back."""
         self._parts, self._twins, self._packed_linears = [], {}, {}
-        self._compiled = _run_layer
+        self._compiled, self._compiled_fixed = _run_layer, _run_fixed_layer
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
@@ -133,6 +145,23 @@ class _LayerCache:
         return self.keys.shape[-2]
 
 
+class _FixedLayerCache:
+    """As `_LayerCache`, of K/V that stay in place."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, start: Tensor) -> None:
+        self.keys, self.values, self.slots, self.start = keys, values, slots, start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `FixedLayer.update`."""
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_args: Any) -> Tensor:
+        """Tokens in front of the pass."""
+        return self.start
+
+
 class _PackedLinear(nn.Module):
     """A linear layer whose weights are packed, as it is traced."""
 
@@ -164,6 +193,25 @@ def _run_layer(
     return layer.forward(*args, **kwargs), cache.keys, cache.values
 
 
+def _run_fixed_layer(
+    layer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    place: int | str,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    start: Tensor,
+) -> Any:
+    """As `_run_layer`, writing to `slots` of K/V that stay in place."""
+    cache = _FixedLayerCache(keys, values, slots, start)
+    if isinstance(place, str):
+        kwargs = {**kwargs, place: cache}
+    else:
+        args = (*args[:place], cache, *args[place + 1 :])
+    return layer.forward(*args, **kwargs)
+
+
 def _twin(module: nn.Module) -> nn.Module:
     """A module that shares everything with `module` but the gates: each gate would make a graph of its own."""
     gate = module.__dict__.get("forward")
@@ -180,7 +228,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 def _is_plain(stored: Any) -> bool:
     """Whether a cache layer holds K/V, and nothing but them."""
-    return type(stored) is DynamicLayer and stored.is_initialized
+    return type(stored) in (DynamicLayer, FixedLayer) and stored.is_initialized
 
 
 def _place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:

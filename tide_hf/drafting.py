@@ -17,6 +17,7 @@ from .policy import (
 )
 
 MAX_NGRAM = 5
+UNREAD = -1  # stands for a draft token that is still on the device
 # What an n-gram match of this length is taken to be worth before the text has shown it.
 LEARNING = 0.1  # of what a round found, for the calls to come
 COMING_BACK = 0.05  # of the way to its prior, at each new call
@@ -80,6 +81,7 @@ class ShallowDecoder(Protocol):
     """The shallow layers of the model, as the exit heads use them."""
 
     block_layer: int | None  # where a block drafts instead of the exit head; it cannot go on behind another source
+    runs_ahead: bool  # whether `run_ahead` is to be called instead of `step`
 
     def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row after its sequence and its `tokens` (all rows have as many).
@@ -90,6 +92,9 @@ class ShallowDecoder(Protocol):
 
     def rollback(self) -> None:
         """Forget the steps since the last rollback."""
+
+    def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
+        """Draft so many tokens for each row, which nobody reads before they are verified."""
 
 
 class NgramIndex:
@@ -174,6 +179,9 @@ class HybridDrafter:
         if choice.option is None:
             return drafts
         lengths = [min(choice.num_assistant_tokens, limit) for limit in limits]
+        runs_ahead = self.shallow is not None and self.shallow.runs_ahead  # sources then take no turns
+        if choice.option.exit_layer and runs_ahead:
+            return self._draft_ahead(choice.option.exit_layer, lengths, drafts)
         if choice.option.exit_layer:
             survivals = self._draft_with_head(choice.option.exit_layer, rows, lengths, drafts, [1.0] * len(rows), costs)
             self._continue_with_ngrams(rows, limits, drafts, survivals, costs)
@@ -183,7 +191,8 @@ class HybridDrafter:
             if match_length:
                 draft.add(self.indexes[row].continuation(position, length), _ngram(match_length))
             survivals.append(self.acceptances.probability(_ngram(match_length)) ** length if match_length else 0.0)
-        self._continue_with_head(rows, limits, drafts, survivals, costs)
+        if not runs_ahead:
+            self._continue_with_head(rows, limits, drafts, survivals, costs)
         return drafts
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
@@ -210,6 +219,14 @@ class HybridDrafter:
             acceptance = self.acceptances.probability(_head(exit_layer))
             options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
         return options
+
+    def _draft_ahead(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> list[Draft]:
+        """Let a head draft tokens that are not seen before they are verified."""
+        if self.shallow is not None and max(lengths) > 0:
+            self.shallow.run_ahead(exit_layer, max(lengths))
+        for draft, length in zip(drafts, lengths, strict=True):
+            draft.add([UNREAD] * length, _head(exit_layer), exit_layer)
+        return drafts
 
     def _draft_with_head(
         self,

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
+from .captured_decoding import decoder_for
+from .captured_steps import CapturedSteps
 from .compiled_layers import CompiledLayers
 from .configuration_tide import (
     EXIT_CRITERIA,
@@ -23,13 +25,14 @@ from .configuration_tide import (
 )
 from .drafting import Drafter, HybridDrafter
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
+from .engine_choice import EngineChooser
+from .engines import engine_of
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .modeling_tide import ExitPoint, TIDERouters
 from .packed_linear import linear_gates
 from .policy import CostTable
 from .skipping import LayerRun, active, active_run
-from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import DecoderStructure, check_rope
 from .unembed import DraftUnembed, Unembed, is_plain_linear
@@ -51,7 +54,9 @@ class Attachment:
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
         engine: The engine of a call that names none.
         compiled_layers: What runs the layers in calls with `engine="compiled"`.
+        captured_steps: What runs draft steps and verify passes in calls with `engine="cuda_graph"`.
         costs: Measured costs of this model on this machine, by engine and number of rows.
+        chooser: Chooses the engine of calls with `engine="auto"`.
         acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
     """
 
@@ -64,8 +69,10 @@ class Attachment:
     make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
     engine: str = "eager"
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
+    captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
     costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    chooser: EngineChooser = field(default_factory=EngineChooser)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
 
     @property
@@ -89,7 +96,7 @@ class Attachment:
     @contextmanager
     def running(self, engine: str, run: LayerRun) -> Iterator[None]:
         """Have `run` execute its layers by `engine`."""
-        if engine == "eager":
+        if engine != "compiled":
             yield
             return
         run.execute_layer = self.compiled_layers.run
@@ -115,6 +122,7 @@ class Attachment:
         for gate in linear_gates(self.structure):
             gate.release()
         self.compiled_layers.release()
+        self.captured_steps.release()
 
     def require_routers(self, needed_by: str) -> TIDERouters:
         """The routers, or an error that says what needs them."""
@@ -205,15 +213,17 @@ class TIDEGenerationMixin:
         for gate in linear_gates(attachment.structure):
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
+        engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             check_rope(self.config.get_text_config(), input_ids.shape[1], generation_config.max_length)
             rows = input_ids.shape[0]
             user = f"tide_mode={mode!r}" + (f" with {rows} sequences" if rows > 1 else "")
             find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
-            decoder = SelfSpeculativeDecoder(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
+            decoder = decoder_for(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
             with attachment.running(engine, decoder.run):
                 result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
+            learn(decoder)
             self.last_exit_stats = decoder.stats
             return result
         run = _exit_run(attachment, mode, generation_config, model_kwargs)

@@ -188,14 +188,21 @@ class CacheSlots:
             self.holes = self.holes[index.to(self.holes.device)]
         return index
 
+    def _stored(self) -> int:
+        return self.cache.get_seq_length()
+
     def _crop(self, num_tokens: int) -> None:
         for layer in self.cache.layers:
             crop(layer, num_tokens)
 
+    def _move(self, order: Tensor, total: int) -> None:
+        for layer in self.cache.layers:
+            _gather_slots(layer, order, total, self.ops)
+
     def _with_holes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Mask and holes, (rows, cached) each, after a pass that wrote as many slots as `kept` (rows, width) has."""
         rows, width = kept.shape
-        shape = (rows, self.cache.get_seq_length() - width)
+        shape = (rows, self._stored() - width)
         mask = torch.ones(shape, dtype=torch.long, device=kept.device) if self.mask is None else self.mask
         holes = torch.zeros(shape, dtype=torch.bool, device=kept.device) if self.holes is None else self.holes
         return torch.cat([mask, kept.to(mask)], dim=-1), torch.cat([holes, ~kept], dim=-1)
@@ -208,9 +215,7 @@ class CacheSlots:
         order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
         self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
         self.holes = remaining if bool(remaining.any()) else None
-        moved = order.masked_fill(remaining, -1) if self.ops.kernels is not None else order
-        for layer in self.cache.layers:
-            _gather_slots(layer, moved, total, self.ops)
+        self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
 
 
 def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
@@ -21,6 +22,11 @@ def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def cache_folder() -> Path:
+    """Where this library keeps what it makes: converted models, measurements."""
+    return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
 
 
 def shipped_routers(model: str) -> str | None:

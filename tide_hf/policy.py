@@ -72,6 +72,11 @@ class CostTable:
         """Whether plain decoding, against which everything is compared, has been measured, and not too long ago."""
         return bool(self._pace) and self._since_plain < STALE
 
+    @property
+    def plain(self) -> float | None:
+        """Measured milliseconds of plain decoding, once they can be trusted."""
+        return self._medians[PLAIN] if len(self._samples.get(PLAIN, ())) >= TRUSTED_SAMPLES else None
+
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
         key = ("verify", width)

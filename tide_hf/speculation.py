@@ -22,6 +22,7 @@ from .block_drafting import block_run
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
 from .policy import CostTable
+from .ranks import ranks_of
 from .rows import Row, Stopping
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
@@ -46,6 +47,8 @@ class SelfSpeculativeDecoder:
         model_kwargs: What `generate` prepared, the cache among it.
     """
 
+    fills_block_late = True  # a single row's K/V of the block, when it is about to draft
+
     def __init__(
         self,
         model: Any,
@@ -68,11 +71,17 @@ class SelfSpeculativeDecoder:
         self.streamer = streamer
         self.model_kwargs = model_kwargs
         cache = model_kwargs["past_key_values"]
+        self.ranks = ranks_of(model)
         self.block = block_run(
-            model.config.get_text_config(), attachment.structure, cache, attachment.unembed, attachment.routers
+            model.config.get_text_config(),
+            attachment.structure,
+            cache,
+            attachment.unembed,
+            attachment.routers,
+            late=self.fills_block_late and input_ids.shape[0] == 1,
         )
         self.run = self.block or LayerRun(attachment.structure, cache)
-        self.shallow = _Shallow(self)
+        self.shallow = ShallowLayers(self)
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
         self.keeps_logits = bool(returned and generation_config.output_logits)
@@ -152,14 +161,21 @@ class SelfSpeculativeDecoder:
         self.slots.commit(width, accepted)
         if self.block is not None:
             self.block.keep(accepted)
-        costs.record(("verify", width), (perf_counter() - start) * 1000)
-        for row, draft, tokens in zip(batch, drafts, new_tokens, strict=True):
+        costs.record(("verify", width), self.ranks.agree((perf_counter() - start) * 1000))
+        self._learn(drafter, drafts, new_tokens)
+        self._drop_stopped()
+
+    def _learn(self, drafter: Drafter, drafts: list[Draft], new_tokens: list[list[int]]) -> None:
+        """Tell the drafter, and the statistics, what became of a round's drafts."""
+        for row, draft, tokens in zip(self.batch, drafts, new_tokens, strict=True):
             n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, tokens, strict=False))
             drafter.observe(row.index, draft, tokens, n_matches)
             self.stats.rounds += 1
             self.stats.drafted += len(draft.tokens)
             self.stats.accepted += n_matches
-        self._drop_stopped()
+
+    def _top_tokens(self, logits: Tensor) -> list[list[int]]:
+        return logits.argmax(dim=-1).tolist()  # the round's one synchronisation
 
     def _accept(self, logits: Tensor, drafts: list[Draft]) -> list[list[int]]:
         """Choose tokens for each row, position by position, until one differs from its draft.
@@ -173,7 +189,7 @@ class SelfSpeculativeDecoder:
         """
         greedy = None
         if not (self.config.do_sample or len(self.logits_processor) or self.keeps_scores or self.keeps_logits):
-            greedy = logits.argmax(dim=-1).tolist()  # the round's one synchronisation
+            greedy = self._top_tokens(logits)
         new_tokens = []
         for position, (row, draft) in enumerate(zip(self.batch, drafts, strict=True)):
             chosen = greedy[position] if greedy is not None else None
@@ -217,7 +233,7 @@ class SelfSpeculativeDecoder:
         if self.keeps_logits:
             row.logits.append(logits)
         if self.config.do_sample:
-            return int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))
+            return int(self.ranks.agree(int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))))
         return int(scores.argmax(dim=-1))
 
     def _drop_stopped(self) -> None:
@@ -262,8 +278,10 @@ class SelfSpeculativeDecoder:
         )
 
 
-class _Shallow:
+class ShallowLayers:
     """The exit heads' view of a decoder: steps through the shallow layers, in the same cache."""
+
+    runs_ahead = False
 
     def __init__(self, decoder: SelfSpeculativeDecoder) -> None:
         self.decoder = decoder
@@ -310,7 +328,8 @@ class _Shallow:
         self.layers_executed += run.layers_executed
         self.depths += [exit_layer] * len(unseen[0])
         if is_usual and len(unseen[0]) == 1:
-            self.costs_of(len(unseen)).record(("draft", exit_layer), (perf_counter() - start) * 1000)
+            milliseconds = decoder.ranks.agree((perf_counter() - start) * 1000)
+            self.costs_of(len(unseen)).record(("draft", exit_layer), milliseconds)
         return drafted, scores.tolist()
 
     def costs_of(self, num_rows: int) -> CostTable:

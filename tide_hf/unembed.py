@@ -220,6 +220,8 @@ def unembed_hash(head: nn.Module) -> str | None:
         return None
     if _unpacks_itself(weight):
         weight = weight.dequantize()
+    if _is_sharded(weight):
+        weight = weight.full_tensor()
     width = weight.shape[1]
     direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
     signs = torch.tensor([1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)])
@@ -246,16 +248,21 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Whether the head's weight can be read as it is: no packed bits, and not offloaded."""
+    """Whether the head's weight can be read as it is: no packed bits, not offloaded, and not spread over processes."""
     weight: Any = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
         return False
-    return not _unpacks_itself(weight)
+    return not (_unpacks_itself(weight) or _is_sharded(weight))
 
 
 def _unpacks_itself(weight: Tensor) -> bool:
     """Whether it is one of the quantised tensors that call themselves floating-point, but can hardly be indexed."""
     return type(weight).dequantize is not Tensor.dequantize
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    """Whether tensor parallelism has left each process a part of it."""
+    return hasattr(weight, "full_tensor")
 
 
 def hash_distance(first: str, second: str) -> float:

@@ -1,0 +1,83 @@
+"""What a CUDA graph does, on the CPU: a function's operations run again on the same tensors, without its Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers.masking_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tide_hf.replay import HostReads, Replay
+
+
+class Recording(TorchDispatchMode):
+    """Notes operations, what they were called with and what they returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, output))
+        return output
+
+    @property
+    def launches(self) -> int:
+        """Operations that are no views: each would be a kernel or more."""
+        return sum(not _is_view(func) for func, *_ in self.calls)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, output in self.calls:
+                again = func(*args, **kwargs)
+                if _writes_new(func):
+                    for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                        if isinstance(old, torch.Tensor):
+                            old.copy_(new)
+
+
+class Recorder:
+    """Stands in for `replay.replay_of`.
+
+    Attributes:
+        recordings: Of the steps that were made ready.
+        function_calls: Times that a step's own code ran.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+        self.function_calls = 0
+
+    def __call__(self, function: Any, state: list, device: Any, pool: Any) -> Replay:
+        before = [tensor.clone() for tensor in state]
+        recording, reads = Recording(), HostReads(device)
+        is_tracing = transformers.masking_utils.is_tracing
+        transformers.masking_utils.is_tracing = lambda *_: True  # as while a stream is captured
+        try:
+            with reads, recording:
+                function()
+        finally:
+            transformers.masking_utils.is_tracing = is_tracing
+        self.function_calls += 1
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        if reads.found is not None:
+            return Replay(function, refused=f"its forward needs the host ({reads.found})")
+        self.recordings.append(recording)
+        return Replay(recording.replay)
+
+
+def as_it_is(function: Any, state: list, device: Any, pool: Any) -> Replay:
+    """Stands in for `replay.replay_of`: the same function, whose Python runs every time."""
+    return Replay(function)
+
+
+def _writes_new(func: Any) -> bool:
+    return all(value.alias_info is None for value in func._schema.returns)
+
+
+def _is_view(func: Any) -> bool:
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)

@@ -1,0 +1,379 @@
+"""Captured steps: the base model's tokens in every family, from operations that run again without their Python.
+
+A recorder stands in for CUDA graphs (`recorded.py`): what a step did is done again, on the same tensors.
+"""
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from families import ATTENTION, VOCAB, tiny_model
+from recorded import Recorder, as_it_is
+from test_block_head import block_layer_of, routers_for
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.captured_decoding import CallFacts, why_not_captured
+from tide_hf.captured_steps import CapturedSteps
+from tide_hf.compiled_layers import CompiledLayers
+from tide_hf.errors import UnsupportedOptionError
+from tide_hf.replay import HostReads
+from tide_hf.step_buffers import capacity_for, step_width
+
+LAYERS, PROMPT, NEW = 4, 8, 14
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
+FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # in which the others' ways all occur
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def prompts(rows=1, pads=0):
+    ids = torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[-1, :pads] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def attach(model, routers=None, make_replay=None, layers=None, **settings):
+    TIDEModelForCausalLM.attach(model, routers, engine="cuda_graph", pack_weights=False, **settings)
+    steps = model._tide.captured_steps = CapturedSteps(make_replay or Recorder(), layers)
+    return steps
+
+
+def linear_heads(model):
+    return TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
+
+
+def draft_ahead(model, exit_layers=(1, 3), width=3):
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, list(exit_layers), width)
+
+
+def new_tokens(sequences):
+    return sequences[:, PROMPT:].tolist()
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+def test_every_familys_tokens_are_the_base_models(family):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(pads=2), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    for kind in ("right", "wrong at the last position"):
+        use_drafter(model, kind, new_tokens(expected), width=4)
+        assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
+    draft_ahead(model)
+    assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
+    assert steps.refused is None
+    assert steps.make_replay.function_calls == steps.num_captured  # the rest was done again without Python
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in FEW else pytest.param(family, marks=pytest.mark.slow)
+        for family in ATTENTION
+        if family not in WINDOWED
+    ],
+)
+def test_rows_keep_accepted_lengths_of_their_own(family):
+    model = tiny_model(family)
+    batch = prompts(4, pads=3)
+    expected = model.generate(**batch, **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    draft_ahead(model)
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    assert steps.replays > 0
+    assert steps.refused is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "block"])
+@pytest.mark.parametrize(("family", "rows"), [*((family, 1) for family in FEW), ("llama", 3), ("bloom", 3)])
+def test_heads_draft_what_they_draft_eagerly(family, rows, kind):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(rows), **OPTIONS)
+    exit_layer = block_layer_of(family)
+    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
+    drafted = {}
+    for engine, drafter in (("eager", HeadDrafter), ("cuda_graph", AheadDrafter)):
+        steps = attach(model, routers)
+        made = []
+
+        def make(_, texts, shallow, drafter=drafter, made=made):
+            made.append(drafter(texts, shallow, exit_layer if drafter is HeadDrafter else [exit_layer], 3))
+            return Alternating(made[-1], ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(rows), **OPTIONS, tide_engine=engine), expected)
+        drafted[engine] = made[0].drafted
+    eager = [tokens for _, tokens in drafted["eager"]]
+    assert len(eager) > 1
+    assert steps.replays > 0
+    if rows == 1:
+        assert drafted["cuda_graph"] == eager
+    else:  # in the first round in which heads draft: all rows have room for as much
+        assert drafted["cuda_graph"][:rows] == eager[:rows]
+
+
+def test_one_read_a_round_and_none_a_draft(tiny_llama):
+    model = tiny_llama()
+    steps = attach(model, linear_heads(model))
+    draft_ahead(model, [1], width=7)
+    model.generate(**prompts(), **OPTIONS)
+    stats = model.last_exit_stats
+    assert steps.reads == stats.rounds
+    assert steps.replays == stats.rounds + stats.drafted
+    assert stats.layers_executed == LAYERS + LAYERS * stats.rounds + stats.drafted
+
+
+def test_a_step_costs_the_same_however_long_the_text_is(tiny_llama):
+    model = tiny_llama()
+    steps = attach(model)
+    use_drafter(model, "wrong", [[0] * NEW], width=0)
+    for length in (4, 90):
+        model.generate(torch.arange(3, 3 + length)[None], **OPTIONS)
+    assert steps.num_captured == 1  # graphs serve all calls that fit into the buffers
+    model.generate(torch.arange(3, 253)[None], **OPTIONS)
+    assert steps.num_captured == 2
+    first, second = (recording.launches for recording in steps.make_replay.recordings)
+    assert first == second
+
+
+def test_sampling_processors_and_scores(tiny_llama):
+    model = tiny_llama()
+    options = {**OPTIONS, "do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    torch.manual_seed(0)
+    expected = model.generate(**prompts(pads=2), **options)
+    steps = attach(model, linear_heads(model))
+    draft_ahead(model)
+    torch.manual_seed(0)
+    output = model.generate(**prompts(pads=2), **options)
+    assert steps.replays > 0
+    assert torch.equal(output.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(output, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("mistral", 1), ("gemma2", 1), ("llama", 3)])
+def test_the_cache_comes_back(family, rows):
+    model = tiny_model(family)
+    options = {**OPTIONS, "return_dict_in_generate": True}
+    first = model.generate(**prompts(rows), **options)
+    follow = {"input_ids": torch.cat([first.sequences, prompts(rows)["input_ids"]], dim=1)}
+    expected = model.generate(**follow, past_key_values=first.past_key_values, **options)
+    attach(model, linear_heads(model))
+    draft_ahead(model)
+    first = model.generate(**prompts(rows), **options)
+    assert first.past_key_values.get_seq_length() == PROMPT + NEW - 1
+    again = model.generate(**follow, past_key_values=first.past_key_values, **options)
+    assert torch.equal(again.sequences, expected.sequences)
+
+
+def test_rows_that_end_and_holes_that_are_compacted(tiny_llama):
+    model = tiny_llama()
+    batch = prompts(4)
+    plain = model.generate(**batch, **OPTIONS)
+    eos = plain[0, PROMPT + 5].item()
+    options = {**OPTIONS, "eos_token_id": eos, "max_new_tokens": 60}
+    expected = model.generate(**batch, **options)
+    routers = TIDERouters.for_model(model, exit_layers=[1], compaction_threshold=0.05)
+    steps = attach(model, routers)
+    use_drafter(model, "mixed", new_tokens(model.generate(**batch, **{**options, "tide_engine": "eager"})))
+    assert torch.equal(model.generate(**batch, **options), expected)
+    assert steps.replays > 0
+
+
+def test_compiled_layers_inside_a_step(tiny_llama):
+    model = tiny_llama()
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, linear_heads(model), as_it_is, partial(CompiledLayers, "eager"))
+    draft_ahead(model)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.layers.num_compiled > 0
+    assert steps.layers.refused == {}
+    with HostReads(model.device):
+        before = steps.layers.num_compiled
+        model.generate(**prompts(), **OPTIONS)
+        assert steps.layers.num_compiled == before  # where each operation is looked at, layers run as they are
+
+
+def test_changed_models_are_noticed_and_memory_is_given_back(tiny_llama):
+    model = tiny_llama()
+    steps = attach(model)
+    use_drafter(model, "wrong", [[0] * NEW], width=0)
+    model.generate(**prompts(), **OPTIONS)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = torch.nn.Linear(layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features)
+    changed = model.generate(**prompts(), **OPTIONS)
+    other = copy.deepcopy(model)
+    assert other._tide.captured_steps is not steps
+    assert torch.equal(TIDEModelForCausalLM.detach(other).generate(**prompts(), **OPTIONS), changed)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()  # in place: graphs read the weights where they are
+    before = steps.num_captured
+    changed = model.generate(**prompts(), **OPTIONS)
+    assert steps.num_captured == before
+    model.tide_release()
+    assert not steps._buffers
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), changed)
+    assert torch.equal(TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS), changed)
+
+
+def test_what_needs_the_host_is_refused_and_says_so_once(caplog):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(vocab_size=VOCAB, rope_parameters=rope, max_position_embeddings=512, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        for _ in range(2):
+            assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert "aten._local_scalar_dense" in steps.refused
+    said = [record.message for record in caplog.records if record.name.startswith("tide_hf")]
+    assert said == [
+        f"LlamaForCausalLM runs without CUDA graphs: {steps.refused}",
+        f"engine='cuda_graph' runs eagerly: {steps.refused}",
+    ]
+
+
+FACTS = {
+    "rows": 1,
+    "devices": frozenset({"cuda:0"}),
+    "attention": "sdpa",
+    "cache": "DynamicCache",
+    "layer_kinds": frozenset({"DynamicLayer"}),
+    "arguments": frozenset({"attention_mask", "past_key_values"}),
+    "has_windows": False,
+    "is_sharded": False,
+    "has_adapters": False,
+    "training": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"layer_kinds": frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"}), "has_windows": True}, None),
+        ({"rows": 2, "has_windows": True}, "rows with holes"),
+        ({"devices": frozenset({"cuda:0", "cuda:1"})}, "spread over cuda:0, cuda:1"),
+        ({"attention": "flash_attention_2"}, "'flash_attention_2' takes no fixed buffers"),
+        ({"cache": "StaticCache"}, "the cache is a StaticCache"),
+        ({"layer_kinds": frozenset({"LinearAttentionLayer"})}, "a cache of LinearAttentionLayer"),
+        ({"arguments": frozenset({"token_type_ids"})}, "is handed token_type_ids"),
+        ({"is_sharded": True}, "processes share the model"),
+        ({"has_adapters": True}, "adapters"),
+        ({"training": True}, "training mode"),
+        ({"refused": "it needs the host"}, "it needs the host"),
+    ],
+)
+def test_why_a_call_runs_eagerly(change, reason):
+    found = why_not_captured(CallFacts(**{**FACTS, **change}))
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
+
+
+def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
+    model = tiny_model("mistral")
+    expected = model.generate(**prompts(2), **OPTIONS)
+    steps = attach(model)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        for _ in range(2):
+            assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
+    assert [record.message for record in caplog.records if "cuda_graph" in record.message] == [
+        "engine='cuda_graph' runs eagerly: rows with holes, and layers with a window, which would count them"
+    ]
+    plain = TIDEModelForCausalLM.detach(copy.deepcopy(model)).generate(**prompts(), **OPTIONS)
+    with steps.lock:  # as another thread's call would hold it
+        assert torch.equal(model.generate(**prompts(), **OPTIONS), plain)
+    assert steps.replays == 0
+
+
+def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
+    model = tiny_llama()
+    steps = attach(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
+    assert caplog.text.count("tide_mode='early_exit' decides layer by layer and runs eagerly") == 1
+    assert torch.equal(tokens[0], model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
+    assert steps.replays == 0
+
+
+def test_a_device_map_of_one_device(tiny_model_folder):
+    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, device_map={"": "cpu"}, engine="cuda_graph")
+    steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
+    tokens = model.generate(**prompts(), **OPTIONS)
+    assert steps.replays > 0
+    assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
+
+
+def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
+    model = tiny_llama()
+    steps = attach(model, make_replay=as_it_is)
+    model.generate(**prompts(), **OPTIONS)
+    (buffers,) = steps._buffers.values()
+    with torch.no_grad(), HostReads(model.device) as reads:
+        buffers.verify(4)
+    assert reads.found is None
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.index_put_((x > 0,), torch.ones(())), True),
+        (lambda x: torch.equal(x, x), True),
+        (lambda x: x.repeat_interleave(torch.tensor([1, 2])), True),
+        (lambda x: x.repeat_interleave(2), False),
+        (lambda x: torch.where(x > 0, x, 0).index_copy_(0, torch.tensor([1]), x[:1]), False),
+        (lambda x: x.to("meta"), True),
+    ],
+)
+def test_what_makes_the_host_wait(function, waits):
+    with HostReads(torch.device("cpu")) as reads:
+        function(torch.tensor([1.0, -1.0]))
+    assert (reads.found is not None) == waits
+
+
+def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch, caplog):
+    model = tiny_llama()
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    monkeypatch.setattr("tide_hf.captured_decoding.MEMORY_SHARE", 0.0)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert "the call runs eagerly: K/V buffers for max_length=22 would take" in caplog.text
+    assert steps.replays == 0
+
+
+def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
+    monkeypatch.setattr("tide_hf.captured_steps.MOST_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.captured_steps.MOST_BUFFERS", 1)
+    model = tiny_llama()
+    expected = model.generate(**prompts(2), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    draft_ahead(model)
+    for rows in (1, 2, 1, 2):
+        answer = model.generate(**prompts(rows), **OPTIONS)
+        assert len(steps._buffers) == 1
+        assert len(steps._steps) <= 2
+    assert torch.equal(answer, expected)
+
+
+def test_graphs_need_a_gpu(tiny_llama):
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="cuda_graph")
+    with pytest.raises(UnsupportedOptionError, match="engine='cuda_graph' needs a GPU: got a model on 'cpu'"):
+        model.generate(**prompts(), **OPTIONS)
+    model.generate(**prompts(), **OPTIONS, tide_engine="eager")
+
+
+def test_sizes():
+    assert [step_width(tokens) for tokens in (1, 2, 3, 5, 8, 9, 16)] == [1, 2, 4, 8, 8, 16, 16]
+    assert [capacity_for(1, slots) for slots in (1, 240, 241)] == [256, 256, 512]
+    assert capacity_for(2, 240) == 512

@@ -1,0 +1,200 @@
+"""Steps of fixed shape: a draft token at some depth, a verify pass of some width. On a GPU each is one CUDA graph.
+
+They are made ready when they are first needed, inside them compiled layers where those can be had, and kept from call
+to call. Without a graph the same function runs as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .compiled_layers import CompiledLayers
+from .errors import UnsupportedOptionError, describe
+from .replay import Replay, replay_of
+from .step_buffers import Parts, StepBuffers, capacity_for
+
+MOST_GRAPHS = 64
+MOST_BUFFERS = 4  # by numbers of rows and slots
+
+logger = logging.getLogger(__name__)
+
+
+class Step:
+    """What a step leaves behind.
+
+    Attributes:
+        replay: Runs it.
+        num_layers: Decoder layers that it runs, once per row.
+        logits: (rows, width, vocabulary) of a verify pass; the next step may write over them.
+    """
+
+    replay: Replay
+    num_layers: int = 0
+    logits: Any = None
+
+
+class CapturedSteps:
+    """The steps of one model, kept from call to call. One call at a time can use them.
+
+    Args:
+        make_replay: What makes a step ready to run again.
+        layers: Compiles the layers, so that a graph has few and large kernels; `None` leaves them as they are.
+
+    Attributes:
+        num_captured: Steps made ready so far.
+        seconds: What that took.
+        bytes: Device memory that it took, buffers included.
+        refused: Why the model cannot be captured, once that is known.
+        reads: Times that the host waited for the device.
+        replays: Steps run.
+    """
+
+    def __init__(
+        self,
+        make_replay: Callable[..., Replay] = replay_of,
+        layers: Callable[[], CompiledLayers] | None = CompiledLayers,
+    ) -> None:
+        self.make_replay, self._make_layers = make_replay, layers
+        self.num_captured, self.reads, self.replays = 0, 0, 0
+        self.seconds, self.bytes = 0.0, 0
+        self.refused: str | None = None
+        self.lock = Lock()
+        self._said: set[str] = set()
+        self.release()
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles of a model capture for themselves."""
+        return CapturedSteps, (self.make_replay, self._make_layers)
+
+    def release(self) -> None:
+        """Give buffers and graphs back."""
+        self._buffers: OrderedDict[tuple, StepBuffers] = OrderedDict()
+        self._steps: OrderedDict[tuple[StepBuffers, str, int], Step] = OrderedDict()
+        self._fingerprint: tuple = ()
+        self._parts: Parts | None = None
+        self._pool: Any = None
+        self.layers = self._make_layers() if self._make_layers is not None else None
+
+    def say_once(self, reason: str) -> bool:
+        """Whether this is the first call that does without for this reason."""
+        is_new = reason not in self._said
+        self._said.add(reason)
+        return is_new
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a model on a device that has no graphs.
+
+        Raises:
+            UnsupportedOptionError: It is not on a CUDA GPU.
+        """
+        if self.make_replay is replay_of and device.type != "cuda":
+            raise UnsupportedOptionError(
+                describe(
+                    "engine='cuda_graph' needs a GPU",
+                    got=f"a model on {device.type!r}",
+                    expected="a model on one CUDA GPU",
+                    do="Move the model there, or pass engine='compiled', which runs on CPUs, or engine='auto'.",
+                )
+            )
+
+    def buffers(self, parts: Callable[[], Parts], like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
+        """Buffers of at least `slots` slots; graphs of a model that has changed since are forgotten.
+
+        Args:
+            parts: Makes what the steps run, where it is not known yet.
+            like: The filled cache of the call.
+            rows: Sequences.
+            slots: Slots that the call may need.
+            **kinds: As `StepBuffers` takes them.
+        """
+        found = self._parts or parts()
+        if (fingerprint := fingerprint_of(found)) != self._fingerprint:
+            found = found if self._parts is None else parts()
+            self.release()
+            if self.layers is not None:
+                found = replace(found, execute_layer=self.layers.run)
+            self._parts, self._fingerprint = found, fingerprint
+        first: Any = like.layers[0]
+        capacity = capacity_for(rows, slots)
+        key = (rows, capacity, first.keys.dtype, len(like.layers), *sorted(kinds.items()))
+        if key not in self._buffers:
+            while len(self._buffers) >= MOST_BUFFERS:
+                _, oldest = self._buffers.popitem(last=False)
+                for step in [step for step in self._steps if step[0] is oldest]:
+                    del self._steps[step]
+            before = memory_of(first.keys.device)
+            self._buffers[key] = StepBuffers(found, like, rows, capacity, **kinds)
+            self.bytes += memory_of(first.keys.device) - before
+        self._buffers.move_to_end(key)
+        return self._buffers[key]
+
+    def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
+        """Run a step: `("verify", width)` or `("draft", exit_layer)`. The first time it is made ready."""
+        key = (buffers, kind, size)
+        if key not in self._steps:
+            while len(self._steps) >= MOST_GRAPHS:
+                self._steps.popitem(last=False)
+            self._steps[key] = self._made(buffers, kind, size)
+        self._steps.move_to_end(key)
+        step = self._steps[key]
+        step.replay.run()
+        self.replays += 1
+        return step
+
+    def read(self, buffers: StepBuffers) -> list[list[int]]:
+        """Wait for what the steps have found."""
+        self.reads += 1
+        return buffers.read()
+
+    def _made(self, buffers: StepBuffers, kind: str, size: int) -> Step:
+        step = Step()
+        method: Any = {"verify": buffers.verify, "draft": buffers.draft}[kind]
+
+        def function() -> None:
+            step.num_layers, step.logits = method(size)
+
+        start, before = perf_counter(), memory_of(buffers.device)
+        with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
+            step.replay = replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
+        self._pool = replay.pool
+        if replay.refused is not None and self.refused is None:
+            self.refused = replay.refused
+            logger.warning("%s runs without CUDA graphs: %s", type(buffers.parts.model).__name__, self.refused)
+        seconds, used = perf_counter() - start, memory_of(buffers.device) - before
+        self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + used
+        where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"
+        logger.info("step %d (%s slots): %.2f s, %.0f MB", self.num_captured, where, seconds, used / 1e6)
+        return step
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes that PyTorch holds on a GPU; 0 elsewhere."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def fingerprint_of(parts: Parts) -> tuple:
+    """What graphs depend on that can change between calls: modules, where their weights are, how they attend."""
+    roots = [parts.model, *([parts.routers] if parts.routers is not None else [])]
+    modules = [(id(module), id(module.__dict__.get("forward"))) for root in roots for module in root.modules()]
+    tensors = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
+    return (
+        tuple(modules),
+        tuple((id(tensor), _address(tensor), tensor.dtype) for tensor in tensors),
+        parts.model.config.get_text_config()._attn_implementation,
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's values are; packed ones do not say, and are known by the object alone."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0

@@ -1,0 +1,46 @@
+"""Processes that share one model by tensor parallelism, and so have to take the same decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+class Ranks:
+    """The processes of a model. What one of them measures or draws would be its own: the first one's counts.
+
+    Args:
+        group: Of the processes; `None` for a process alone.
+        device: Where their messages have to be.
+    """
+
+    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
+        self.group, self.device = group, device
+
+    @property
+    def many(self) -> bool:
+        """Whether there is more than one."""
+        return self.group is not None
+
+    def agree(self, value: float) -> float:
+        """The first process's value; all have to ask, in the same order."""
+        if self.group is None:
+            return value
+        message = torch.tensor([value], dtype=torch.float64, device=self.device)
+        distributed.broadcast(message, distributed.get_global_rank(self.group, 0), self.group)
+        return float(message)
+
+
+ALONE = Ranks()
+
+
+def ranks_of(model: Any) -> Ranks:
+    """The processes that transformers has spread `model` over (`tp_plan`)."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
+        return ALONE
+    if "tp" in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:
+        mesh = mesh["tp"]
+    return Ranks(mesh.get_group(), model.device)

@@ -1,0 +1,127 @@
+"""A function on tensors that stay where they are, made ready to run again: as a CUDA graph, or as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WARM_UPS = 2  # in which libraries choose kernels and take their working memory
+HOST_READS = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten.is_nonzero,
+    torch.ops.aten.equal,
+    torch.ops.aten._unique2,
+    torch.ops.aten.unique_consecutive,
+    torch.ops.aten.unique_dim,
+    torch.ops.aten.bincount,
+)
+INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+class Replay:
+    """Runs a function as it is.
+
+    Args:
+        function: The function.
+        pool: Memory that graphs share, for the next one.
+        refused: Why there is no graph; `None` where there is one, or none was asked for.
+    """
+
+    def __init__(self, function: Callable[[], None], pool: Any = None, refused: str | None = None) -> None:
+        self.run, self.pool, self.refused = function, pool, refused
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the first operation that would make the host wait for the device, or make a shape depend on values.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look at it."""
+        kwargs = kwargs or {}
+        if self.found is None and self._waits(func, args, kwargs) and not _in_masking(sys._getframe(1)):
+            self.found = str(func.overloadpacket)
+        return func(*args, **kwargs)
+
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        packet = func.overloadpacket
+        if packet in HOST_READS:
+            return bool(args[0].device.type == self.device.type)
+        if packet in INDEXING:
+            return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if packet is torch.ops.aten.repeat_interleave:
+            return kwargs.get("output_size") is None and "self_int" not in func._overloadname
+        if packet is torch.ops.aten._to_copy:
+            target = kwargs.get("device")
+            return target is not None and target.type != args[0].device.type
+        return packet is torch.ops.aten.copy_ and args[0].device.type != args[1].device.type
+
+
+def _in_masking(frame: FrameType | None) -> bool:
+    """Whether transformers' masks ask, which they leave off while a graph is captured."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "transformers.masking_utils":
+            return True
+        if name.startswith("tide_hf.") and name != __name__:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def replay_of(function: Callable[[], None], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
+    """Capture a function in a CUDA graph.
+
+    Args:
+        function: Reads and writes tensors that stay where they are.
+        state: Those of them that it changes so that it could not run again; they are put back.
+        device: Where they are, a GPU.
+        pool: Memory that it shares with other graphs.
+
+    Returns:
+        What runs it; as it is where it cannot be captured, and then with the reason.
+    """
+    before = [tensor.clone() for tensor in state]
+
+    def put_back() -> None:
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+
+    with torch.cuda.device(device):
+        reads = HostReads(device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                function()
+                put_back()
+            with reads:
+                function()
+            put_back()
+        torch.cuda.current_stream().wait_stream(stream)
+        if reads.found is not None:
+            return Replay(function, pool, f"its forward needs the host ({reads.found})")
+        graph = torch.cuda.CUDAGraph()
+        pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                function()
+        except RuntimeError as error:  # of CUDA: something that a capture does not allow
+            put_back()
+            return Replay(function, pool, str(error).strip().partition("\n")[0])
+    return Replay(graph.replay, pool)

@@ -1,0 +1,184 @@
+"""The tensors of captured steps, which stay where they are, and what a draft step and a verify pass do with them.
+
+A step runs the model's own forward on fixed K/V (`fixed_cache`). What changes from round to round (tokens, slots,
+positions) is in tensors on the device, written by one copy. A draft step puts its token where the next step looks for
+it, so a chain of drafts and the pass that verifies them need the host only to start them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .block_drafting import BlockRun
+from .fixed_cache import fill, fixed_cache
+from .modeling_tide import TIDERouters
+from .skipping import FixedDepthRun, LayerRun, active
+from .structure import DecoderStructure
+from .unembed import DraftUnembed, Unembed
+
+WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are filled up
+WIDEST = WIDTHS[-1]
+BUCKET = 256  # slots; buffers, and so graphs, serve all calls up to the next multiple
+SPARE_SLOTS = 256  # for holes, with several rows
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of an attached model the steps run.
+
+    Attributes:
+        model: The model.
+        structure: Its structure.
+        unembed: Its unembedding.
+        draft_unembed: What the heads draft with.
+        routers: Routers and exit heads, if any.
+        execute_layer: As of a `LayerRun`.
+    """
+
+    model: Any
+    structure: DecoderStructure
+    unembed: Unembed
+    draft_unembed: DraftUnembed
+    routers: TIDERouters | None
+    execute_layer: Any = None
+
+
+class StepBuffers:
+    """The tensors of all steps of one number of rows and slots.
+
+    Args:
+        parts: What the steps run.
+        like: A filled cache of the model's, for shapes and dtypes.
+        rows: Sequences.
+        capacity: Slots of each.
+        has_positions: Whether the model is told the positions.
+        has_block: Whether the block drafts, whose K/V are in the last layer of the cache.
+    """
+
+    def __init__(
+        self, parts: Parts, like: Cache, rows: int, capacity: int, has_positions: bool, has_block: bool
+    ) -> None:
+        self.parts, self.rows, self.capacity, self.has_positions = parts, rows, capacity, has_positions
+        first: Any = like.layers[0]
+        self.device = device = first.keys.device
+        self.cache = fixed_cache(like, rows, capacity)
+        hidden, dtype = parts.structure.hidden_size, first.keys.dtype
+        sizes = (1, 1, rows, rows, rows * WIDEST)  # of what the host says in each round
+        with torch.inference_mode(False):
+            self._said = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._heard = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            self.mask = torch.ones((rows, capacity), dtype=torch.int64, device=device)
+            self._mask_said = torch.ones((rows, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
+            if has_block:
+                self.finals = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
+                self.deep = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
+                self.deep_drafted = torch.zeros_like(self.deep)
+        self.start, self.fed, self.positions, self.kept, ids = self._heard.split(sizes)
+        self.ids = ids.view(rows, WIDEST)
+        self.block: BlockRun | None = None
+        if has_block and parts.routers is not None and parts.routers.block is not None:
+            block_layer = parts.routers.config.block_layer
+            self.block = BlockRun(parts.structure, self.cache, parts.unembed, parts.routers.block, block_layer)
+
+    def load(self, source: Cache, length: int, mask: Tensor | None, deep: Tensor | None) -> None:
+        """Take over a cache of `length` tokens, its (rows, length) mask, and the block's last deep state."""
+        fill(self.cache, source, length)
+        self.write_mask(mask)
+        if deep is not None and self.block is not None:
+            self.deep.copy_(deep)
+
+    def write_mask(self, mask: Tensor | None) -> None:
+        """Hide what a (rows, length) mask on the CPU hides; `None` hides nothing."""
+        self._mask_said.fill_(1)
+        if mask is not None:
+            self._mask_said[:, : mask.shape[1]] = mask
+        self.mask.copy_(self._mask_said, non_blocking=True)
+
+    def write(self, start: int, positions: list[int], ids: list[list[int]], kept: list[int] | None) -> None:
+        """Say what a round starts from, by one copy that nobody waits for.
+
+        Args:
+            start: The first slot to write to.
+            positions: Of each row's first token.
+            ids: Each row's last token, and draft tokens behind it.
+            kept: How many tokens of the pass before each row kept; `None` before the first.
+        """
+        padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
+        behind = [max(0, count - 1) for count in kept] if kept is not None else [0] * self.rows
+        self._said.copy_(torch.tensor([start, 0, *positions, *behind, *padded]))
+        self._heard.copy_(self._said, non_blocking=True)
+        if self.block is not None:
+            if kept is not None:
+                index = self.kept[:, None, None].expand(-1, 1, self.finals.shape[-1])
+                self.deep.copy_(self.finals.gather(1, index))
+            self.deep_drafted.copy_(self.deep)
+
+    def read(self) -> list[list[int]]:
+        """Wait for the round; return for each row the full model's tokens, and behind `WIDEST` what it was fed."""
+        return self._results.tolist()
+
+    def state(self) -> list[Tensor]:
+        """What a step changes that another run of it would not change back."""
+        return [self._heard, *([self.deep_drafted] if self.block is not None else [])]
+
+    def verify(self, width: int) -> tuple[int, Tensor]:
+        """A pass at full depth over the first `width` tokens of each row; return layers run and logits."""
+        run = self.block or LayerRun(self.parts.structure, self.cache)
+        run.execute_layer = self.parts.execute_layer
+        before = run.layers_executed
+        if self.block is not None:
+            self.block.deep_before = self.deep
+        with active(run):
+            logits = self._forward(self.ids[:, :width], self.start[0]).logits
+        self._results[:, :width] = logits.argmax(dim=-1)
+        self._results[:, WIDEST:] = self.ids
+        if self.block is not None:
+            final: Any = self.block.final
+            self.finals[:, :width].copy_(final)
+        return run.layers_executed - before, logits
+
+    def draft(self, exit_layer: int) -> tuple[int, None]:
+        """One draft token for each row, put behind the one it was drafted from; return layers run."""
+        run = FixedDepthRun(self.parts.structure, self.cache, exit_layer)
+        run.execute_layer = self.parts.execute_layer
+        if self.block is not None:
+            self.block.execute_layer = self.parts.execute_layer
+        ids = self.ids.index_select(1, self.fed)
+        with active(run):
+            call = run.call_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
+        if self.block is not None and exit_layer == self.block.block_layer:
+            self.block.drafted = self.deep_drafted
+            state = self.block.draft(call)
+            self.deep_drafted.copy_(self.block.drafted)
+        else:
+            routers: Any = self.parts.routers
+            state = routers[exit_layer].head(call.state[:, -1])
+        self.fed.add_(1)
+        self.ids.index_copy_(1, self.fed, self.parts.draft_unembed(state)[:, None])
+        return run.layers_executed, None
+
+    def _forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
+        width = ids.shape[1]
+        self.cache.layers[0].place.move_to(start, width)
+        inputs = {"input_ids": ids, "attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        if self.has_positions:
+            steps = torch.arange(width, device=self.device) + fed
+            inputs["position_ids"] = self.positions[:, None] + steps
+        return self.parts.model(**inputs, return_dict=True)
+
+
+def step_width(tokens: int) -> int:
+    """The width of the verify pass that serves for so many tokens."""
+    return next(width for width in WIDTHS if width >= tokens)
+
+
+def capacity_for(rows: int, slots: int) -> int:
+    """Slots of the buffers for a call that may need `slots`, and room for a pass."""
+    needed = slots + WIDEST + (SPARE_SLOTS if rows > 1 else 0)
+    return -(-needed // BUCKET) * BUCKET
