@@ -98,7 +98,6 @@ def test_json_has_the_figures_and_where_they_are_from(places, capsys):
         (["MODEL", "--routers", "ROUTERS", "--text", "no/such/file.txt"], "the dataset cannot be found"),
         (["MODEL", "--routers", "ROUTERS", "--questions", "TEXT"], "a row holds no question with an answer (text.txt)"),
         (["MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--plot", "NOWHERE"], "the figures cannot be written"),
-        (["MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--thresholds", "-1"], "exit_threshold is no usable"),
         (["MODEL", "--routers", "ROUTERS", "--questions", "QA", "--prompt", "Why?"], "no place for the question"),
     ],
 )

@@ -93,7 +93,6 @@ def test_mode_threshold_dtype_and_threads_are_obeyed(generate, routers_folder):
         ([], "the prompt is empty"),
         (["\udcff"], "PROMPT is no text"),
         (["a", "--mode", "post_hoc"], "there are no routers for the model"),
-        (["a", "--exit-threshold", "-1"], "exit_threshold is no usable number"),
         (["a", "--device", "cuda:99"], "there is no such device"),
         (["a", "--max-new-tokens", "3000"], "the text is too long for the model: got 15 tokens, and up to 3000"),
     ],

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tide_hf import demo_model
-from tide_hf.cli import COMMANDS, main
+from tide_hf.cli import main
+from tide_hf.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,8 +55,8 @@ def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
 
 def test_the_command_line_section_names_every_command_and_option():
     section = README.partition("\n## Command line\n")[2].partition("\n## ")[0]
-    for add_command in COMMANDS:
-        assert f"`{add_command.__name__.removeprefix('add_')}`" in section
+    for command in COMMANDS:
+        assert f"`{command}`" in section
     shared = ("--routers", "--mode", "--exit-threshold", "--max-new-tokens", "--dtype", "--device", "--threads")
     for option in (*shared, "--json", "--debug", "--prompt-file", "--prompts", "--raw"):
         assert f"`{option}" in section

