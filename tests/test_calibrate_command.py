@@ -63,7 +63,8 @@ def test_calibrate_hands_on_what_is_given_and_nothing_else(tiny_model_folder, tm
     assert json.loads(captured.out)["weights"] == "a local folder"
     assert "routers are in" in captured.err
     card = (tmp_path / "new" / "routers" / "README.md").read_text()
-    assert f"Command: `tide-hf calibrate {tiny_model_folder} --output-dir" in card
+    assert "Command: `tide-hf calibrate tiny-llama --output-dir routers" in card
+    assert str(tmp_path) not in card.partition("Command:")[2]  # it is published
     assert "--exit-layers 1,3" in card
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from .calibration import calibrate
 from .commands import CALIBRATE_OPTIONS
 from .model_arguments import load
 from .model_card import write_model_card
+from .provenance import command_line
 
 
 def run(args: argparse.Namespace) -> None:
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     routers = calibrate(loaded.model, loaded.tokenizer, output_dir=folder, **options)
     if routers.config.calibration is not None:
         routers.config.calibration["weights"] = getattr(loaded.model, "weights_origin", None)
-        routers.config.calibration["command"] = f"tide-hf {shlex.join(args.argv)}"
+        routers.config.calibration["command"] = command_line(args.argv)
     routers.save_pretrained(folder)
     card = write_model_card(routers, folder)
     done = f"The routers are in {folder}, their figures in {card}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from typing import Any
 
@@ -19,7 +18,7 @@ from .evaluation import QualityOptions, QuestionColumns, measure_quality
 from .evaluation.plots import save_quality_plot
 from .evaluation.tables import quality_tables
 from .model_arguments import load, required
-from .provenance import provenance
+from .provenance import command_line, provenance
 
 
 def run(args: argparse.Namespace) -> None:
@@ -36,12 +35,8 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         save_quality_plot(record, args.plot)
     if args.json:
-        command = f"tide-hf {shlex.join(args.argv)}"
-        print(
-            json.dumps(
-                provenance(loaded.model) | {"command": command, "routers": loaded.routers_origin} | record, indent=2
-            )
-        )
+        facts = {"command": command_line(args.argv), "routers": loaded.routers_origin}
+        print(json.dumps(provenance(loaded.model) | facts | record, indent=2))
     else:
         _print(record, Console())
 

@@ -15,7 +15,7 @@ from .benchmark import Contender, tide_contender, usable_threshold
 from .choices import MODES
 from .demo_model import load_demo_model
 from .errors import ConfigurationError, describe
-from .loading import shipped_routers
+from .loading import load_routers, shipped_routers
 from .model import TIDEModelForCausalLM
 from .modeling_tide import TIDERouters
 
@@ -52,10 +52,10 @@ def load(args: argparse.Namespace, console: Console) -> Loaded:
     device = _device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
     asked = getattr(args, "routers", None)
     folder = asked or shipped_routers(args.model)
-    routers = TIDERouters.from_pretrained(folder) if folder is not None else None
+    routers = load_routers(folder) if folder is not None else None  # first, since they are small
+    model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
     return Loaded(model.to(device), tokenizer, routers, asked or (folder and f"shipped, {Path(folder).name}"))
 
 
