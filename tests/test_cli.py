@@ -105,6 +105,15 @@ def test_an_interrupt_ends_quietly(monkeypatch):
     assert main(["demo"]) == 130
 
 
+def test_an_interrupt_while_a_command_loads_ends_quietly(monkeypatch, capsys):
+    def interrupt(name, package):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tide_hf.cli.import_module", interrupt)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_a_reader_that_leaves_ends_it_quietly(tiny_model_folder):
     command = f"'{sys.executable}' -m tide_hf.cli inspect '{tiny_model_folder}' --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -88,6 +88,19 @@ def test_a_rate_is_a_whole_number(number, capsys):
     assert "usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_cannot_be_had_is_told_before_a_model_is_loaded(host, monkeypatch, capsys):
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    monkeypatch.setattr(serve_command, "_local_backend", lambda options: pytest.fail("loaded a model"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert cli.main(["serve", "m", "--host", host, "--port", str(other.getsockname()[1])]) == 2
+    err = capsys.readouterr().err
+    assert "the server cannot listen there" in err
+    assert "Name another --port or --host" in err
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

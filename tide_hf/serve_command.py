@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,22 +74,44 @@ def limits_of(args: argparse.Namespace) -> Limits:
     )
 
 
+def listener(host: str, port: int) -> socket.socket:
+    """A socket at this address, taken before the model is loaded: whoever cannot have it is told at once.
+
+    Raises:
+        ConfigurationError: Another program has it, or this machine has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        taken.close()
+        raise ConfigurationError(
+            describe(
+                "the server cannot listen there",
+                got=f"'{error}' for {host} port {port}",
+                expected="an address of this machine with a port that no other program has",
+                do="Name another --port or --host, or stop the other program.",
+            )
+        ) from error
+    return taken
+
+
 def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_ray: bool) -> None:
     import uvicorn  # noqa: PLC0415
 
     from .serving.app import create_app  # noqa: PLC0415
     from .serving.metrics import Metrics  # noqa: PLC0415
 
-    metrics, name = Metrics(), model_name(args)
+    metrics, name, taken = Metrics(), model_name(args), listener(args.host, args.port)
     backend = _ray_backend(args, options, metrics) if uses_ray else _local_backend(options)
     app = create_app(backend, name, limits, metrics)
     host = f"[{args.host}]" if ":" in args.host else args.host
     Console(stderr=True).print(f"Serving {name} at http://{host}:{args.port}/v1", highlight=False, soft_wrap=True)
     # h11 bounds what it reads of headers; proxies' words about who a client is are not taken.
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
-        host=args.host,
-        port=args.port,
         http="h11",
         ws="none",
         proxy_headers=False,
@@ -96,6 +120,8 @@ def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_
         log_level="warning",
         timeout_graceful_shutdown=10,
     )
+    with suppress(KeyboardInterrupt), taken:  # by which servers are stopped
+        uvicorn.Server(config).run(sockets=[taken])
 
 
 def _local_backend(options: EngineOptions) -> Any:
