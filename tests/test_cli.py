@@ -114,6 +114,25 @@ def test_an_interrupt_while_a_command_loads_ends_quietly(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_explained():
+    command = f"'{sys.executable}' -m tide_hf.cli completion bash > /dev/full"
+    pytest.importorskip("shtab")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert "the system refused to read or write: got '[Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_streams_that_are_closed_count_as_empty():
+    command = f"'{sys.executable}' -m tide_hf.cli generate no/such/model <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, "the prompt is empty" in done.stderr) == (2, True)
+    command = f"'{sys.executable}' -m tide_hf.cli completion bash >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "Traceback" not in done.stderr
+
+
 def test_a_reader_that_leaves_ends_it_quietly(tiny_model_folder):
     command = f"'{sys.executable}' -m tide_hf.cli inspect '{tiny_model_folder}' --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)

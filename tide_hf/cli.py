@@ -7,10 +7,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from .commands import make_parser
-from .errors import TIDEError
+from .errors import TIDEError, describe
 
 EXIT_USAGE = 2  # also what argparse exits with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 after an error that was explained on standard error, 130 where interrupted, 141 where
         nobody read the output to its end.
     """
+    _open_streams()
     parser = make_parser()
     args = parser.parse_args(argv)
     args.parser, args.argv = parser, list(sys.argv[1:] if argv is None else argv)
@@ -41,9 +43,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it closes it
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, a file that may not be written
+        if args.debug:
+            traceback.print_exc()
+        _drop_output()
+        print(f"tide-hf: {_of_system(error)}", file=sys.stderr)
+        return EXIT_USAGE
     return 0
+
+
+def _of_system(error: OSError) -> str:
+    return describe(
+        "the system refused to read or write",
+        got=f"'{error}'",
+        expected="files and output that may be written, and room for them",
+        do="Mend that, or name other files. --debug shows where it happened.",
+    )
+
+
+def _open_streams() -> None:
+    """Put empty streams where a caller closed the standard ones, which Python then has as `None`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+
+
+def _drop_output() -> None:
+    """Let what is left of the output go nowhere, or Python complains when it closes it."""
+    with suppress(OSError):  # a stream of a test has no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: argparse.Namespace) -> None:
