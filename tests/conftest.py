@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDERouters  # noqa: E402
+from tide_hf.cli import main  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256
@@ -127,6 +128,21 @@ def routers_folder(tmp_path, tiny_llama):
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=record)
     routers.save_pretrained(tmp_path / "routers")
     return tmp_path / "routers"
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that runs a command line that has to end with status 2, and with an explanation that has `message`; it gives the output."""
+
+    def run(arguments, message):
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert "Expected" in captured.err
+        assert "Traceback" not in captured.err
+        return captured.out
+
+    return run
 
 
 @pytest.fixture

@@ -104,13 +104,9 @@ def test_the_terminal_ends_with_the_input_or_an_interrupt(command, typing):
         ([], b"a" * 3000, "the text is too long for the model"),
     ],
 )
-def test_over_a_pipe_errors_end_it(command, pipe_in, capsys, arguments, data, message):
+def test_over_a_pipe_errors_end_it(command, pipe_in, refused, arguments, data, message):
     pipe_in(data)
-    assert main([*command, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Expected" in captured.err
-    assert "Traceback" not in captured.err
+    refused([*command, *arguments], message)
 
 
 def test_a_model_without_a_chat_template_is_refused(command, tiny_model_folder, pipe_in, capsys):
