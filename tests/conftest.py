@@ -5,6 +5,7 @@ The default run needs the Hub or PyPI once, for the real model; `pytest -m "not 
 
 import io
 import os
+import time
 
 # Read when the libraries are imported, so they are set before. The telemetry switches are taken away because
 # kernels sends an illegal header when it finds one of them.
@@ -29,7 +30,8 @@ from loopback_hub import loopback_hub  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-from tide_hf import TIDERouters  # noqa: E402
+from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
+from tide_hf.cli import main  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256
@@ -127,6 +129,38 @@ def routers_folder(tmp_path, tiny_llama):
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=record)
     routers.save_pretrained(tmp_path / "routers")
     return tmp_path / "routers"
+
+
+@pytest.fixture
+def make_engine(tiny_llama, tiny_tokenizer):
+    """A function that makes an engine with a tiny attached model."""
+
+    from tide_hf.serving.engine import Engine, EngineOptions  # noqa: PLC0415 - needs packages of an extra
+
+    def make(mode="self_speculative", slow=0.0, config=None, **options):
+        model = tiny_llama(**(config or {}))
+        routers = TIDERouters.for_model(model, exit_layers=[2])
+        TIDEModelForCausalLM.attach(model, routers, mode=mode)
+        if slow:
+            model.register_forward_pre_hook(lambda *_: time.sleep(slow))
+        return Engine(model, tiny_tokenizer, EngineOptions(model="tiny", mode=mode, **options))
+
+    return make
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that runs a command line that has to end with status 2 and an explanation; it gives the output."""
+
+    def run(arguments, message):
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert "Expected" in captured.err
+        assert "Traceback" not in captured.err
+        return captured.out
+
+    return run
 
 
 @pytest.fixture

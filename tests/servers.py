@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from contextlib import contextmanager
 
+import httpx2 as httpx
+import openai
 import uvicorn
+
+from tide_hf.serving.app import create_app
+from tide_hf.serving.batching import Batcher
+from tide_hf.serving.limits import Limits
 
 
 @contextmanager
@@ -28,3 +36,49 @@ def running(app, **settings):
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+def chat(text):
+    return [{"role": "user", "content": text}]
+
+
+@contextmanager
+def serving(engine, **limits):
+    """A server for an engine; gives its address, the batcher and the app."""
+    batcher = Batcher(engine)
+    app = create_app(batcher, "tiny", Limits(**{"requests_per_minute": 0, **limits}))
+    with running(app) as url:
+        yield url, batcher, app
+
+
+def client(url, key="-", **settings):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, **settings)
+
+
+def ask(connection, text, **fields):
+    return connection.chat.completions.create(model="tiny", messages=chat(text), **{"temperature": 0, **fields})
+
+
+def metrics_of(url, **headers):
+    lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@contextmanager
+def connected(url):
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        yield connection
+
+
+def request_head(length, *more):
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *more]
+    lines += [] if length is None else [f"Content-Length: {length}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -174,3 +174,14 @@ def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):
     assert provenance.commit(tmp_path) is None
     assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
     assert provenance.cpu_name(tmp_path / "none")
+
+
+def test_a_command_is_told_without_the_folders_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "texts.txt").write_text("")
+    words = ["calibrate", "org/name", "--dataset=/home/me/chats.jsonl", "--output-dir", "../secret/routers"]
+    words += ["data/texts.txt", "--seed", "1", "a prompt / or two"]
+    assert provenance.command_line(words) == (
+        "tide-hf calibrate org/name --dataset=chats.jsonl --output-dir routers texts.txt --seed 1 'a prompt / or two'"
+    )

@@ -104,13 +104,9 @@ def test_the_terminal_ends_with_the_input_or_an_interrupt(command, typing):
         ([], b"a" * 3000, "the text is too long for the model"),
     ],
 )
-def test_over_a_pipe_errors_end_it(command, pipe_in, capsys, arguments, data, message):
+def test_over_a_pipe_errors_end_it(command, pipe_in, refused, arguments, data, message):
     pipe_in(data)
-    assert main([*command, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Expected" in captured.err
-    assert "Traceback" not in captured.err
+    refused([*command, *arguments], message)
 
 
 def test_a_model_without_a_chat_template_is_refused(command, tiny_model_folder, pipe_in, capsys):
@@ -143,12 +139,22 @@ def test_in_a_real_terminal_an_interrupt_ends_it_with_130(command):
         assert b"\x1b[" in answered
         if b"> " not in answered.partition(b"tokens/s")[2]:  # the prompt may come in the same piece
             read_until(controller, b"> ")
-        chat.send_signal(signal.SIGINT)
-        assert chat.wait(timeout=60) == 130
+        assert interrupt(chat) == 130
     finally:
         chat.kill()
         chat.wait()
         os.close(controller)
+
+
+def interrupt(process):
+    """Interrupt it as a user does: again where nothing happens, since readline may miss one just before it waits."""
+    for _ in range(6):
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            continue
+    return None
 
 
 def read_until(controller, end):

@@ -78,16 +78,13 @@ def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_fol
         (["--mode", "early_exit"], "Pass --routers"),
         (["--routers", "no/such/routers"], "no routers at no/such/routers"),
         (["--device", "meta"], "there is no such device"),
+        (["--device", "x"], "there is no such device"),
         (["--max-new-tokens", "3000"], "the text is too long for the model"),
     ],
 )
-def test_an_error_is_explained_on_standard_error(tiny_model_folder, monkeypatch, capsys, arguments, message):
+def test_an_error_is_explained_on_standard_error(tiny_model_folder, monkeypatch, refused, arguments, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["demo", str(tiny_model_folder), *QUICK, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Expected" in captured.err
-    assert "Traceback" not in captured.err
+    refused(["demo", str(tiny_model_folder), *QUICK, *arguments], message)
 
 
 def test_debug_shows_the_traceback(tmp_path, capsys):
@@ -97,20 +94,40 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
     assert f"tide-hf: {tmp_path} cannot be loaded" in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--repeats", "0"], ["demo", "--device", "x"], ["dance"]])
-def test_a_wrong_command_line_is_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: tide-hf" in capsys.readouterr().err
-
-
 def test_an_interrupt_ends_quietly(monkeypatch):
     def interrupt(args, console):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tide_hf.demo_command.load", interrupt)
     assert main(["demo"]) == 130
+
+
+def test_an_interrupt_while_a_command_loads_ends_quietly(monkeypatch, capsys):
+    def interrupt(name, package):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tide_hf.cli.import_module", interrupt)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_explained():
+    command = f"'{sys.executable}' -m tide_hf.cli completion bash > /dev/full"
+    pytest.importorskip("shtab")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert "the system refused to read or write: got '[Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_streams_that_are_closed_count_as_empty():
+    command = f"'{sys.executable}' -m tide_hf.cli generate no/such/model <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, "the prompt is empty" in done.stderr) == (2, True)
+    command = f"'{sys.executable}' -m tide_hf.cli completion bash >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tiny_model_folder):
@@ -208,22 +225,3 @@ def test_the_table_says_where_lossless_was_not():
     assert "differs" in row
     assert "0 of 1" in row
     assert any("no speed-up to give" in note for note in comparison.notes([plain, other], 2, 1))
-
-
-def test_every_command_has_a_help_text(capsys):
-    for command in (
-        "demo",
-        "generate",
-        "chat",
-        "calibrate",
-        "inspect",
-        "benchmark",
-        "evaluate",
-        "push",
-        "serve",
-        "completion",
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main([command, "--help"])
-        assert caught.value.code == 0
-        assert f"usage: tide-hf {command}" in capsys.readouterr().out

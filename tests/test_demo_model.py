@@ -15,8 +15,9 @@ from huggingface_hub import HfApi, constants
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide_hf import TIDEError, demo_model
+from tide_hf import TIDEError, demo_model, loading
 from tide_hf.demo_model import DEFAULT_MODEL, DemoModelError, load_demo_model
+from tide_hf.errors import RoutersNotFoundError
 
 GGUF = b"not really a model"
 
@@ -35,13 +36,13 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def no_hub(tmp_path, monkeypatch):
     """No Hub within reach, and nothing fetched from it earlier."""
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("the network is down")
-
     monkeypatch.setattr(HfApi, "model_info", unreachable)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(demo_model, "try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: None)
+
+
+def unreachable(*args, **kwargs):
+    raise ConnectionError("the network is down")
 
 
 class FakePip:
@@ -102,14 +103,14 @@ def test_the_hub_comes_first(tiny_model_folder, pip, monkeypatch, console):
     monkeypatch.setattr(HfApi, "model_info", lambda self, name, timeout: asked.append((name, timeout)))
     redirect_loading(monkeypatch, tiny_model_folder)
     model, _ = load_demo_model(console=console)
-    assert asked == [(DEFAULT_MODEL, demo_model.REACH_TIMEOUT)]
+    assert asked == [(DEFAULT_MODEL, loading.REACH_TIMEOUT)]
     assert model.weights_origin == "the Hub"
     assert pip.commands == []
 
 
 @pytest.mark.usefixtures("home", "no_hub")
 def test_what_the_hub_gave_earlier_is_used_when_it_is_out_of_reach(tiny_model_folder, pip, monkeypatch, console):
-    monkeypatch.setattr(demo_model, "try_to_load_from_cache", lambda name, file: "config.json")
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "config.json")
     options = redirect_loading(monkeypatch, tiny_model_folder)
     model, _ = load_demo_model(console=console)
     assert "fetched earlier" in model.weights_origin
@@ -212,6 +213,27 @@ def test_any_other_model_out_of_reach_is_explained(pip, console, name):
     with pytest.raises(TIDEError, match=rf"{name} cannot be loaded: got .*Check the name and the network"):
         load_demo_model(name, console=console)
     assert pip.commands == []
+
+
+def test_a_misspelt_name_is_told_from_a_hub_out_of_reach(model_hub, console):
+    with pytest.raises(DemoModelError, match="got no such repository on the Hub, or a private one"):
+        load_demo_model("someone/misspelt", console=console)
+    with pytest.raises(DemoModelError, match="got no such folder, and no name that a repository could have"):
+        load_demo_model("./no/such/folder", console=console)
+    assert model_hub.asked
+
+
+def test_routers_that_the_hub_gave_earlier_are_loaded_when_it_is_out_of_reach(model_hub, routers_folder, monkeypatch):
+    model_hub.add("org/routers", routers_folder)
+    assert loading.load_routers("org/routers").config.exit_layers == [2]
+    with pytest.raises(RoutersNotFoundError, match="got no such repository on the Hub, or a private one"):
+        loading.load_routers("org/misspelt")
+    asked = len(model_hub.asked)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    assert loading.load_routers("org/routers").config.exit_layers == [2]
+    assert len(model_hub.asked) == asked  # not even tried, let alone tried again and again
+    with pytest.raises(RoutersNotFoundError, match="Check the name and the network"):
+        loading.load_routers("org/others")
 
 
 @pytest.mark.usefixtures("home")

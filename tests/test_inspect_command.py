@@ -81,15 +81,11 @@ def test_inspect_copes_with_older_records(tiny_model_folder, tmp_path, capsys):
         (["--routers", "OTHER"], "belong to another base model"),
     ],
 )
-def test_errors_are_explained(tiny_model_folder, tiny_llama, tmp_path, monkeypatch, capsys, arguments, message):
+def test_errors_are_explained(tiny_model_folder, tiny_llama, tmp_path, monkeypatch, refused, arguments, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     TIDERouters.for_model(tiny_llama(num_hidden_layers=5), exit_layers=[2]).save_pretrained(tmp_path / "other")
     places = {name.upper(): tmp_path / name for name in ("empty", "binary", "other")}
     command = ["inspect", str(tiny_model_folder), *(str(places.get(argument, argument)) for argument in arguments)]
-    assert main(command) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Expected" in captured.err
-    assert "Traceback" not in captured.err
+    refused(command, message)

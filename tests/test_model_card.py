@@ -108,3 +108,50 @@ def test_the_shipped_routers_still_get_a_card_with_their_layers_in_order(tmp_pat
     assert [int(line.split()[1]) for line in lines] == [16, 24, 28, 1]  # the block last
     assert "None" not in text
     assert "{{" not in text
+
+
+def test_what_a_record_says_is_neither_markup_nor_code(tmp_path):
+    evil = "x\n\n# A title of theirs\n<script>alert(1)</script> [click](javascript:x) {{ 6 * 7 }} {% raw %}"
+    routers = TIDERouters.for_model(tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12])
+    routers.config.base_model_name_or_path = 'org/base") or run("evil'
+    routers.config.calibration = record() | {"weights": evil, "data": evil, "command": f"`{evil}", "labels": evil}
+    card = write_model_card(routers, tmp_path, repo_id="org/tide").read_text()
+    assert "\n# A title of theirs" not in card
+    assert "[click](" not in card.replace(f"Command: `'{' '.join(evil.split())}`", "")  # where it is code, it is shown
+    assert "<script>" not in card.replace(f"Command: `'{' '.join(evil.split())}`", "")
+    assert "{{ 6 * 7 }} {% raw %}" in card
+    assert '"org/base?) or run(?evil"' in card
+    assert ModelCard(card).data.base_model == routers.config.base_model_name_or_path
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threshold": "none"},
+        {"threshold": {"chosen": 1}},
+        {"splits": 3},
+        {"num_documents": {"a": []}, "splits": {}},
+        {"exit_layers": {"four": ROW}},
+        {"command": 7},
+    ],
+)
+def test_a_record_that_is_none_has_no_card(tmp_path, wrong):
+    routers = TIDERouters.for_model(tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12])
+    routers.config.calibration = record() | wrong
+    with pytest.raises(ConfigurationError, match=r"cannot be shown on a card: got .* Expected the record that tide_hf"):
+        write_model_card(routers, tmp_path)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_links_in_the_folder_are_not_written_through(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "routers" / "plots").mkdir(parents=True)
+    for name in ("README.md", "config.json", "model.safetensors", "plots/agreement.png"):
+        (tmp_path / "routers" / name).symlink_to(tmp_path / "mine")
+    routers = TIDERouters.for_model(tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12])
+    routers.config.calibration = record()
+    routers.save_pretrained(tmp_path / "routers")
+    write_model_card(routers, tmp_path / "routers")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert TIDERouters.from_pretrained(tmp_path / "routers").config.exit_layers == [4, 12]

@@ -13,7 +13,7 @@ from families import tiny_model
 from safetensors.torch import load_file, save_file
 
 from tide_hf import TIDERouters
-from tide_hf.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError
+from tide_hf.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError, TIDEError
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
 
@@ -105,6 +105,18 @@ def test_a_pickle_in_place_of_safetensors_is_not_read(model, tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(RoutersNotFoundError, match=r"Expected config\.json and model\.safetensors"):
         TIDERouters.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_link_to_a_file_that_is_no_routers_tells_nothing_of_it(model, tmp_path, name):
+    (tmp_path / "secret").write_text("the password is swordfish")
+    TIDERouters.for_model(model, exit_layers=[2]).save_pretrained(tmp_path / "routers")
+    (tmp_path / "routers" / name).unlink()
+    (tmp_path / "routers" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(TIDEError) as caught:
+        TIDERouters.from_pretrained(tmp_path / "routers")
+    assert "Expected" in str(caught.value)
+    assert "swordfish" not in str(caught.value)
 
 
 def test_a_corrupt_safetensors_file(model, tmp_path):

@@ -5,25 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from axes import Axes
 from test_report import made_up_record
 
 from tide_hf.calibration.plots import PLOTS, save_plots
 from tide_hf.errors import MissingPackageError
 
 SHIPPED = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
-
-
-class Axes:
-    """Takes down what is drawn."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
-
-    def drawn(self, kind):
-        return [args for name, args, _ in self.calls if name == kind]
 
 
 def test_every_plot_is_a_png(tmp_path):

@@ -1,14 +1,19 @@
 """The README's Python snippets run as written, one after another, and so do the lines of its command-line section."""
 
+import ast
+import inspect
 import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
-from tide_hf import demo_model
-from tide_hf.cli import COMMANDS, main
+from tide_hf import TIDEConfig, TIDEModelForCausalLM, demo_model
+from tide_hf.cli import main
+from tide_hf.commands import COMMANDS
+from tide_hf.generation import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,8 +59,52 @@ def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
 
 def test_the_command_line_section_names_every_command_and_option():
     section = README.partition("\n## Command line\n")[2].partition("\n## ")[0]
-    for add_command in COMMANDS:
-        assert f"`{add_command.__name__.removeprefix('add_')}`" in section
+    for command in COMMANDS:
+        assert f"`{command}`" in section
     shared = ("--routers", "--mode", "--exit-threshold", "--max-new-tokens", "--dtype", "--device", "--threads")
     for option in (*shared, "--json", "--debug", "--prompt-file", "--prompts", "--raw"):
         assert f"`{option}" in section
+
+
+def rows_of(section, first):
+    """The rows of the table in a section whose first column is called so: lists of cells."""
+    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def read(cell):
+    return ast.literal_eval(cell.strip("`"))
+
+
+def test_the_configuration_reference_names_every_field_option_and_argument_with_its_default():
+    fields = {name.strip("`"): (kind, read(default)) for name, kind, default, _ in rows_of("Configuration", "field")}
+    kinds = {name: kind for name, kind in TIDEConfig.__annotations__.items() if name != "model_type"}
+    said = {name: kind.replace(" | ", " or ").replace("[str, Any]", "") for name, kind in kinds.items()}
+    assert fields == {name: (said[name].replace("float or int", "float"), getattr(TIDEConfig, name)) for name in kinds}
+
+    options = {name.strip("`"): read(default) for name, _, default, _ in rows_of("Configuration", "option")}
+    assert options == dict.fromkeys(OPTIONS)
+    assert not any(hasattr(GenerationConfig(), name) for name in OPTIONS)  # so that None is what a call gets
+
+    arguments = {name.strip("`"): read(default) for name, _, default, _ in rows_of("Configuration", "argument")}
+    parameters = inspect.signature(TIDEModelForCausalLM.from_pretrained).parameters.values()
+    assert arguments == {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    attach = inspect.signature(TIDEModelForCausalLM.attach).parameters
+    assert {name: attach[name].default for name in arguments if name in attach} | {
+        "routers_revision": None
+    } == arguments
+
+
+def test_the_first_figures_are_those_of_the_committed_results():
+    table = (ROOT / "examples" / "benchmarks" / "results" / "decode.md").read_text(encoding="utf-8").splitlines()
+    columns, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table if "|" in line]
+    columns = [""] * (len(rows[0]) - len(columns)) + columns
+    found = {row[0]: (row[columns.index("mean")], row[columns.index("equal")]) for row in rows}
+    first = README.partition("```")[0]
+    for name, said in {
+        "generate": "| plain `generate` | {} | {} |",
+        "prompt_lookup_num_tokens=10": "| transformers' prompt lookup | {} | {} |",
+        "self_speculative": "| **with tide_hf** | **{}** | **{}** |",
+    }.items():
+        assert said.format(*found[name]) in first

@@ -16,13 +16,14 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from tide_hf import cli, serve_command  # noqa: E402
+from tide_hf.commands import KEY_VARIABLE, make_parser  # noqa: E402
 from tide_hf.errors import ConfigurationError  # noqa: E402
-from tide_hf.serve_command import KEY_VARIABLE, LOCAL_NAMES, limits_of, model_name  # noqa: E402
+from tide_hf.serve_command import LOCAL_NAMES, limits_of, model_name  # noqa: E402
 from tide_hf.serving.limits import Limits  # noqa: E402
 
 
 def parsed(*arguments):
-    return cli._parser().parse_args(["serve", *arguments])
+    return make_parser().parse_args(["serve", *arguments])
 
 
 def test_the_limits_that_options_name(monkeypatch):
@@ -85,6 +86,19 @@ def test_a_rate_is_a_whole_number(number, capsys):
     with pytest.raises(SystemExit):
         parsed("m", "--rate", number)
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_cannot_be_had_is_told_before_a_model_is_loaded(host, monkeypatch, capsys):
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    monkeypatch.setattr(serve_command, "_local_backend", lambda options: pytest.fail("loaded a model"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert cli.main(["serve", "m", "--host", host, "--port", str(other.getsockname()[1])]) == 2
+    err = capsys.readouterr().err
+    assert "the server cannot listen there" in err
+    assert "Name another --port or --host" in err
 
 
 def free_port():

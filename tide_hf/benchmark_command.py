@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.console import Console
 
 from .alternatives import assistant_early_exit, prompt_lookup, those_that_run
-from .arguments import positive
 from .benchmark import encode_prompt, tide_contenders
 from .comparison import measure, print_setting, setting
-from .model_arguments import add_decoding_arguments, add_model_arguments, load, modes_to_run
+from .model_arguments import load, modes_to_run
 from .prompts import PROMPTS, check_room, read_prompts
 
 
-def add_benchmark(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    """Add the command to the parser."""
-    what = "measure plain generate, early exits and what transformers offers, on your own model and prompts"
-    parser = commands.add_parser("benchmark", parents=[common], help=what, description=what.capitalize() + ".")
-    add_model_arguments(parser)
-    add_decoding_arguments(parser, several=True, max_new_tokens=64)
-    parser.add_argument("--prompt", action="append", help=f"may be repeated (default: {len(PROMPTS)} built-in prompts)")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="more of them, in a .txt, .jsonl, .json or .parquet file"
-    )
-    parser.add_argument("--raw", action="store_true", help="leave the chat template out")
-    parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
-    parser.set_defaults(run=_benchmark)
-
-
-def _benchmark(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     prompts = list(args.prompt or []) + (read_prompts(args.prompts) if args.prompts is not None else [])
     prompts = prompts or list(PROMPTS)
     console = Console(stderr=args.json)

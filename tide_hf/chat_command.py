@@ -12,37 +12,22 @@ from importlib import import_module
 
 from rich.console import Console
 
+from .commands import CHAT_HELP
 from .conversation import Conversation
 from .errors import TIDEError
-from .model_arguments import add_decoding_arguments, add_model_arguments, attached_contender, load
+from .model_arguments import attached_contender, load
 from .prompts import decode
 from .streaming import answer_record, print_figures, stream_answer
 
-HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is a message."
 
-
-def add_chat(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    """Add the command to the parser."""
-    what = "talk with a model, each answer coloured by the depth that its tokens were read from"
-    parser = commands.add_parser(
-        "chat",
-        parents=[common],
-        help=what,
-        description=f"{what.capitalize()}. {HELP} Where standard input is a pipe, each line is a message.",
-    )
-    add_model_arguments(parser)
-    add_decoding_arguments(parser, max_new_tokens=256)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each answer")
-    parser.set_defaults(run=_chat)
-
-
-def _chat(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     interactive = sys.stdin.isatty()
     notices = Console(stderr=True)
     loaded = load(args, notices)
     conversation = Conversation(attached_contender(loaded, args), loaded.tokenizer, args.max_new_tokens)
     if interactive:
-        notices.print(HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
+        notices.print(CHAT_HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
     answer = _answer_in_json if args.json else _answer_in_text
     for line in _typed() if interactive else _piped():
         if line.startswith("/"):
@@ -78,10 +63,10 @@ def _obey(command: str, conversation: Conversation, notices: Console) -> None:
         conversation.reset()
         notices.print("The conversation starts anew.", style="dim")
     elif command == "/help":
-        notices.print(HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
+        notices.print(CHAT_HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
     else:
         notices.print(
-            f"There is no command {command}. {HELP}", style="dim", markup=False, highlight=False, soft_wrap=True
+            f"There is no command {command}. {CHAT_HELP}", style="dim", markup=False, highlight=False, soft_wrap=True
         )
 
 

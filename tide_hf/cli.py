@@ -1,4 +1,4 @@
-"""``tide-hf``: parses a command line and hands it on. Each subcommand is one function in `COMMANDS`."""
+"""``tide-hf``: parses a command line and hands it on to `run` in `<command>_command.py`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 
-from transformers.utils import logging as transformers_logging
-
-from . import __version__
-from .arguments import CommandParser
-from .benchmark_command import add_benchmark
-from .calibrate_command import add_calibrate
-from .chat_command import add_chat
-from .completion_command import add_completion
-from .demo_command import add_demo
-from .errors import TIDEError
-from .evaluate_command import add_evaluate
-from .generate_command import add_generate
-from .inspect_command import add_inspect
-from .push_command import add_push
-from .serve_command import add_serve
+from .commands import make_parser
+from .errors import TIDEError, describe
 
 EXIT_USAGE = 2  # also what argparse exits with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -39,13 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 after an error that was explained on standard error, 130 where interrupted, 141 where
         nobody read the output to its end.
     """
-    parser = _parser()
+    _open_streams()
+    parser = make_parser()
     args = parser.parse_args(argv)
     args.parser, args.argv = parser, list(sys.argv[1:] if argv is None else argv)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
     try:
-        args.run(args)
+        _run(args)
         sys.stdout.flush()
     except TIDEError as error:
         if args.debug:
@@ -55,34 +43,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it closes it
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, a file that may not be written
+        if args.debug:
+            traceback.print_exc()
+        _drop_output()
+        print(f"tide-hf: {_of_system(error)}", file=sys.stderr)
+        return EXIT_USAGE
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = CommandParser(prog="tide-hf", description="Token-informed depth for Hugging Face causal language models.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in COMMANDS:
-        add_command(commands, common)
-    return parser
+def _of_system(error: OSError) -> str:
+    return describe(
+        "the system refused to read or write",
+        got=f"'{error}'",
+        expected="files and output that may be written, and room for them",
+        do="Mend that, or name other files. --debug shows where it happened.",
+    )
 
 
-COMMANDS = (
-    add_demo,
-    add_generate,
-    add_chat,
-    add_serve,
-    add_calibrate,
-    add_inspect,
-    add_benchmark,
-    add_evaluate,
-    add_push,
-    add_completion,
-)
+def _open_streams() -> None:
+    """Put empty streams where a caller closed the standard ones, which Python then has as `None`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+
+
+def _drop_output() -> None:
+    """Let what is left of the output go nowhere, or Python complains when it closes it."""
+    with suppress(OSError):  # a stream of a test has no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Load the command, which may take seconds, and run it."""
+    command = import_module(f".{args.command}_command", __package__)
+    if args.command != "completion" and not sys.stderr.isatty():
+        import_module("transformers.utils.logging").disable_progress_bar()
+    command.run(args)
 
 
 if __name__ == "__main__":

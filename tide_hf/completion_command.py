@@ -7,19 +7,11 @@ from collections.abc import Iterator
 
 from .errors import MissingPackageError, describe
 
-SHELLS = ("bash", "zsh")
 PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of what may be a path
 
 
-def add_completion(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    """Add the command to the parser."""
-    what = "print a script that completes this program's commands and options in a shell"
-    parser = commands.add_parser("completion", parents=[common], help=what, description=what.capitalize() + ".")
-    parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(run=_completion)
-
-
-def _completion(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     try:
         import shtab  # noqa: PLC0415  # an extra
     except ImportError as error:

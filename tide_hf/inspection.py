@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .calibration.convergence import convergence_by_layer
 from .calibration.tables import rows_by_layer
-from .configuration_tide import MODES, NEVER_EXIT
+from .choices import MODES
+from .configuration_tide import NEVER_EXIT
 from .errors import UnsupportedModelError
 from .generation import Attachment, hybrid_drafter
 from .modeling_tide import TIDERouters

@@ -1,4 +1,4 @@
-"""Load a base model, one at a time; find the routers that come with this library."""
+"""Load a base model, one at a time; find out what the Hub has, and the routers that come with this library."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+from huggingface_hub.utils import HFValidationError
 from transformers import AutoModelForCausalLM
+
+from .modeling_tide import TIDERouters
+from .router_files import routers_not_found
+
+REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
 # overlap put back each other's replacement: from then on no model in the process has its head tied to its embeddings.
@@ -27,6 +34,46 @@ def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
 def cache_folder() -> Path:
     """Where this library keeps what it makes: converted models, measurements."""
     return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
+
+
+def is_kept_only(name: str) -> bool:
+    """Whether the Hub cannot be asked about a repository that was fetched from it earlier.
+
+    Raises:
+        HTTPError, OSError: It cannot be asked, and nothing was fetched; or it has no such repository.
+        HFValidationError: It cannot have one of that name.
+    """
+    try:
+        HfApi().model_info(name, timeout=REACH_TIMEOUT)  # one try, where from_pretrained would retry for half a minute
+    except (HTTPError, OSError):
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise
+        return True
+    return False
+
+
+def load_routers(name: str) -> TIDERouters:
+    """Load routers; without a network, those that were fetched earlier, and at once.
+
+    Raises:
+        RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
+    """
+    if Path(name).is_dir():
+        return TIDERouters.from_pretrained(name)
+    try:
+        kept = is_kept_only(name)
+    except (HTTPError, OSError, HFValidationError) as error:
+        raise routers_not_found(name, why_not_found(error)) from error
+    return TIDERouters.from_pretrained(name, local_files_only=kept)
+
+
+def why_not_found(error: Exception) -> str:
+    """What an error of `is_kept_only`, or of loading, says, in one line."""
+    if isinstance(error, HFValidationError):
+        return "no such folder, and no name that a repository could have"
+    if type(error) is RepositoryNotFoundError:
+        return "no such repository on the Hub, or a private one"
+    return f"'{(str(error).strip() or type(error).__name__).splitlines()[0]}'"
 
 
 def shipped_routers(model: str) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import TemplateError
 
 from .calibration.plots import save_plots
 from .calibration.tables import describe_threshold, rows_by_layer, tables_of
@@ -15,6 +17,7 @@ from .errors import ConfigurationError, MissingPackageError, describe
 from .modeling_tide import TIDERouters
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
+MARKUP = re.compile(r'[<>`"\[\]\\]')
 
 
 def write_model_card(
@@ -44,8 +47,29 @@ def write_model_card(
                 do="Run tide_hf.calibrate(model, tokenizer) first.",
             )
         )
-    base = routers.config.base_model_name_or_path
     repo_id = repo_id or Path(folder).name
+    file = Path(folder) / "README.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        card = _render(routers, record, repo_id, command, file.parent)
+    except (AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
+        raise ConfigurationError(
+            describe(
+                "the calibration record cannot be shown on a card",
+                got=f"{type(error).__name__} '{error}'",
+                expected="the record that tide_hf.calibrate() makes",
+                do="Make new routers with tide_hf.calibrate().",
+            )
+        ) from error
+    file.unlink(missing_ok=True)  # where it is a link, what it points to is left alone
+    card.save(file)
+    return file
+
+
+def _render(routers: TIDERouters, record: dict[str, Any], repo_id: str, command: str | None, folder: Path) -> ModelCard:
+    told = " ".join((command or record.get("command") or "").split()).replace("`", "'")  # it stands in backticks
+    record = _harmless(record)
+    base = routers.config.base_model_name_or_path
     data = ModelCardData(
         base_model=base,
         base_model_relation="adapter" if base else None,
@@ -56,21 +80,30 @@ def write_model_card(
         model_name=repo_id.rpartition("/")[2],
         eval_results=_eval_results(record),
     )
-    file = Path(folder) / "README.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
     values = {
-        "base": base or "the base model",
-        "repo_id": repo_id,
-        "command": command or record.get("command"),
+        "base": _harmless(base) or "the base model",
+        "repo_id": _harmless(repo_id),
+        "command": told,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "config": routers.config,
         "tables": tables_of(record, routers.config.num_hidden_layers),
-        "plots": _draw(record, file.parent),
+        "plots": _draw(record, folder),
         "threshold": describe_threshold(record["threshold"]),
         "threshold_rows": _sampled(record["threshold"]["table"]),
     }
-    ModelCard.from_template(data, template_path=str(TEMPLATE), **values).save(file)
-    return file
+    return ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
+
+
+def _harmless(value: Any) -> Any:
+    """The value, its texts in one line and without what markdown, HTML or the card's code would obey.
+
+    The record of routers from elsewhere is anybody's, and the card is read by people who trust who publishes it.
+    """
+    if isinstance(value, dict):
+        return {key: _harmless(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    return MARKUP.sub("?", " ".join(value.split())) if isinstance(value, str) else value
 
 
 def _eval_results(record: dict[str, Any]) -> list[EvalResult]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,18 @@ def provenance(model: Any) -> dict[str, Any]:
         "versions": {"tide-hf": tide_hf.__version__, "torch": torch.__version__}
         | {name: metadata.version(name) for name in PACKAGES},
     }
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command that was run, as it may be published: of a place in this machine's files the last part alone."""
+    return f"tide-hf {shlex.join(map(_without_folders, argv))}"
+
+
+def _without_folders(word: str) -> str:
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    path = Path(value)
+    is_place = path.is_absolute() or path.parts[:1] in (("~",), ("..",)) or (len(path.parts) > 1 and path.exists())
+    return f"{option}{equals}{path.name}" if is_place else word
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:

@@ -29,16 +29,21 @@ def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
     except TIDEError:
         raise
     except OSError as error:
-        raise RoutersNotFoundError(
-            describe(
-                f"no routers at {name_or_path}",
-                got=first_line(error),
-                expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
-                do="Check the name, or make routers with tide_hf.calibrate().",
-            )
-        ) from error
+        raise routers_not_found(name_or_path, first_line(error)) from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise RoutersFileError(file_problem(name_or_path, first_line(error))) from error
+
+
+def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> RoutersNotFoundError:
+    """An error about routers that are not there, or out of reach."""
+    return RoutersNotFoundError(
+        describe(
+            f"no routers at {name_or_path}",
+            got=got,
+            expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
+            do="Check the name and the network, or make routers with tide_hf.calibrate().",
+        )
+    )
 
 
 def refuse_shards(name_or_path: str | os.PathLike[str], subfolder: str = "") -> None:

@@ -4,94 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from .arguments import DTYPES, positive
-from .configuration_tide import MODES
+from .commands import KEY_VARIABLE
 from .errors import ConfigurationError, MissingPackageError, describe
 
 if TYPE_CHECKING:
     from .serving.engine import EngineOptions
     from .serving.limits import Limits
 
-KEY_VARIABLE = "TIDE_HF_API_KEY"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that are answered
-SERVERS = ("batches", "transformers")
 
 
-def add_serve(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    """Add the command to the parser."""
-    what = "answer chats over HTTP as OpenAI's API does, requests decoded together in batches"
-    parser = commands.add_parser("serve", parents=[common], help=what, description=what.capitalize() + ".")
-    parser.add_argument("model", metavar="MODEL", help="Hub name or folder of the base model")
-    parser.add_argument("--routers", help="folder or Hub repository (default: those that are shipped for the model)")
-    parser.add_argument("--mode", default="self_speculative", choices=MODES, help="(default: %(default)s)")
-    parser.add_argument(
-        "--exit-threshold", type=float, help="for early_exit and post_hoc (default: the calibrated one)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="to load the model in (default: what it was saved in)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--server",
-        default="batches",
-        choices=SERVERS,
-        help="batches: this server; transformers: the server of `transformers serve` with TIDE inside, one request at "
-        "a time (default: %(default)s)",
-    )
-    _add_address(parser)
-    _add_limits(parser)
-    _add_replicas(parser)
-    parser.set_defaults(run=_serve)
-
-
-def _add_address(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("address")
-    group.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s, this machine alone)")
-    group.add_argument("--port", type=positive, default=8000, help="(default: %(default)s)")
-    group.add_argument(
-        "--api-key",
-        help=f"that clients must send (default: ${KEY_VARIABLE}, which other users of the machine cannot see)",
-    )
-    group.add_argument("--model-name", help="for clients (default: the Hub name, or the folder's own name)")
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits")
-    for name, default, text in (
-        ("--max-batch", 8, "requests that decode together"),
-        ("--max-queue", 64, "requests that wait or are being answered"),
-        ("--max-prompt-tokens", 4096, "tokens of a prompt"),
-        ("--max-tokens", 1024, "tokens of an answer"),
-        ("--max-body-bytes", 1_000_000, "bytes of a request"),
-    ):
-        group.add_argument(name, type=positive, default=default, help=f"most {text} (default: %(default)s)")
-    group.add_argument(
-        "--rate", type=_count, default=600, help="requests a minute from one address; 0: any (default: %(default)s)"
-    )
-
-
-def _add_replicas(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("replicas, through Ray Serve")
-    group.add_argument("--replicas", type=positive, help="engines, in processes of their own (default: one, in this)")
-    group.add_argument("--ray-address", help="of a Ray cluster, or auto (default: one is started on this machine)")
-    group.add_argument("--cpus-per-replica", type=float, default=1.0, help="and its threads (default: %(default)s)")
-    group.add_argument("--gpus-per-replica", type=float, default=0.0, help="(default: %(default)s)")
-    group.add_argument("--max-replicas-per-node", type=positive, help="(default: as its resources allow)")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
-    return number
-
-
-def _serve(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     uses_ray = args.replicas is not None or args.ray_address is not None
     _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray"] * uses_ray)
     from .serving.engine import EngineOptions  # noqa: PLC0415 - needs packages of the extra
@@ -141,22 +74,44 @@ def limits_of(args: argparse.Namespace) -> Limits:
     )
 
 
+def listener(host: str, port: int) -> socket.socket:
+    """A socket at this address, taken before the model is loaded: whoever cannot have it is told at once.
+
+    Raises:
+        ConfigurationError: Another program has it, or this machine has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        taken.close()
+        raise ConfigurationError(
+            describe(
+                "the server cannot listen there",
+                got=f"'{error}' for {host} port {port}",
+                expected="an address of this machine with a port that no other program has",
+                do="Name another --port or --host, or stop the other program.",
+            )
+        ) from error
+    return taken
+
+
 def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_ray: bool) -> None:
     import uvicorn  # noqa: PLC0415
 
     from .serving.app import create_app  # noqa: PLC0415
     from .serving.metrics import Metrics  # noqa: PLC0415
 
-    metrics, name = Metrics(), model_name(args)
+    metrics, name, taken = Metrics(), model_name(args), listener(args.host, args.port)
     backend = _ray_backend(args, options, metrics) if uses_ray else _local_backend(options)
     app = create_app(backend, name, limits, metrics)
     host = f"[{args.host}]" if ":" in args.host else args.host
     Console(stderr=True).print(f"Serving {name} at http://{host}:{args.port}/v1", highlight=False, soft_wrap=True)
     # h11 bounds what it reads of headers; proxies' words about who a client is are not taken.
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
-        host=args.host,
-        port=args.port,
         http="h11",
         ws="none",
         proxy_headers=False,
@@ -165,6 +120,8 @@ def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_
         log_level="warning",
         timeout_graceful_shutdown=10,
     )
+    with suppress(KeyboardInterrupt), taken:  # by which servers are stopped
+        uvicorn.Server(config).run(sockets=[taken])
 
 
 def _local_backend(options: EngineOptions) -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import base_inside, check_wrapper
-from ..configuration_tide import EXIT_STRATEGIES, NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
+from ..choices import STRATEGIES
+from ..configuration_tide import NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity, weights_hash
@@ -32,9 +33,7 @@ from .text import Text, load_documents
 from .threshold import Decisions, check_bounds, check_counts, choose_threshold
 from .work_folder import open_work_folder
 
-STRATEGIES = (*EXIT_STRATEGIES, "block")
-
-__all__ = ["STRATEGIES", "calibrate"]
+__all__ = ["calibrate"]
 
 
 def calibrate(

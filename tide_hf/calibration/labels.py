@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..choices import LABELS
 from ..errors import CalibrationError, describe
 from ..unembed import Unembed
 from .hidden_states import SLICE_ELEMENTS, top_tokens
 
-LABELS = ("agreement", "cosine", "kl")
 CONVERGENCE_THRESHOLD = 0.98  # the published one
 # In nats. By Pinsker's inequality the two distributions then differ by at most sqrt(0.1 / 2) = 0.22 in total variation,
 # so that rejection sampling keeps at least 78% of the tokens that such an exit drafts.

@@ -34,6 +34,7 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
             figure = make_figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
             draw(figure.add_subplot(), record)
             files.append(Path(folder) / f"{name}.png")
+            files[-1].unlink(missing_ok=True)  # where it is a link, what it points to is left alone
             figure.savefig(files[-1])
     return files
 

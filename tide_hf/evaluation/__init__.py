@@ -4,11 +4,10 @@
 """
 
 from .quality import THRESHOLDS, QualityOptions, measure_quality
-from .questions import MATCHES, QuestionColumns
+from .questions import QuestionColumns
 from .teacher_forcing import ExitLogits, exit_logits
 
 __all__ = [
-    "MATCHES",
     "THRESHOLDS",
     "ExitLogits",
     "QualityOptions",

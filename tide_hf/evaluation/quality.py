@@ -13,6 +13,7 @@ from ..benchmark import weight_sharing_copy
 from ..calibration.report import Steps
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_bounds, check_counts
+from ..choices import MATCHES
 from ..configuration_tide import check_choice, check_exit_threshold
 from ..errors import ConfigurationError, describe
 from ..model import TIDEModelForCausalLM
@@ -20,7 +21,7 @@ from ..modeling_tide import TIDERouters
 from ..structure import find_structure
 from .intervals import Bootstrap
 from .perplexity import read_texts, score_texts
-from .questions import MATCHES, Answers, Question, QuestionColumns, answer_questions, is_right, read_questions
+from .questions import Answers, Question, QuestionColumns, answer_questions, is_right, read_questions
 
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 

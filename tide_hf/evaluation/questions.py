@@ -17,7 +17,6 @@ from ..calibration.sources import describe_source, random_rows
 from ..errors import CalibrationError, ConfigurationError, describe
 from ..padding import left_padded, pad_token
 
-MATCHES = ("exact", "number")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
-from ..loading import shipped_routers
+from ..loading import load_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..padding import left_padded
 from ..rows import RowCriterion
@@ -263,7 +263,8 @@ def attach(model: Any, options: EngineOptions) -> Any:
                 do="Pass --routers; tide-hf calibrate makes them.",
             )
         )
-    return TIDEModelForCausalLM.attach(model, routers, mode=options.mode, exit_threshold=options.exit_threshold)
+    loaded = load_routers(routers) if routers is not None else None
+    return TIDEModelForCausalLM.attach(model, loaded, mode=options.mode, exit_threshold=options.exit_threshold)
 
 
 class _Rows(RowCriterion):

@@ -1,0 +1,19 @@
+"""A stand-in for the axes of a plot."""
+
+
+class Axes:
+    """Takes down what is drawn."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+    def drawn(self, kind):
+        """The arguments of each call of that name, in order."""
+        return [args for name, args, _ in self.calls if name == kind]
+
+    def options(self, kind):
+        """The keyword arguments of each call of that name, in order."""
+        return [kwargs for name, _, kwargs in self.calls if name == kind]

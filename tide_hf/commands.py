@@ -1,0 +1,257 @@
+"""The commands of ``tide-hf`` and their arguments. What a command does is `run` in `<command>_command.py`.
+
+Nothing here needs torch or transformers, which take seconds to import: help, completion and errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .arguments import (
+    ALL,
+    CommandParser,
+    add_decoding_arguments,
+    add_mode_arguments,
+    add_model_arguments,
+    amount,
+    count,
+    layer_list,
+    port,
+    positive,
+    share,
+    threshold_list,
+)
+from .choices import DEFAULT_MODEL, LABELS, MATCHES, STRATEGIES
+
+KEY_VARIABLE = "TIDE_HF_API_KEY"
+SERVERS = ("batches", "transformers")
+SHELLS = ("bash", "zsh")
+CHAT_HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is sent."
+DATA = "a .txt, .jsonl, .json or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
+
+# Name, type or choices, and help of what is handed on to `calibrate()`, and only where it is given.
+CALIBRATE_OPTIONS: dict[str, tuple[Any, str]] = {
+    "dataset": (str, "what to calibrate on (default: text that the model itself writes)"),
+    "samples": (positive, "documents to use"),
+    "max_length": (positive, "longest document in tokens; of self-written ones, longest answer"),
+    "labels": (LABELS, "what a router predicts"),
+    "exit_strategy": (STRATEGIES, "kind of exit head"),
+    "exit_layers": (layer_list, "numbers of executed layers after which a token may leave, such as 8,16"),
+    "tolerance": (share, "largest share of tokens that may differ in early_exit, such as 0.02"),
+    "confidence": (share, "probability with which the tolerance is kept, such as 0.95"),
+    "draft_vocab_size": (positive, "heads draft only among so many of the most frequent tokens"),
+    "max_minutes": (amount, "most minutes to take"),
+    "batch_size": (positive, "documents a forward pass"),
+    "seed": (int, "of everything random"),
+}
+
+# Name, type, default (that of `evaluation.QualityOptions`) and help of what is handed on to `measure_quality()`.
+EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "thresholds": (threshold_list, [0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5], "to measure; the calibrated one is added"),
+    "samples": (positive, 200, "most texts, and most questions"),
+    "max_length": (positive, 512, "tokens after which a text is cut"),
+    "max_new_tokens": (positive, 128, "most tokens of an answer"),
+    "batch_size": (positive, 8, "texts or questions at once"),
+    "seed": (int, 0, "of the draw from the data"),
+    "confidence": (share, 0.95, "of all intervals"),
+}
+
+
+def make_parser() -> CommandParser:
+    """The parser of the whole command line. It sets `command`, the command's name."""
+    common = CommandParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser = CommandParser(prog="tide-hf", description="Token-informed depth for Hugging Face causal language models.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, (add_arguments, what, more) in COMMANDS.items():
+        description = f"{what.capitalize()}. {more}".strip()
+        add_arguments(commands.add_parser(name, parents=[common], help=what, description=description))
+    return parser
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, model=DEFAULT_MODEL, dtype="float32")
+    add_decoding_arguments(parser, mode=ALL, several=True, max_new_tokens=64)
+    _add_measuring(parser)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="(default: what is piped into standard input)")
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from FILE")
+    parser.add_argument("--raw", action="store_true", help="go on from the prompt as it is, without the chat template")
+    add_decoding_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--json", action="store_true", help="print text, tokens and counts as JSON")
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_decoding_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each answer")
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, device=False)
+    add_mode_arguments(parser, threshold_default="the calibrated one")
+    parser.add_argument(
+        "--server",
+        default=SERVERS[0],
+        choices=SERVERS,
+        help="batches: this server; transformers: the server of `transformers serve` with TIDE inside, one request at "
+        "a time (default: %(default)s)",
+    )
+    group = parser.add_argument_group("address")
+    group.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s, this machine alone)")
+    group.add_argument("--port", type=port, default=8000, help="(default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        help=f"that clients must send (default: ${KEY_VARIABLE}, which other users of the machine cannot see)",
+    )
+    group.add_argument("--model-name", help="for clients (default: the Hub name, or the folder's own name)")
+    group = parser.add_argument_group("limits")
+    for name, default, text in (
+        ("--max-batch", 8, "requests that decode together"),
+        ("--max-queue", 64, "requests that wait or are being answered"),
+        ("--max-prompt-tokens", 4096, "tokens of a prompt"),
+        ("--max-tokens", 1024, "tokens of an answer"),
+        ("--max-body-bytes", 1_000_000, "bytes of a request"),
+    ):
+        group.add_argument(name, type=positive, default=default, help=f"most {text} (default: %(default)s)")
+    group.add_argument(
+        "--rate", type=count, default=600, help="requests a minute from one address; 0: any (default: %(default)s)"
+    )
+    group = parser.add_argument_group("replicas, through Ray Serve")
+    group.add_argument("--replicas", type=positive, help="engines, in processes of their own (default: one, in this)")
+    group.add_argument("--ray-address", help="of a Ray cluster, or auto (default: one is started on this machine)")
+    group.add_argument("--cpus-per-replica", type=amount, default=1.0, help="and its threads (default: %(default)s)")
+    group.add_argument("--gpus-per-replica", type=amount, default=0.0, help="(default: %(default)s)")
+    group.add_argument("--max-replicas-per-node", type=positive, help="(default: as its resources allow)")
+
+
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, routers=False)
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help="where the routers go")
+    for name, (kind, text) in CALIBRATE_OPTIONS.items():
+        settings = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": name.upper()}
+        parser.add_argument(_flag(name), default=argparse.SUPPRESS, help=text, **settings)
+    parser.add_argument(
+        "--no-progress",
+        dest="progress",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="show neither progress bars nor the tables at the end",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="measure convergence on the paragraphs of FILE (default: a few built-in prompts)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _benchmark(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_decoding_arguments(parser, several=True, max_new_tokens=64)
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="more of them, in a .txt, .jsonl, .json or .parquet file"
+    )
+    parser.add_argument("--raw", action="store_true", help="leave the chat template out")
+    _add_measuring(parser)
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", help="may be repeated (default: a few built-in prompts)")
+    parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--text", metavar="DATA", help=f"measure perplexity on {DATA}")
+    parser.add_argument("--questions", metavar="DATA", help="measure exact match on data of the same kinds")
+    for name, (kind, default, text) in EVALUATE_OPTIONS.items():
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        parser.add_argument(_flag(name), type=kind, default=default, help=f"{text} (default: {shown})")
+    parser.add_argument("--question-column", default="question", help="(default: %(default)s)")
+    parser.add_argument("--answer-column", default="answer", help="(default: %(default)s)")
+    parser.add_argument(
+        "--prompt", default="{question}", metavar="TEMPLATE", help="what is asked (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--match",
+        choices=MATCHES,
+        default=MATCHES[0],
+        help="exact: equal but for case, punctuation and articles; number: the last numbers are (default: %(default)s)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write quality against depth as a PNG to FILE")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what tide-hf calibrate wrote")
+    parser.add_argument("repo_id", metavar="ORG/NAME", help="Hub repository; made where it does not exist")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument("--revision", help="branch to commit to; made where it does not exist (default: main)")
+    parser.add_argument(
+        "--commit-message", default=argparse.SUPPRESS, metavar="TEXT", help="(default: what is uploaded)"
+    )
+    parser.add_argument(
+        "--custom-generate",
+        action="store_true",
+        help="FOLDER holds no routers but generate.py, README.md and requirements.txt for "
+        "generate(custom_generate='ORG/NAME'), as examples/custom_generate does",
+    )
+
+
+def _completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# By name: what adds the arguments, what the command does, and what else there is to say of it.
+COMMANDS = {
+    "demo": (_demo, "show how deep each token runs, and measure every mode against plain generate", ""),
+    "generate": (_generate, "answer a prompt, coloured by the depth that each token was read from", ""),
+    "chat": (
+        _chat,
+        "talk with a model, each answer coloured by the depth that its tokens were read from",
+        f"{CHAT_HELP} Where standard input is a pipe, each line is a message.",
+    ),
+    "serve": (_serve, "answer chats over HTTP as OpenAI's API does, requests decoded together in batches", ""),
+    "calibrate": (
+        _calibrate,
+        "make routers for a model and write them, with their card, to a folder",
+        "Options that are left out take the defaults of tide_hf.calibrate().",
+    ),
+    "inspect": (
+        _inspect,
+        "show a model's structure, the modes that it can run in, its routers, and how soon its states converge",
+        "",
+    ),
+    "benchmark": (
+        _benchmark,
+        "measure plain generate, early exits and what transformers offers, on your own model and prompts",
+        "",
+    ),
+    "evaluate": (_evaluate, "measure what early exits cost in quality and save in depth, over thresholds", ""),
+    "push": (
+        _push,
+        "upload routers and their card to the Hub",
+        "The card is written afresh from the calibration's record. Log in first (hf auth login), or set HF_TOKEN.",
+    ),
+    "completion": (_completion, "print a script that completes this program's commands and options in a shell", ""),
+}
