@@ -44,7 +44,9 @@ def static_compiled(bench: Bench) -> Contender:
     config = CompileConfig(fullgraph=False, mode="default")
     config._compile_all_devices = True  # the library's own switch, of its tests
     model = weight_sharing_copy(bench.model)
-    return Contender("generate, static cache, compiled", model, {"cache_implementation": "static", "compile_config": config})
+    return Contender(
+        "generate, static cache, compiled", model, {"cache_implementation": "static", "compile_config": config}
+    )
 
 
 def fixed_layer(bench: Bench) -> int:

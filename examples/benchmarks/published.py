@@ -59,9 +59,7 @@ def _calibrate(package: Any, bench: Bench, texts: list[str], folder: Path) -> di
         raise CannotRunError("it did not read the texts it was given")
     start = perf_counter()
     file = folder / "router.pt"
-    package.calibrate(
-        bench.model, bench.tokenizer, config=config, save_path=str(file), device=str(bench.model.device)
-    )
+    package.calibrate(bench.model, bench.tokenizer, config=config, save_path=str(file), device=str(bench.model.device))
     seconds = perf_counter() - start
     state = torch.load(file, weights_only=True)
     facts = {"file": file, "seconds": seconds, "bytes": file.stat().st_size, "texts": len(texts)}
