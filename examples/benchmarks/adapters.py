@@ -18,7 +18,6 @@ from .bench import Bench, CannotRunError
 from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine
 
 NGRAMS, HEADS, BOTH = "self_speculative, n-grams only", "self_speculative, heads only", "self_speculative"
-PUBLISHED_SAMPLES, PUBLISHED_LENGTH = 64, 128  # texts and tokens that it is calibrated on where speed is at stake
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def kept_layers(total: int, num_layers: int) -> list[int]:
 
 def published(bench: Bench) -> Contender:
     """The published system at its default threshold."""
-    running = engine(bench, PUBLISHED_SAMPLES, PUBLISHED_LENGTH)
+    running = engine(bench, bench.published_samples, bench.published_length)
     return Contender(NAME, PublishedModel(running), lossless=False, exit_threshold=EXIT_THRESHOLD)
 
 

@@ -38,6 +38,8 @@ class Bench:
         routers_origin: Where they are from.
         text: Texts for perplexity and calibration, as `calibrate` takes them; `None`: the model writes them.
         questions: Rows of questions with answers; `None`: generated ones.
+        published_samples: Texts that the published system is calibrated on where speed is at stake.
+        published_length: Tokens of each.
         kept: Things that are made once, by name.
     """
 
@@ -47,6 +49,8 @@ class Bench:
     routers_origin: str | None = None
     text: Any = None
     questions: Any = None
+    published_samples: int = 200
+    published_length: int = 128
     kept: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -76,11 +80,17 @@ class Bench:
         if self.text is not None:
             documents, _ = read_texts(self.text, self.tokenizer, samples=samples, max_length=max_length, seed=0)
             return documents, describe_source(self.text)
+        key = f"documents of {max_length} tokens"
+        if len(self.kept.get(key, [])) < samples:
+            self.kept[key] = self._written(samples, max_length)
+        return self.kept[key][:samples], "the model's own answers to new prompts"
+
+    def _written(self, samples: int, max_length: int) -> list[Document]:
         calibration = (self.routers.config.calibration if self.routers is not None else None) or {}
         prompts = unseen_prompts(calibration.get("num_documents", 0), calibration.get("seed", 0), samples)
         plan = plan_writing([prompt_tokens(self.tokenizer, text) for text in prompts], WRITTEN_AT_ONCE, 0)
         written = [write_documents(self.model, self.tokenizer, batch, max_length) for batch in plan]
-        return [one for documents in written for one in documents], "the model's own answers to new prompts"
+        return [one for documents in written for one in documents]
 
     def texts(self, samples: int, max_length: int) -> Sequence[str]:
         """The documents as text."""

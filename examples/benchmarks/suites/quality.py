@@ -28,6 +28,7 @@ from ..published import NAME, engine
 from ..reading import plain_scores, reading_of
 
 BASE = "base model"
+ASKED = "{question} Answer with the number alone."
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     for threshold in settings.thresholds:
         policies += at_depth_of(threshold, bench, text, choices, plain, (documents, item_documents), settings)
     rows_of_maths = bench.questions if bench.questions is not None else maths_questions(settings.maths)
-    questions = read_questions(rows_of_maths, QuestionColumns(), samples=settings.maths, seed=0)
+    questions = read_questions(rows_of_maths, QuestionColumns(template=ASKED), samples=settings.maths, seed=0)
     record = {
         "text": origin,
         "num_documents": len(documents),
