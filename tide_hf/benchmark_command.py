@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -12,8 +15,12 @@ from .alternatives import assistant_early_exit, prompt_lookup, those_that_run
 from .arguments import positive
 from .benchmark import encode_prompt, tide_contenders
 from .comparison import measure, print_setting, setting
+from .errors import MissingPackageError, describe
 from .model_arguments import add_decoding_arguments, add_model_arguments, load, modes_to_run
 from .prompts import PROMPTS, check_room, read_prompts
+
+CLONE = Path(__file__).parent.parent  # where there is one, its examples stand beside the package
+PASSED_ON = ("model", "routers", "dtype", "device", "threads", "config", "output_dir")
 
 
 def add_benchmark(commands: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
@@ -29,10 +36,17 @@ def add_benchmark(commands: argparse._SubParsersAction, common: argparse.Argumen
     parser.add_argument("--raw", action="store_true", help="leave the chat template out")
     parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
+    suites = parser.add_argument_group("suites", "all that is claimed, measured by the examples of a clone")
+    suites.add_argument("--suite", action="append", metavar="NAME", help="decode, published, quality ... or all")
+    suites.add_argument("--config", help="with --suite: quick (the default), full or a JSON file")
+    suites.add_argument("--output-dir", type=Path, help="with --suite: where the results go")
     parser.set_defaults(run=_benchmark)
 
 
 def _benchmark(args: argparse.Namespace) -> None:
+    if args.suite is not None:
+        _run_suites(args)
+        return
     prompts = list(args.prompt or []) + (read_prompts(args.prompts) if args.prompts is not None else [])
     prompts = prompts or list(PROMPTS)
     console = Console(stderr=args.json)
@@ -55,3 +69,26 @@ def _benchmark(args: argparse.Namespace) -> None:
         )
     if args.json:
         print(json.dumps(record | {"prompts": prompts, "raw": args.raw, "left_out": left_out}, indent=2))
+
+
+def _run_suites(args: argparse.Namespace) -> None:
+    """Hand on to `python -m examples.benchmarks run`, which is part of a clone and not of the package."""
+    if not (CLONE / "examples" / "benchmarks" / "__main__.py").is_file():
+        raise MissingPackageError(
+            describe(
+                "the suites are not there",
+                got="an installed package without examples/benchmarks",
+                expected="a clone of the repository, installed with pip install -e",
+                do="Clone it, or leave --suite out.",
+            )
+        )
+    command = [sys.executable, "-m", "examples.benchmarks", "run"]
+    for name in args.suite:
+        command += ["--suite", name]
+    for name in PASSED_ON:
+        if getattr(args, name) is not None:
+            command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
+    status = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
+    if status != 0:
+        sys.exit(status)  # it has explained its error itself
