@@ -171,7 +171,7 @@ def approximate_table(record: dict[str, Any]) -> str:
         cells = [f"{mean(prompt['speedup'] for prompt in prompts):.2f}", equal]
         cells += [f"{mean(prompt['same_start'] for prompt in prompts):.0%}", f"{mean(layers):.1f}" if layers else "-"]
         rows.append([name, *cells])
-    rows += [[name, why, "-", "-", "-"] for name, why in record["left_out"].items()]
+    rows += [[name, why, "-", "-", "-"] for name, why in record.get("left_out", {}).items()]
     return markdown(["", "speed-up", "answers equal", "same start", "layers per token"], rows)
 
 
