@@ -69,11 +69,11 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
 
 def run_suite(bench: Bench, name: str, settings: Any) -> dict[str, Any]:
     """One suite's record, ready for JSON."""
+    record = setting(bench.model) | {"suite": name, "settings": asdict(settings), "routers": bench.routers_origin}
     start = perf_counter()
     found = SUITES[name].run(bench, settings)
-    record = setting(bench.model) | {"suite": name, "settings": asdict(settings), "routers": bench.routers_origin}
-    record |= {"seconds": perf_counter() - start}
-    return json.loads(json.dumps(record | found))  # as a report will read it
+    seconds = {"seconds": perf_counter() - start}
+    return json.loads(json.dumps(record | seconds | found))  # as a report will read it
 
 
 def read_config(name: str) -> tuple[Path, dict[str, Any]]:
