@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def read_prompts() -> dict[str, list[str]]:
 
 
 def setting(model: Any) -> dict[str, Any]:
-    """Provenance, and the prompts that go with it."""
-    return provenance(model) | {"prompts_sha256": hashlib.sha256(PROMPTS.read_bytes()).hexdigest()}
+    """Provenance, the prompts that go with it, and what the environment tells threads to do."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "KMP_"))}
+    prompts = hashlib.sha256(PROMPTS.read_bytes()).hexdigest()
+    return provenance(model) | {"prompts_sha256": prompts, "environment": environment}
 
 
 def write_record(record: dict[str, Any], file: Path) -> None:

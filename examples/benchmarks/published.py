@@ -44,6 +44,8 @@ def calibrated(bench: Bench, samples: int, max_length: int) -> dict[str, Any]:
     if key not in bench.kept:
         package = load_package()
         texts = [text for text in bench.texts(samples, max_length) if len(text.strip()) >= SHORTEST_TEXT]
+        if not texts:
+            raise CannotRunError(f"no text of {SHORTEST_TEXT} characters to calibrate it on")
         bench.kept[key] = _calibrate(package, bench, texts, bench.work / f"published-{samples}-{max_length}")
     return bench.kept[key]
 
