@@ -75,10 +75,10 @@ def routers(tiny_model_folder, tmp_path):
 def run(tiny_model_folder, routers, config, tmp_path):
     """A function that runs one suite by the command line and gives its record."""
 
-    def go(suite):
+    def go(suite, *more):
         output = tmp_path / "results"
         arguments = ["run", "--suite", suite, "--config", str(config), "--output-dir", str(output), "--threads", "1"]
-        assert command.main([*arguments, "--model", str(tiny_model_folder), "--routers", str(routers)]) == 0
+        assert command.main([*arguments, *more, "--model", str(tiny_model_folder), "--routers", str(routers)]) == 0
         return json.loads((output / f"{suite}.json").read_text())
 
     return go
@@ -122,9 +122,14 @@ def test_the_published_tables_stand_beside_the_published_figures(run, monkeypatc
     assert all("not installed" in tables[name] for name in ("prefill_exits", "throughput", "calibration"))
 
 
-def test_the_published_code_runs_where_it_is_installed(run, one_thread):
+def test_the_published_code_runs_where_it_is_installed(run, config, tmp_path, one_thread):
     pytest.importorskip("TIDE")
-    record = run("published")
+    texts = [f"{number} times the tide came in, and {number} times it went out again; " * 2 for number in range(9)]
+    (tmp_path / "texts.txt").write_text("\n\n".join(texts))
+    tiny = TINY["published"] | {"max_length": 128}
+    config.write_text(json.dumps({"published": tiny}))
+    record = run("published", "--text", str(tmp_path / "texts.txt"))
+    assert record["left_out"] == {}
     found = record["prefill_exits"][1]["published"]["0.5"]  # of the random model, with four layers
     assert found["behind_the_last_layer"] == pytest.approx(sum(found["by_position"].values()))
     assert record["convergence"][1]["published_positions"] == [3]
