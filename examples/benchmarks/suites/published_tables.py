@@ -22,6 +22,7 @@ from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.benchmark import Contender, same_start, timed_run, weight_sharing_copy
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.calibration.data import Document
+from tide_hf.configuration_tide import NEVER_EXIT
 from tide_hf.evaluation.perplexity import score_texts
 
 from ..adapters import attached
@@ -133,9 +134,9 @@ def prefill_latency(bench: Bench, prompt: Tensor, settings: Settings, there: boo
         ours = with_prompt_exits(bench)
         options = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
         calls["base model, generate"] = lambda: bench.model.generate(prompt, **options)
-        calls["ours 0.85, generate"] = lambda: ours.generate(
-            prompt, **options, tide_mode="early_exit", exit_threshold=0.85, exits_in_prompt=True
-        )
+        for name, threshold in {"ours, exits off": NEVER_EXIT, "ours 0.85": 0.85}.items():  # what is not from exits
+            own = options | {"tide_mode": "early_exit", "exit_threshold": threshold, "exits_in_prompt": True}
+            calls[f"{name}, generate"] = lambda own=own: ours.generate(prompt, **own)
     return interleaved(calls, settings.repeats, prompt.device)
 
 
