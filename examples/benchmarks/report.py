@@ -91,7 +91,7 @@ def read_result(file: Path, suite: str) -> dict[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         failed = failures(SUITES[suite].checks(record))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         problem = describe(
             f"{file.name} cannot be read",
             got=f"'{error}'",

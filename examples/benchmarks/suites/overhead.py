@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import Contender, compare, usable_threshold, weight_sharing_copy
 from tide_hf.configuration_tide import NEVER_EXIT
-from tide_hf.structure import input_device
 
 from ..adapters import attached
 from ..bench import Bench
@@ -60,7 +58,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
     prompts = [one for found in bench.prompts(settings.prompts).values() for one in found]
     ways = contenders(bench)
-    record: dict[str, Any] = {"memory": memory(bench, prompts[0]), "times_s": times(bench, settings.repeats)}
+    record: dict[str, Any] = {"memory": memory(bench), "times_s": times(bench, settings.repeats)}
     record["exits_off"] = _records(compare(exits_off(bench), prompts, **limits))
     scaling: dict[str, dict[str, list[dict[str, Any]]]] = {}
     longest = bench.model.config.get_text_config().max_position_embeddings - settings.max_new_tokens
@@ -102,22 +100,11 @@ def exits_off(bench: Bench) -> list[Contender]:
     return [*found, Contender("post_hoc, exits off", attached(bench), OFF | {"tide_mode": "post_hoc"})]
 
 
-def memory(bench: Bench, inputs: dict[str, Tensor]) -> dict[str, int]:
-    """Bytes of the model and the routers, and what the process grows by when TIDE is attached and first used."""
+def memory(bench: Bench) -> dict[str, int]:
+    """Bytes of the model's and the routers' weights."""
     found = {"model": _bytes(bench.model)}
-    if bench.routers is None:
-        return found
-    found["routers"] = _bytes(bench.routers)
-    process = psutil.Process()
-    options = {"max_new_tokens": 16, "do_sample": False}
-    inputs = {name: tensor.to(input_device(bench.model)) for name, tensor in inputs.items()}
-    bench.model.generate(**inputs, **options)
-    before = process.memory_info().rss
-    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.routers)
-    found["grows_by_attaching"] = process.memory_info().rss - before
-    model.generate(**inputs, **options)
-    found["grows_by_first_answer"] = process.memory_info().rss - before - found["grows_by_attaching"]
-    model.tide_release()
+    if bench.routers is not None:
+        found["routers"] = _bytes(bench.routers)
     return found
 
 
@@ -206,7 +193,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         for one in record["exits_off"]
     ]
     found = {"exits_off": markdown(["", "speed against generate", "answers equal"], rows)}
-    rows = [[f"memory: {name.replace('_', ' ')}", f"{size / 1e6:.1f} MB"] for name, size in record["memory"].items()]
+    rows = [[f"weights: {name}", f"{record['memory'][name] / 1e6:.1f} MB"] for name in ("model", "routers")]
     rows += [[f"time: {name}", f"{median_ms(seconds)} ms"] for name, seconds in record["times_s"].items()]
     found["memory"] = markdown(["", ""], rows)
     found["scaling"] = _scaling(record)
