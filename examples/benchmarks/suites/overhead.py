@@ -193,7 +193,11 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         for one in record["exits_off"]
     ]
     found = {"exits_off": markdown(["", "speed against generate", "answers equal"], rows)}
-    rows = [[f"weights: {name}", f"{record['memory'][name] / 1e6:.1f} MB"] for name in ("model", "routers")]
+    rows = [
+        [f"weights: {name}", f"{record['memory'][name] / 1e6:.1f} MB"]
+        for name in ("model", "routers")
+        if name in record["memory"]
+    ]
     rows += [[f"time: {name}", f"{median_ms(seconds)} ms"] for name, seconds in record["times_s"].items()]
     found["memory"] = markdown(["", ""], rows)
     found["scaling"] = _scaling(record)
