@@ -37,6 +37,7 @@ from ..random_models import random_llama
 ROOT = FOLDER.parent.parent
 FILE_LIMIT = 20_000  # bytes; less than any file of weights here
 REPO = "org/routers"
+WEIGHTS_AND_CONFIG = ("config.json", "model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,17 @@ class Place:
             pass
         return process
 
-    def whole(self, routers: TIDERouters) -> bool:
-        """Whether these are the first or the second routers, and no mixture."""
-        return any(equal(routers, one) for one in self.routers)
+    def calibrated(self) -> list[TIDERouters]:
+        """Two different routers with the record of a calibration, which is what may be pushed; saved as well."""
+        pair = []
+        for number in range(2):
+            routers = TIDERouters.from_pretrained(self.folder / "undisturbed")
+            routers.config.base_model_name_or_path = "org/small"
+            for tensor in routers.parameters():
+                tensor.data.mul_(1 + number)
+            routers.save_pretrained(self.folder / f"calibrated-{number}")
+            pair.append(TIDERouters.from_pretrained(self.folder / f"calibrated-{number}"))
+        return pair
 
 
 def run(bench: Bench, settings: Settings) -> dict[str, Any]:
@@ -152,7 +161,7 @@ def killed_saving(place: Place, rng: random.Random, kills: int) -> dict[str, Any
             place.work("save", place.folder / "routers-0", place.folder / "routers-1", target, 0), rng.uniform(0, 0.3)
         )
         try:
-            found["whole" if place.whole(TIDERouters.from_pretrained(target)) else "mixed"] += 1
+            found["whole" if _whole(TIDERouters.from_pretrained(target), place.routers) else "mixed"] += 1
         except TIDEError:
             found["refused"] += 1
     note = f"{found['mixed']} mixed, {found['refused']} refused"
@@ -165,22 +174,39 @@ def killed_pushing(place: Place, rng: random.Random, kills: int) -> dict[str, An
         hub_module = import_module("tests.loopback_hub")
     except ImportError:
         raise CannotRunError("needs the tests' Hub, which a clone has") from None
-    right = empty = 0
+    right, pair = 0, place.calibrated()
+    both = (place.folder / "calibrated-0", place.folder / "calibrated-1")
     with hub_module.loopback_hub() as hub:
         environment = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_USER_AGENT_ORIGIN": "tide_hf"}
         for _ in range(kills):
-            both = (place.folder / "routers-0", place.folder / "routers-1")
-            _kill(place.work("push", *both, REPO, hub_module.TOKEN, environment=environment), rng.uniform(0, 1))
-            files = hub.repos["models", REPO].files() if ("models", REPO) in hub.repos else {}
-            if not files.keys() & {"config.json", "model.safetensors"}:
-                empty += 1
-                continue
+            process = place.work("push", *both, REPO, hub_module.TOKEN, environment=environment)
+            while process.poll() is None and not _pushed(hub):
+                sleep(0.05)
+            if process.poll() is not None:
+                _end(process)
+            _kill(process, rng.uniform(0, 1))
             download = place.folder / "downloaded"
             download.mkdir(exist_ok=True)
-            for name in ("config.json", "model.safetensors"):
-                (download / name).write_bytes(files[name])
-            right += place.whole(TIDERouters.from_pretrained(download))
-    return {"tries": kills, "right": right + empty, "note": f"{empty} before the first push was done"}
+            for name in WEIGHTS_AND_CONFIG:
+                (download / name).write_bytes(_pushed(hub)[name])
+            right += _whole(TIDERouters.from_pretrained(download), pair)
+    return {"tries": kills, "right": right, "note": f"the first or the second, whole, of {len(_commits(hub))} commits"}
+
+
+def _whole(routers: TIDERouters, pair: Sequence[TIDERouters]) -> bool:
+    """Whether these are the first or the second routers, and no mixture."""
+    return any(equal(routers, one) for one in pair)
+
+
+def _commits(hub: Any) -> dict[str, Any]:
+    return hub.repos["models", REPO].commits if ("models", REPO) in hub.repos else {}
+
+
+def _pushed(hub: Any) -> dict[str, bytes]:
+    """The routers' files in the repository; nothing before they are there."""
+    commits = _commits(hub)
+    files = hub.repos["models", REPO].files() if commits else {}
+    return files if files.keys() >= set(WEIGHTS_AND_CONFIG) else {}
 
 
 def full_disk(place: Place) -> dict[str, Any]:
