@@ -51,6 +51,7 @@ def test_any_value_in_any_field(field, value):
         {"base_model_revision": "/etc"},
         {"unembed_hash": "not hexadecimal"},
         {"unembed_hash": "f" * 10**5},
+        {"weights_sha256": "not hexadecimal"},
         {"dtype": "load"},
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": "llama"},

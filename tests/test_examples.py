@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import decode, disagreement, gpu, precision
+from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.writing import draw_prompts
 
@@ -29,9 +30,9 @@ def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, t
             "self_speculative",
             "assistant_early_exit=2",
         ]
-    for results in [*record["categories"].values(), record["batch"], record["sampling"]]:
+    for results in [*record["categories"].values(), record["batches"]["8"], record["sampling"]]:
         assert all(prompt["equal"] for result in results for prompt in result["prompts"])
-    assert [len(record[part]) for part in ("batch", "sampling")] == [4, 2]
+    assert [len(part) for part in (record["batches"]["8"], record["sampling"])] == [4, 2]
     table = capsys.readouterr().out
     assert table.count("6/6") == 6
     assert decode.table(record) in table
@@ -59,18 +60,16 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
 
 
 def test_the_readme_shows_the_committed_results():
-    folder = decode.FOLDER
-    record = json.loads((folder / "results" / "decode.json").read_text())
-    readme = (folder.parent.parent / "README.md").read_text()
+    record = json.loads((FOLDER / "results" / "decode.json").read_text())
+    readme = (FOLDER.parent.parent / "README.md").read_text()
     assert f"\n\n{decode.table(record)}\n\n" in readme
     for fact in (record["cpu"], f"{record['torch_threads']} threads", record["dtype"], record["date"][:10]):
         assert fact in readme
 
 
 def test_the_readme_shows_the_committed_disagreements():
-    folder = disagreement.FOLDER
-    record = json.loads((folder / "results" / "disagreement.json").read_text())
-    assert f"\n\n{disagreement.table(record)}\n\n" in (folder.parent.parent / "README.md").read_text()
+    record = json.loads((FOLDER / "results" / "disagreement.json").read_text())
+    assert f"\n\n{disagreement.table(record)}\n\n" in (FOLDER.parent.parent / "README.md").read_text()
     for row in record["tolerances"]:
         assert row["measured"]["new draws"]["mean_of_prompts"] <= row["tolerance"]
 

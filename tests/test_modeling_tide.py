@@ -242,6 +242,39 @@ def test_router_pt_of_the_wrong_shape(model, tmp_path, state):
         TIDERouters.from_router_pt(tmp_path / "router.pt", model)
 
 
+def test_a_published_router_behind_the_last_layer_is_left_out(model, tmp_path):
+    last = model.config.num_hidden_layers - 1
+    torch.save(published(positions=(1, last)), tmp_path / "router.pt")
+    assert TIDERouters.from_router_pt(tmp_path / "router.pt", model).exit_layers == [2]
+
+
+def test_a_damaged_router_pt_is_refused(model, tmp_path):
+    torch.save(published(), tmp_path / "router.pt")
+    content = (tmp_path / "router.pt").read_bytes()
+    weight = published()["router_layers"][1]["up.weight"].numpy().nbytes
+    for position in (*range(0, len(content), 97), content.index(b"hidden_dim"), len(content) // 2 + weight):
+        damaged = content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        for changed in (damaged, content[:position]):
+            (tmp_path / "router.pt").write_bytes(changed)
+            try:
+                routers = TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+            except RoutersFileError:
+                continue
+            assert routers.exit_layers == [2, 3]  # padding and dates may change
+
+
+def test_weights_other_than_those_that_were_saved_are_refused(model, tmp_path):
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    routers.save_pretrained(tmp_path)
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(RoutersFileError, match="weights with SHA-256"):
+        TIDERouters.from_pretrained(tmp_path)
+    routers.save_pretrained(tmp_path)
+    assert TIDERouters.from_pretrained(tmp_path).config.weights_sha256 == routers.config.weights_sha256
+
+
 def test_router_pt_with_layers_out_of_range(model, tmp_path):
     torch.save(published(positions=(1, 7)), tmp_path / "router.pt")
     with pytest.raises(ConfigurationError, match="exit layer out of range"):

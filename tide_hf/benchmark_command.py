@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from .alternatives import assistant_early_exit, prompt_lookup, those_that_run
 from .benchmark import encode_prompt, tide_contenders
 from .comparison import measure, print_setting, setting
+from .errors import MissingPackageError, describe
 from .model_arguments import load, modes_to_run
 from .prompts import PROMPTS, check_room, read_prompts
+
+CLONE = Path(__file__).parent.parent  # where there is one, its examples stand beside the package
+PASSED_ON = ("model", "routers", "dtype", "device", "threads", "config", "output_dir")
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.suite is not None:
+        _run_suites(args)
+        return
     prompts = list(args.prompt or []) + (read_prompts(args.prompts) if args.prompts is not None else [])
     prompts = prompts or list(PROMPTS)
     console = Console(stderr=args.json)
@@ -38,3 +49,26 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.json:
         print(json.dumps(record | {"prompts": prompts, "raw": args.raw, "left_out": left_out}, indent=2))
+
+
+def _run_suites(args: argparse.Namespace) -> None:
+    """Hand on to `python -m examples.benchmarks run`, which is part of a clone and not of the package."""
+    if not (CLONE / "examples" / "benchmarks" / "__main__.py").is_file():
+        raise MissingPackageError(
+            describe(
+                "the suites are not there",
+                got="an installed package without examples/benchmarks",
+                expected="a clone of the repository, installed with pip install -e",
+                do="Clone it, or leave --suite out.",
+            )
+        )
+    command = [sys.executable, "-m", "examples.benchmarks", "run"]
+    for name in args.suite:
+        command += ["--suite", name]
+    for name in PASSED_ON:
+        if getattr(args, name) is not None:
+            command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
+    status = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
+    if status != 0:
+        sys.exit(status)  # it has explained its error itself

@@ -167,6 +167,10 @@ def _benchmark(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="leave the chat template out")
     _add_measuring(parser)
+    suites = parser.add_argument_group("suites", "all that is claimed, measured by the examples of a clone")
+    suites.add_argument("--suite", action="append", metavar="NAME", help="decode, published, quality ... or all")
+    suites.add_argument("--config", help="with --suite: quick (the default), full or a JSON file")
+    suites.add_argument("--output-dir", type=Path, help="with --suite: where the results go")
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:

@@ -69,15 +69,15 @@ def check_revision(value: object) -> None:
         )
 
 
-def check_hash(value: object) -> None:
-    """Refuse what `unembed.hash_distance` cannot compare."""
+def check_hash(name: str, value: object) -> None:
+    """Refuse what is no hash of at most 256 bits."""
     if value is not None and not (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,64}", value)):
         raise ConfigurationError(
             describe(
-                "unembed_hash is no fingerprint",
+                f"{name} is no fingerprint",
                 got=short(value),
                 expected="at most 64 hexadecimal digits",
-                do="Take the value that TIDERouters.for_model wrote.",
+                do="Take the value that TIDERouters.for_model or save_pretrained wrote.",
             )
         )
 

@@ -36,6 +36,7 @@ class TIDEConfig(PreTrainedConfig):
         base_model_name_or_path (`str`, *optional*): Hub name or folder of the frozen base model.
         base_model_revision (`str`, *optional*): Its revision.
         unembed_hash (`str`, *optional*): Fingerprint of the base model's head (see [`unembed.unembed_hash`]).
+        weights_sha256 (`str`, *optional*): Of the file of weights that was saved with this config.
         hidden_size (`int`): Width of the base model's hidden states.
         num_hidden_layers (`int`): Number of decoder layers of the base model.
         vocab_size (`int`): Rows of the base model's head.
@@ -66,6 +67,7 @@ class TIDEConfig(PreTrainedConfig):
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
     unembed_hash: str | None = None
+    weights_sha256: str | None = None
     hidden_size: int = 0
     num_hidden_layers: int = 0
     vocab_size: int = 0
@@ -97,7 +99,8 @@ class TIDEConfig(PreTrainedConfig):
                 check_positive(name, getattr(self, name))
         check_name("base_model_name_or_path", self.base_model_name_or_path)
         check_revision(self.base_model_revision)
-        check_hash(self.unembed_hash)
+        check_hash("unembed_hash", self.unembed_hash)
+        check_hash("weights_sha256", self.weights_sha256)
         if self.num_hidden_layers == 0 and self.exit_layers is None:
             return  # the bare TIDEConfig() that transformers builds to compare defaults
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):

@@ -11,15 +11,26 @@ import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .adapters import base_inside
 from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .errors import BaseModelMismatchError, RoutersFileError, describe
-from .router_files import bad_router_pt, copy_published, explained, file_problem, read_router_pt, refuse_shards
+from .router_files import (
+    bad_router_pt,
+    check_weights,
+    copy_published,
+    explained,
+    file_problem,
+    read_router_pt,
+    refuse_shards,
+    weights_digest,
+)
 from .structure import find_structure
 from .unembed import hash_distance, unembed_hash
 
+WHERE = ("cache_dir", "revision", "subfolder", "token")  # of what from_pretrained is told, what says where files are
 MAX_HASH_DISTANCE = 0.15  # quantising a head to 4 bits moves about 3% of the bits, another model's head half of them
 
 
@@ -185,7 +196,8 @@ class TIDERouters(PreTrainedModel):
         """Read the `router.pt` of the published system (`tide-inference`).
 
         Its layers are 0-based positions and its routers have no bias; both are converted here. Its scores at layer
-        position i equal ours at `exit_layer` i + 1.
+        position i equal ours at `exit_layer` i + 1. Where the number of layers is a multiple of its checkpoint interval
+        it has a router behind the last layer, where nothing is left to skip: that one is left out.
 
         Args:
             path: The file. It is read with `weights_only=True`, so code inside it cannot run.
@@ -201,6 +213,7 @@ class TIDERouters(PreTrainedModel):
         state = read_router_pt(path)
         try:
             published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
+            published.pop(find_structure(base_model).num_layers, None)  # it may have one behind the last layer
             bottleneck = int(state["bottleneck_dim"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise bad_router_pt(path, f"a file without usable {error}") from error
@@ -244,6 +257,9 @@ class TIDERouters(PreTrainedModel):
             vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
         ):
             raise RoutersFileError(file_problem(name_or_path, "a draft_vocab with other than token ids"))
+        check_weights(
+            name_or_path, routers.config.weights_sha256, **{name: kwargs[name] for name in WHERE if name in kwargs}
+        )
         return routers.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -257,6 +273,8 @@ class TIDERouters(PreTrainedModel):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
             super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
+            self.config.weights_sha256 = weights_digest(Path(staging, SAFE_WEIGHTS_NAME))
+            self.config.save_pretrained(staging)
             written = sorted(Path(staging).iterdir(), key=lambda file: file.name == "config.json")  # config last
             for file in written:
                 os.replace(file, folder / file.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from .errors import RoutersFileError, RoutersNotFoundError, TIDEError, describe
+
+# What reading a damaged file by torch, pickle and zipfile fails with.
+DAMAGE = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 
 @contextmanager
@@ -56,6 +74,32 @@ def refuse_shards(name_or_path: str | os.PathLike[str], subfolder: str = "") -> 
         raise RoutersFileError(file_problem(name_or_path, f"{index.name}, which points to other files"))
 
 
+def weights_digest(file: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, 64 hexadecimal digits."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def check_weights(name_or_path: str | os.PathLike[str], known: str | None, **options: Any) -> None:
+    """Refuse weights that are not those that were saved with the config; safetensors has no checksum.
+
+    Args:
+        name_or_path: Folder or repository that the weights have just been read from.
+        known: What the config says of them; `None` in files that earlier versions wrote.
+        **options: Where they were read from: `cache_dir`, `revision`, `subfolder`, `token`.
+
+    Raises:
+        RoutersFileError: They are others.
+    """
+    if known is None:
+        return
+    file = cached_file(name_or_path, SAFE_WEIGHTS_NAME, local_files_only=True, **options)
+    found = weights_digest(file)
+    if found != known:
+        raise RoutersFileError(
+            file_problem(name_or_path, f"weights with SHA-256 {found[:12]}... where config.json says {known[:12]}...")
+        )
+
+
 def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a published `router.pt`, read so that code inside it cannot run."""
     if not Path(path).is_file():
@@ -63,12 +107,23 @@ def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
             describe("no such file", got=path, expected="a router.pt of tide-inference", do="Check the path.")
         )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        damaged = _damaged_part(path)
+        state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
+    except DAMAGE as error:
         raise bad_router_pt(path, first_line(error)) from error
+    if damaged is not None:
+        raise bad_router_pt(path, f"a file whose part {damaged} is damaged")
     if not isinstance(state, dict):
         raise bad_router_pt(path, type(state).__name__)
     return state
+
+
+def _damaged_part(path: str | os.PathLike[str]) -> str | None:
+    """The first part of a file of `torch.save` that its checksum does not fit; torch itself does not look."""
+    if not zipfile.is_zipfile(path):  # torch's older form has no checksums
+        return None
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()
 
 
 def copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any, name: str) -> None:

@@ -10,10 +10,8 @@ JSON, prints a Markdown table.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +24,13 @@ from tide_hf.benchmark import weight_sharing_copy
 from tide_hf.calibration.figures import mean_interval
 from tide_hf.calibration.threshold import clopper_pearson
 from tide_hf.calibration.writing import draw_prompts, encode_prompt
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers
 from tide_hf.padding import left_padded
 from tide_hf.provenance import provenance
+from tide_hf.structure import input_device
 
-FOLDER = Path(__file__).parent
+from .common import load_for, markdown, read_prompts, study_parser, write_record
+
 CONFIDENCE = 0.95
 
 
@@ -71,7 +70,7 @@ def study(plain: Any, attached: Any, prompts: list[list[int]], row: dict[str, An
     counts: list[tuple[int, int]] = []
     depth = 0
     for start in range(0, len(prompts), options.batch_size):
-        inputs = left_padded(prompts[start : start + options.batch_size])
+        inputs = left_padded(prompts[start : start + options.batch_size], device=input_device(plain))
         found, layers = disagreements(plain, attached, inputs, row["exit_threshold"], options.max_new_tokens)
         counts += found
         depth += layers
@@ -91,7 +90,7 @@ def study(plain: Any, attached: Any, prompts: list[list[int]], row: dict[str, An
 def table(record: dict[str, Any]) -> str:
     """Render a record as Markdown."""
     heads = ["prompts", "tolerance", "threshold", "tokens that differ", "binomial interval", "mean of prompts", "depth"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    rows = []
     for row in record["tolerances"]:
         for name, found in row["measured"].items():
             low, high = found["binomial_interval"]
@@ -102,8 +101,8 @@ def table(record: dict[str, Any]) -> str:
                 f"{found['differ']}/{found['tokens']}",
             ]
             cells += [f"{low:.2%} to {high:.2%}", f"{found['mean_of_prompts']:.2%}", f"{found['depth_fraction']:.1%}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    return markdown(heads, rows)
 
 
 def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -111,9 +110,7 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, An
     routers = TIDERouters.from_pretrained(options.routers or shipped_routers(options.model))
     calibration = routers.config.calibration
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers)
-    own = [
-        text for texts in json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8")).values() for text in texts
-    ]
+    own = [text for texts in read_prompts().values() for text in texts]
     new = unseen_prompts(calibration["num_documents"], calibration["seed"], options.prompts)
     sets = {
         name: [encode_prompt(tokenizer, text) for text in texts[: options.prompts]]
@@ -130,20 +127,12 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, An
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--routers", help="folder or Hub repository; default: those shipped for the model")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser = study_parser(__doc__, "disagreement.json", routers=True)
     parser.add_argument("--prompts", type=int, default=128, help="of each set, at most")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / "disagreement.json")
     options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    model, tokenizer = load_demo_model(options.model, dtype=torch.float32)
-    record = run(model, tokenizer, options)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = run(*load_for(options), options)
+    write_record(record, options.output)
     print(table(record))
 
 

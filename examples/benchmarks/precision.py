@@ -9,12 +9,9 @@ logits there, and how much rounding alone moves such gaps on the same text. Writ
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +22,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.benchmark import encode_prompt, weight_sharing_copy
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.drafting import Draft
 from tide_hf.provenance import provenance
 
-FOLDER = Path(__file__).parent
+from .common import load_for, markdown, read_prompts, study_parser, write_record
+
 WIDTHS = (1, 3, 7, 15)
 
 
@@ -113,43 +110,36 @@ def quantized(model: Any, name: str) -> Any:
 
 def table(record: dict[str, Any]) -> str:
     """Render a record as Markdown."""
-    lines = ["| draft width | answers equal | gaps of the others |", "| --- | --- | --- |"]
+    rows = []
     prompts = record["prompts"]
     for width in prompts[0]["divergences"]:
         found = [prompt["divergences"][width] for prompt in prompts]
         differing = [one["gap"] for one in found if one is not None]
         equal = f"{len(found) - len(differing)}/{len(found)}"
-        lines.append(f"| {width} | {equal} | {', '.join(f'{gap:.3g}' for gap in sorted(differing)) or '-'} |")
+        rows.append([width, equal, ", ".join(f"{gap:.3g}" for gap in sorted(differing)) or "-"])
     moved = max(prompt["rounding_moves_gaps_by_at_most"] for prompt in prompts)
     typical = sorted(prompt["median_gap"] for prompt in prompts)[len(prompts) // 2]
-    return "\n".join([*lines, "", f"Rounding alone moves a gap by up to {moved:.3g}; the median gap is {typical:.3g}."])
+    found = markdown(["draft width", "answers equal", "gaps of the others"], rows)
+    return f"{found}\n\nRounding alone moves a gap by up to {moved:.3g}; the median gap is {typical:.3g}."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = study_parser(__doc__, "precision.json", dtype="bfloat16")
     parser.add_argument("--quantize", choices=QUANTIZATIONS)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / "precision.json")
     options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    model, tokenizer = load_demo_model(options.model, dtype=options.dtype)
+    model, tokenizer = load_for(options)
     if options.quantize is not None:
         model = quantized(model, options.quantize)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model))
-    categories = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
-    prompts = [prompt for category in categories.values() for prompt in category[: options.prompts]]
+    prompts = [prompt for category in read_prompts().values() for prompt in category[: options.prompts]]
     record = provenance(model) | {"max_new_tokens": options.max_new_tokens, "quantize": options.quantize}
     record["prompts"] = [
         study(model, attached, encode_prompt(tokenizer, prompt), options.max_new_tokens)
         for prompt in track(prompts, description="Comparing", console=Console(stderr=True))
     ]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(record, options.output)
     print(table(record))
 
 

@@ -33,6 +33,7 @@ class TextScores:
         scores: (N, E) float32 exit scores.
         losses: (N, E + 1) float32, negative log-likelihood of the token in nats; the full model's last.
         agrees: (N, E + 1) bool, whether the top token is the full model's.
+        confidences: (N, E) float32, the exit head's largest probability (CALM's score, arXiv 2207.07061).
         document_ids: (N,) document of each token.
     """
 
@@ -41,6 +42,7 @@ class TextScores:
     scores: Tensor
     losses: Tensor
     agrees: Tensor
+    confidences: Tensor
     document_ids: Tensor
 
     def row(self, exit_threshold: float | None, confidence: float) -> dict[str, Any]:
@@ -133,16 +135,18 @@ def score_texts(
 
 @torch.no_grad()
 def _score_batch(unembed: Unembed, routers: TIDERouters, batch: StateBatch) -> tuple[Tensor, ...]:
-    """Scores, losses, agreement and document of the tokens that count, on the CPU."""
+    """Scores, losses, agreement, confidence and document of the tokens that count, on the CPU."""
     has_next = batch.counted.clone()
     has_next[:-1] &= batch.document_ids[:-1] == batch.document_ids[1:]
     has_next[-1] = False
     targets = batch.tokens.roll(-1)[has_next]
     batch = batch.select(has_next)
     scores = exit_scores(unembed, routers, batch.hidden_states, targets.device)
-    losses, tops = zip(*(_losses(unembed, states, targets) for states in _heads(routers, batch)), strict=True)
-    agrees = torch.stack(tops, dim=1) == batch.top_tokens[:, None]
-    return scores.cpu(), torch.stack(losses, dim=1).cpu(), agrees.cpu(), batch.document_ids.cpu()
+    read = [_losses(unembed, states, targets) for states in _heads(routers, batch)]
+    losses, tops, confidences = (torch.stack(column, dim=1) for column in zip(*read, strict=True))
+    agrees = tops == batch.top_tokens[:, None]
+    columns = (scores, losses, agrees, confidences[:, :-1], batch.document_ids)
+    return tuple(column.cpu() for column in columns)
 
 
 def _heads(routers: TIDERouters, batch: StateBatch) -> Iterator[Tensor]:
@@ -153,12 +157,14 @@ def _heads(routers: TIDERouters, batch: StateBatch) -> Iterator[Tensor]:
     yield batch.final_states
 
 
-def _losses(unembed: Unembed, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods of `targets` and top tokens, some positions at a time."""
+def _losses(unembed: Unembed, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Negative log-likelihoods of `targets`, top tokens and their probabilities, some positions at a time."""
     rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
-    losses, tops = [], []
+    losses, tops, confidences = [], [], []
     for part, wanted in zip(states.split(rows), targets.split(rows), strict=True):
         logits = unembed(part).float().to(targets.device)
         losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
-        tops.append(logits.argmax(dim=-1))
-    return torch.cat(losses), torch.cat(tops)
+        highest, top = logits.max(dim=-1)
+        tops.append(top)
+        confidences.append((highest - logits.logsumexp(dim=-1)).exp())
+    return torch.cat(losses), torch.cat(tops), torch.cat(confidences)

@@ -1,0 +1,179 @@
+"""The ways to decode that are compared, by name. Each makes a contender, or says why it cannot run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import CompileConfig
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.alternatives import FAILURES, assistant_early_exit, prompt_lookup
+from tide_hf.benchmark import Contender, tide_contender, usable_threshold, weight_sharing_copy
+from tide_hf.structure import find_structure
+
+from .bench import Bench, CannotRunError
+from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine
+
+NGRAMS, HEADS, BOTH = "self_speculative, n-grams only", "self_speculative, heads only", "self_speculative"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode.
+
+    Attributes:
+        make: Makes the contender.
+        batches: Whether it can decode prompts of different lengths together.
+    """
+
+    make: Callable[[Bench], Contender]
+    batches: bool = True
+
+
+def plain(bench: Bench) -> Contender:
+    """The base model's own `generate`."""
+    return Contender("generate", bench.model)
+
+
+def static_compiled(bench: Bench) -> Contender:
+    """A static cache and a compiled forward, on a CPU as well."""
+    config = CompileConfig(fullgraph=False, mode="default")
+    config._compile_all_devices = True  # the library's own switch, of its tests
+    model = weight_sharing_copy(bench.model)
+    return Contender(
+        "generate, static cache, compiled", model, {"cache_implementation": "static", "compile_config": config}
+    )
+
+
+def fixed_layer(bench: Bench) -> int:
+    """The deepest exit layer: the most careful fixed exit."""
+    return max(bench.need_routers().exit_layers)
+
+
+def fixed(bench: Bench) -> Contender:
+    """Every token leaves at one layer, through its exit head."""
+    layer = fixed_layer(bench)
+    options = {"tide_mode": "early_exit", "exit_criterion": "fixed", "exit_threshold": 1.0, "min_layers": layer}
+    return Contender(f"fixed exit at {layer}", attached(bench), options, lossless=False)
+
+
+def confidence(bench: Bench) -> Contender:
+    """CALM's softmax confidence in the place of routers, at the same threshold."""
+    threshold = usable_threshold(bench.need_routers(), None)
+    options = {"tide_mode": "early_exit", "exit_criterion": "confidence", "exit_threshold": threshold}
+    return Contender(f"softmax confidence {threshold:g} (CALM)", attached(bench), options, lossless=False)
+
+
+def static_skip(bench: Bench) -> Contender:
+    """As many layers as the fixed exit runs, taken evenly from all of them."""
+    layers = fixed_layer(bench)
+    return Contender(f"static skipping, {layers} layers", without_layers(bench.model, layers), lossless=False)
+
+
+def without_layers(model: Any, num_layers: int) -> Any:
+    """A copy of a model that shares its weights and runs `num_layers` of its layers: first, last and evenly between."""
+    copy = weight_sharing_copy(model)
+    structure = find_structure(copy)
+    kept = kept_layers(structure.num_layers, num_layers)
+    config = copy.config.get_text_config()
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(getattr(config, name, None), list):
+            setattr(config, name, [getattr(config, name)[i] for i in kept])
+    for parent in copy.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, torch.nn.ModuleList) and child[0] is structure.layers[0]:
+                setattr(parent, name, torch.nn.ModuleList(structure.layers[i] for i in kept))
+    for position, index in enumerate(kept):
+        for module in structure.layers[index].modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = position
+    config.num_hidden_layers = num_layers
+    return copy
+
+
+def kept_layers(total: int, num_layers: int) -> list[int]:
+    """0-based positions of `num_layers` layers spread evenly over `total`, the first and the last among them."""
+    if num_layers == 1:
+        return [0]
+    return [round(i * (total - 1) / (num_layers - 1)) for i in range(num_layers)]
+
+
+def published(bench: Bench) -> Contender:
+    """The published system at its default threshold."""
+    running = engine(bench, bench.published_samples, bench.published_length)
+    return Contender(NAME, PublishedModel(running), lossless=False, exit_threshold=EXIT_THRESHOLD)
+
+
+def attached(bench: Bench) -> Any:
+    """A copy with TIDE attached that shares the model's weights; one for all of the approximate ways."""
+    if "attached" not in bench.kept:
+        copy = weight_sharing_copy(bench.model)
+        bench.kept["attached"] = TIDEModelForCausalLM.attach(copy, bench.need_routers(), mode="early_exit")
+    return bench.kept["attached"]
+
+
+def ngrams(bench: Bench) -> Contender:
+    """Ours without routers."""
+    return Contender(NGRAMS, TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model)))
+
+
+def heads(bench: Bench) -> Contender:
+    """Ours with the n-grams switched off."""
+    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers())
+    make = model._tide.make_drafter
+    model._tide.make_drafter = lambda *args: _without_ngrams(make(*args))
+    return Contender(HEADS, model)
+
+
+def _without_ngrams(drafter: Any) -> Any:
+    for index in drafter.indexes:
+        index.match = lambda drafted=(): (0, 0)
+    return drafter
+
+
+def self_speculative(bench: Bench) -> Contender:
+    """Ours, the default."""
+    return Contender(BOTH, TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers()))
+
+
+def approximate(mode: str) -> Callable[[Bench], Contender]:
+    """`early_exit` or `post_hoc` at the calibrated threshold."""
+    return lambda bench: tide_contender(attached(bench), mode, usable_threshold(bench.need_routers(), None))
+
+
+WAYS = {
+    "generate": Way(plain),
+    "static_compiled": Way(static_compiled),
+    "prompt_lookup": Way(lambda bench: prompt_lookup(bench.model), batches=False),
+    "assistant_early_exit": Way(lambda bench: assistant_early_exit(bench.model), batches=False),
+    "static_skip": Way(static_skip),
+    "confidence": Way(confidence),
+    "fixed": Way(fixed),
+    "published": Way(published, batches=False),
+    "ngrams": Way(ngrams),
+    "heads": Way(heads),
+    "self_speculative": Way(self_speculative),
+    "early_exit": Way(approximate("early_exit")),
+    "post_hoc": Way(approximate("post_hoc")),
+}
+
+
+def make_contenders(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Make those that can run here.
+
+    Returns:
+        Contenders by name of the way, and why the others cannot run.
+    """
+    made: dict[str, Contender] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            made[name] = WAYS[name].make(bench)
+        except CannotRunError as error:
+            left_out[NAME if name == "published" else name] = str(error)
+        except FAILURES as error:
+            left_out[NAME if name == "published" else name] = f"{type(error).__name__}: {error}"
+    return made, left_out

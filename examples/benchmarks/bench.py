@@ -1,0 +1,97 @@
+"""What the suites work on: the model, its routers, and the text and questions that go with them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tide_hf import TIDERouters
+from tide_hf.benchmark import encode_prompt
+from tide_hf.calibration.data import Document
+from tide_hf.calibration.sources import describe_source
+from tide_hf.calibration.writing import encode_prompt as prompt_tokens
+from tide_hf.calibration.writing import plan_writing, write_documents
+from tide_hf.evaluation.perplexity import read_texts
+
+from .common import read_prompts
+from .disagreement import unseen_prompts
+
+WRITTEN_AT_ONCE = 8
+
+
+class CannotRunError(Exception):
+    """This way of decoding cannot run here; the message says why, for the table."""
+
+
+@dataclass
+class Bench:
+    """A loaded model and what is measured on it.
+
+    Attributes:
+        model: The base model, never attached: suites attach to copies that share its weights.
+        tokenizer: Its tokenizer.
+        routers: Its routers; `None` where there are none.
+        routers_origin: Where they are from.
+        text: Texts for perplexity and calibration, as `calibrate` takes them; `None`: the model writes them.
+        questions: Rows of questions with answers; `None`: generated ones.
+        published_samples: Texts that the published system is calibrated on where speed is at stake.
+        published_length: Tokens of each.
+        kept: Things that are made once, by name.
+    """
+
+    model: Any
+    tokenizer: Any
+    routers: TIDERouters | None
+    routers_origin: str | None = None
+    text: Any = None
+    questions: Any = None
+    published_samples: int = 200
+    published_length: int = 128
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def work(self) -> Path:
+        """A folder that lives as long as this object."""
+        self.kept["folder"] = tempfile.TemporaryDirectory(prefix="tide-benchmarks-")
+        return Path(self.kept["folder"].name)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return self.model.config.get_text_config().num_hidden_layers
+
+    def need_routers(self) -> TIDERouters:
+        """The routers, or `CannotRunError`."""
+        if self.routers is None:
+            raise CannotRunError("no routers")
+        return self.routers
+
+    def prompts(self, per_category: int) -> dict[str, list[dict[str, Any]]]:
+        """Encoded prompts by category, as `generate` takes them."""
+        texts = read_prompts()
+        return {name: [encode_prompt(self.tokenizer, text) for text in texts[name][:per_category]] for name in texts}
+
+    def documents(self, samples: int, max_length: int) -> tuple[list[Document], str]:
+        """Documents to read, and in words where they are from: `text`, or what the model answers to new prompts."""
+        if self.text is not None:
+            documents, _ = read_texts(self.text, self.tokenizer, samples=samples, max_length=max_length, seed=0)
+            return documents, describe_source(self.text)
+        key = f"documents of {max_length} tokens"
+        if len(self.kept.get(key, [])) < samples:
+            self.kept[key] = self._written(samples, max_length)
+        return self.kept[key][:samples], "the model's own answers to new prompts"
+
+    def _written(self, samples: int, max_length: int) -> list[Document]:
+        calibration = (self.routers.config.calibration if self.routers is not None else None) or {}
+        prompts = unseen_prompts(calibration.get("num_documents", 0), calibration.get("seed", 0), samples)
+        plan = plan_writing([prompt_tokens(self.tokenizer, text) for text in prompts], WRITTEN_AT_ONCE, 0)
+        written = [write_documents(self.model, self.tokenizer, batch, max_length) for batch in plan]
+        return [one for documents in written for one in documents]
+
+    def texts(self, samples: int, max_length: int) -> Sequence[str]:
+        """The documents as text."""
+        return [self.tokenizer.decode(one.tokens) for one in self.documents(samples, max_length)[0]]

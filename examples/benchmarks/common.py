@@ -1,0 +1,66 @@
+"""What the benchmarks share: command lines, loading, prompts, records and tables."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.provenance import provenance
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+PROMPTS = FOLDER / "prompts.json"
+
+
+def study_parser(
+    description: str | None, output: str, *, dtype: str | None = None, routers: bool = False, max_new_tokens: int = 48
+) -> argparse.ArgumentParser:
+    """A parser with the arguments of every study; `output` names its file in the folder of results."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    if routers:
+        parser.add_argument("--routers", help="folder or Hub repository; default: those shipped for the model")
+    if dtype is not None:
+        parser.add_argument("--dtype", default=dtype)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+    parser.add_argument("--output", type=Path, default=RESULTS / output)
+    return parser
+
+
+def load_for(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and tokenizer that the arguments name, on as many threads as they say."""
+    torch.set_num_threads(options.threads)
+    return load_demo_model(options.model, dtype=getattr(options, "dtype", "float32"))
+
+
+def read_prompts() -> dict[str, list[str]]:
+    """The benchmarks' prompts by category."""
+    return json.loads(PROMPTS.read_text(encoding="utf-8"))
+
+
+def setting(model: Any) -> dict[str, Any]:
+    """Provenance, the prompts that go with it, and what the environment tells threads to do."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "KMP_"))}
+    prompts = hashlib.sha256(PROMPTS.read_bytes()).hexdigest()
+    return provenance(model) | {"prompts_sha256": prompts, "environment": environment}
+
+
+def write_record(record: dict[str, Any], file: Path) -> None:
+    """Write a record as JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,58 @@
+"""Timing in one process: calls take turns, so that what else the machine does falls on all of them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from tide_hf.benchmark import synchronize
+
+
+def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each call, `repeats` times in turn, after one turn that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(1 + repeats):
+        for name, call in calls.items():
+            synchronize(device)
+            start = perf_counter()
+            call()
+            synchronize(device)
+            if turn:
+                seconds[name].append(perf_counter() - start)
+    return seconds
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, and the 10th and 90th percentile (by linear interpolation)."""
+    tensor = torch.tensor(list(values), dtype=torch.float64)
+    low, middle, high = tensor.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return {"median": middle, "p10": low, "p90": high}
+
+
+def paired_speedups(plain: Sequence[float], other: Sequence[float]) -> list[float]:
+    """How many times faster than plain decoding, for each pair of runs that took turns."""
+    return [one / two for one, two in zip(plain, other, strict=True)]
+
+
+def result_speedups(plain: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """The same from two `Result.to_dict()` on the same prompts: tokens per second of each pair of runs."""
+    found = []
+    for base, own in zip(plain["prompts"], other["prompts"], strict=True):
+        scale = own["num_new_tokens"] / base["num_new_tokens"]
+        found += [scale * ratio for ratio in paired_speedups(base["seconds"], own["seconds"])]
+    return found
+
+
+def in_words(values: Sequence[float], form: str = ".2f") -> str:
+    """`1.23 (1.10 to 1.40)`: the median, and from the 10th to the 90th percentile."""
+    found = spread(values)
+    return f"{found['median']:{form}} ({found['p10']:{form}} to {found['p90']:{form}})"
+
+
+def median_ms(seconds: Sequence[float]) -> str:
+    """The median in milliseconds."""
+    return f"{1000 * median(seconds):.1f}"

@@ -1,0 +1,167 @@
+"""Render results as the README's tables and plots: `python -m examples.benchmarks report`.
+
+A table stands in the README between `<!-- report: NAME -->` and `<!-- end of NAME -->`; what is between them is written
+here and nowhere else. Results whose token check failed are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tide_hf.errors import ConfigurationError, describe
+
+from .checks import failures
+from .common import FOLDER, RESULTS
+from .report_plots import save_plots
+from .suites import SUITES
+
+README = FOLDER.parent.parent / "README.md"
+SECTION = re.compile(r"(<!-- report: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `report`."""
+    parser.add_argument("--results", type=Path, default=RESULTS / "quick", help="folder of results (default: quick)")
+    parser.add_argument("--readme", type=Path, default=README, help="file with the markers (default: the README)")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the file says something else")
+
+
+def report(args: argparse.Namespace) -> None:
+    """Render the results into the file, the whole report beside the results, and the plots.
+
+    Raises:
+        ConfigurationError: Results are missing, cannot be read, or failed their token check; or `--check` found other
+            tables.
+    """
+    records = read_results(args.results)
+    sections = sections_of(records)
+    text = args.readme.read_text(encoding="utf-8")
+    rendered = fill(text, sections)
+    if args.check:
+        if rendered != text:
+            raise ConfigurationError(
+                describe(
+                    f"{args.readme.name} does not show the results",
+                    got="other tables",
+                    expected=f"those of {args.results.name}",
+                    do="Run: python -m examples.benchmarks report",
+                )
+            )
+        return
+    args.readme.write_text(rendered, encoding="utf-8")
+    (args.results / "REPORT.md").write_text(whole(sections), encoding="utf-8")
+    save_plots(records, args.results / "plots", digest(args.results))
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of a folder by suite, all of whose token checks hold.
+
+    Raises:
+        ConfigurationError: There are none, one cannot be read, or one failed its token check.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    for name in SUITES:
+        file = folder / f"{name}.json"
+        if file.is_file():
+            records[name] = read_result(file, name)
+    if not records:
+        raise ConfigurationError(
+            describe(
+                "there is nothing to report",
+                got=f"no results in {folder.name}",
+                expected=f"files such as {next(iter(SUITES))}.json",
+                do="Run: python -m examples.benchmarks run --suite all",
+            )
+        )
+    return records
+
+
+def read_result(file: Path, suite: str) -> dict[str, Any]:
+    """One record whose token checks hold; decode speeds of before there were suites can be read as well.
+
+    Raises:
+        ConfigurationError: It cannot be read, or failed its token check.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        failed = failures(SUITES[suite].checks(record))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        problem = describe(
+            f"{file.name} cannot be read",
+            got=f"'{error}'",
+            expected=f"what the suite {suite} writes",
+            do="Measure it again.",
+        )
+        raise ConfigurationError(problem) from error
+    if failed:
+        raise ConfigurationError(
+            describe(
+                f"the token check of {file.name} failed, so its speeds are not shown",
+                got="; ".join(failed),
+                expected="the tokens of generate wherever they are claimed",
+                do="Find out why before measuring again.",
+            )
+        )
+    return record
+
+
+def sections_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What stands between the markers, by name: tables, and what they come from."""
+    found = {}
+    for suite, record in records.items():
+        found[f"{suite}-origin"] = origin(record)
+        for name, table in SUITES[suite].tables(record).items():
+            found[name.replace("_", "-")] = table
+    return found
+
+
+def origin(record: dict[str, Any]) -> str:
+    """Model, machine and commit that figures come from, in a sentence."""
+    where = record["cpu"] if record["device"] == "cpu" else record["device"]
+    threads = f" on {record['torch_threads']} threads" if record["device"] == "cpu" else ""
+    settings = (
+        f"config `{record['config']}`, {record['seconds'] / 60:.0f} minutes" if "config" in record else "older form"
+    )
+    return (
+        f"{record['model']} in {record['dtype']}{threads}, {where}, {record['date'][:10]}, "
+        f"commit {(record['commit'] or 'unknown')[:7]}, torch {record['versions']['torch']}, "
+        f"transformers {record['versions']['transformers']}; {settings}."
+    )
+
+
+def fill(text: str, sections: dict[str, str]) -> str:
+    """Put the sections between their markers; markers of what was not measured are left as they are."""
+    return SECTION.sub(
+        lambda found: f"{found[1]}\n{sections[found['name']]}\n\n{found[3]}" if found["name"] in sections else found[0],
+        text,
+    )
+
+
+def whole(sections: dict[str, str]) -> str:
+    """All sections, one after another, with plots."""
+    parts = ["# Report", "Written by `python -m examples.benchmarks report`. `published` figures have their sources in"]
+    parts[-1] += " `examples/benchmarks/published.json`."
+    for name, content in sections.items():
+        heading = name.removesuffix("-origin").capitalize() if name.endswith("-origin") else name.replace("-", " ")
+        parts += [f"{'##' if name.endswith('-origin') else '###'} {heading}", content]
+    return "\n\n".join(parts) + "\n"
+
+
+def digest(folder: Path) -> str:
+    """A fingerprint of the results that tables and plots are made from."""
+    return hash_of(folder / f"{name}.json" for name in SUITES)
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """SHA-256 over the contents of those of the files that are there."""
+    known = hashlib.sha256()
+    for file in files:
+        if file.is_file():
+            known.update(file.read_bytes())
+    return known.hexdigest()

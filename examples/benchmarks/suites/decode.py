@@ -1,0 +1,215 @@
+"""Decode speed against plain ``generate`` and what else there is, in the same run on the same prompts.
+
+All contenders share weights, prompts, dtype, threads and process; their runs are interleaved prompt by prompt; tokens
+are compared in the runs that are timed. Parts: one prompt at a time by category, batches, time to the first token, and
+sampling at temperature 1.5, where nothing can be drafted and only the overhead shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from tide_hf.benchmark import Contender, Result, compare
+
+from ..adapters import WAYS, make_contenders
+from ..bench import Bench
+from ..checks import Check, checks_of_results
+from ..common import markdown, read_prompts
+from ..measuring import in_words, result_speedups
+
+LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "self_speculative")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        ways: Names in `adapters.WAYS`, "generate" first.
+        slow_ways: Ways so slow that they get one prompt of each category, once.
+        max_new_tokens: Tokens of an answer.
+        repeats: Timed runs.
+        prompts: Of each category.
+        batches: Sizes of the batches, one batch of each.
+        first_token: Whether to time the first token.
+        sampling_repeats: Runs at temperature 1.5, times `repeats`; 0 for none.
+        published_samples: Texts that the published system is calibrated on.
+        published_length: Tokens of each.
+    """
+
+    ways: Sequence[str] = LOSSLESS
+    slow_ways: Sequence[str] = ("assistant_early_exit",)
+    max_new_tokens: int = 48
+    repeats: int = 3
+    prompts: int = 6
+    batches: Sequence[int] = (8,)
+    first_token: bool = True
+    sampling_repeats: int = 3  # a few percent are looked for
+    published_samples: int = 200
+    published_length: int = 128
+
+
+def run(bench: Bench, settings: Settings) -> dict[str, Any]:
+    """Measure all parts."""
+    bench.published_samples, bench.published_length = settings.published_samples, settings.published_length
+    made, left_out = make_contenders(bench, settings.ways)
+    slow, slow_left_out = make_contenders(bench, settings.slow_ways)
+    record: dict[str, Any] = {"left_out": left_out | slow_left_out}
+    record["categories"] = by_category(list(made.values()), list(slow.values()), bench, settings)
+    record["batches"] = {}
+    for size in settings.batches:
+        together = [contender for name, contender in made.items() if WAYS[name].batches]
+        record["batches"][str(size)] = in_a_batch(together, bench.tokenizer, size, settings)
+    if settings.first_token:
+        firsts = [prompts[0] for prompts in bench.prompts(1).values()]
+        repeats = max(3, settings.repeats)
+        record["first_token"] = _records(compare(list(made.values()), firsts, max_new_tokens=1, repeats=repeats))
+    if settings.sampling_repeats and "self_speculative" in made:
+        record["sampling"] = without_drafts(made["generate"], made["self_speculative"], bench, settings)
+    return record
+
+
+def by_category(contenders: list[Contender], slow: list[Contender], bench: Bench, settings: Settings) -> dict:
+    """One prompt at a time."""
+    prompts = bench.prompts(settings.prompts)
+    categories = {}
+    for category in track(prompts, description="Measuring", console=Console(stderr=True)):
+        inputs = prompts[category]
+        results = compare(contenders, inputs, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
+        if slow:
+            one = compare([contenders[0], *slow], inputs[:1], max_new_tokens=settings.max_new_tokens, repeats=1)
+            results += one[1:]
+        categories[category] = _records(results)
+    return categories
+
+
+def in_a_batch(contenders: list[Contender], tokenizer: Any, size: int, settings: Settings) -> list[dict[str, Any]]:
+    """Prompts of different lengths and kinds at once."""
+    mixed = [text for column in zip(*read_prompts().values(), strict=False) for text in column]
+    chats = [[{"role": "user", "content": text}] for text in (mixed * size)[:size]]
+    templated = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    batch = tokenizer(templated, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
+    return _records(compare(contenders, [inputs], **limits))
+
+
+def without_drafts(plain: Contender, ours: Contender, bench: Bench, settings: Settings) -> list[dict[str, Any]]:
+    """Random text: what the loop costs when it never drafts."""
+    sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+    chosen = [Contender(one.name, one.model, sampling) for one in (plain, ours)]
+    inputs = [prompts[0] for prompts in bench.prompts(1).values()]
+    repeats = settings.sampling_repeats * settings.repeats
+    return _records(compare(chosen, inputs, max_new_tokens=settings.max_new_tokens, repeats=repeats))
+
+
+def _records(results: list[Result]) -> list[dict[str, Any]]:
+    return [result.to_dict() for result in results]
+
+
+def batches_of(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Results by size of the batch; older records hold one of eight."""
+    return record["batches"] if "batches" in record else {"8": record["batch"]}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Means of per-prompt ratios to plain decoding, and how many answers were equal; the lossless ways alone."""
+    others = {f"batch of {size}": results for size, results in batches_of(record).items()}
+    others |= {"temperature 1.5": record["sampling"]} if "sampling" in record else {}
+    parts = record["categories"] | others
+    names = _names(parts, lossless=True)
+    rows = []
+    for name in names:
+        cells, everything = {}, []
+        for part, results in parts.items():
+            prompts = next((result["prompts"] for result in results if result["name"] == name), [])
+            cells[part] = _mean(prompts, record["dtype"])
+            everything += prompts if part in record["categories"] else []
+        equal = f"{sum(prompt['equal'] for prompt in everything)}/{len(everything)}"
+        own = [cells[part] for part in record["categories"]]
+        rows.append([name, *own, _mean(everything, record["dtype"]), equal, *(cells[part] for part in others)])
+    return markdown(["", *record["categories"], "mean", "equal", *others], rows)
+
+
+def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool) -> list[str]:
+    results = [result for results in parts.values() for result in results]
+    return list(dict.fromkeys(one["name"] for one in results if one.get("lossless", True) == lossless))
+
+
+def _mean(prompts: list[dict[str, Any]], dtype: str) -> str:
+    if not prompts:
+        return "-"
+    if dtype == "float32" and not all(prompt["equal"] for prompt in prompts):
+        return "differs"  # no speed for other tokens, where rounding does not explain them
+    return f"{mean(prompt['speedup'] for prompt in prompts):.2f}"
+
+
+def approximate_table(record: dict[str, Any]) -> str:
+    """The ways that do not claim the base model's tokens, with how much of its answers they keep."""
+    rows = []
+    for name in _names(record["categories"], lossless=False):
+        prompts = [
+            prompt
+            for results in record["categories"].values()
+            for result in results
+            if result["name"] == name
+            for prompt in result["prompts"]
+        ]
+        layers = [
+            result["layers_per_token"]
+            for results in record["categories"].values()
+            for result in results
+            if result["name"] == name and result["layers_per_token"] is not None
+        ]
+        equal = f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"
+        cells = [f"{mean(prompt['speedup'] for prompt in prompts):.2f}", equal]
+        cells += [f"{mean(prompt['same_start'] for prompt in prompts):.0%}", f"{mean(layers):.1f}" if layers else "-"]
+        rows.append([name, *cells])
+    rows += [[name, why, "-", "-", "-"] for name, why in record.get("left_out", {}).items()]
+    return markdown(["", "speed-up", "answers equal", "same start", "layers per token"], rows)
+
+
+def spread_table(record: dict[str, Any]) -> str:
+    """Median, 10th and 90th percentile of the ratios of interleaved pairs, and of the time to the first token."""
+    parts = {"one at a time": [result for results in record["categories"].values() for result in results]}
+    parts |= {f"batch of {size}": results for size, results in batches_of(record).items()}
+    parts |= {"first token": record["first_token"]} if "first_token" in record else {}
+    names = list(dict.fromkeys(result["name"] for results in parts.values() for result in results))
+    rows = [[name, *(_part_cell(results, name, record["dtype"]) for results in parts.values())] for name in names]
+    return markdown(["", *parts], rows)
+
+
+def _part_cell(results: list[dict[str, Any]], name: str, dtype: str) -> str:
+    plain, speedups = None, []
+    for result in results:  # each category begins with plain decoding
+        plain = result if result["name"] == "generate" else plain
+        if result["name"] == name and plain is not None:
+            if result["lossless"] and dtype == "float32" and result["num_equal"] < len(result["prompts"]):
+                return "differs"
+            pairs = plain | {"prompts": [_cut(one, len(result["prompts"][0]["seconds"])) for one in plain["prompts"]]}
+            pairs["prompts"] = pairs["prompts"][: len(result["prompts"])]
+            speedups += result_speedups(pairs, result)
+    return in_words(speedups) if speedups else "-"
+
+
+def _cut(prompt: dict[str, Any], runs: int) -> dict[str, Any]:
+    return prompt | {"seconds": prompt["seconds"][:runs]}
+
+
+def tables(record: dict[str, Any]) -> dict[str, str]:
+    """All tables by name."""
+    return {"speed": table(record), "spread": spread_table(record), "approximate": approximate_table(record)}
+
+
+def checks(record: dict[str, Any]) -> list[Check]:
+    """The token checks that a report relies on."""
+    parts = {**record["categories"], **{f"batch of {size}": part for size, part in batches_of(record).items()}}
+    for name in ("first_token", "sampling"):
+        parts |= {name: record[name]} if name in record else {}
+    return [check for part, results in parts.items() for check in checks_of_results(part, results, record["dtype"])]

@@ -1,0 +1,335 @@
+"""The suites of `examples/benchmarks` on a tiny model: structure, counts, refusals and rendering; never how fast."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.benchmarks import __main__ as command
+from examples.benchmarks import adapters, bench, items, measuring, published, report, runner
+from examples.benchmarks.common import RESULTS
+from examples.benchmarks.random_models import random_llama, random_routers
+from examples.benchmarks.suites import SUITES, quality
+from tide_hf import TIDERouters
+from tide_hf.cli import main
+from tide_hf.errors import ConfigurationError
+
+TINY = {
+    "decode": {
+        "ways": ["generate", "prompt_lookup", "static_skip", "confidence", "fixed", "published", "ngrams"],
+        "slow_ways": ["assistant_early_exit"],
+        "max_new_tokens": 4,
+        "repeats": 1,
+        "prompts": 1,
+        "batches": [2],
+        "published_samples": 4,
+        "published_length": 16,
+    },
+    "published": {
+        "samples": 8,
+        "max_length": 16,
+        "prompts": 1,
+        "max_new_tokens": 4,
+        "repeats": 2,
+        "thresholds": [1.0, 0.5],
+        "batches": [1],
+        "random_layers": 4,
+    },
+    "quality": {"thresholds": [0.5], "documents": 4, "max_length": 12, "maths": 3, "max_new_tokens": 3, "choices": 5},
+    "overhead": {
+        "prompts": 1,
+        "max_new_tokens": 3,
+        "repeats": 1,
+        "prompt_lengths": [8],
+        "output_lengths": [3],
+        "batches": [2],
+        "num_exit_layers": [1],
+        "depths": [4],
+        "hidden_size": 64,
+        "vocab_size": 300,
+    },
+    "faults": {"calibration_kills": 0, "save_kills": 0, "push_kills": 0, "requests": 12, "fuzz_examples": 12},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config that is done in seconds."""
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    return tmp_path / "tiny.json"
+
+
+@pytest.fixture
+def routers(tiny_model_folder, tmp_path):
+    """Routers for the tiny model with two exit layers."""
+    made = TIDERouters.for_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), exit_layers=[1, 3])
+    made.config.calibration = {"exit_layers": {}, "num_documents": 4, "seed": 0}
+    made.save_pretrained(tmp_path / "routers")
+    return tmp_path / "routers"
+
+
+@pytest.fixture
+def run(tiny_model_folder, routers, config, tmp_path):
+    """A function that runs one suite by the command line and gives its record."""
+
+    def go(suite, *more):
+        output = tmp_path / "results"
+        arguments = ["run", "--suite", suite, "--config", str(config), "--output-dir", str(output), "--threads", "1"]
+        assert command.main([*arguments, *more, "--model", str(tiny_model_folder), "--routers", str(routers)]) == 0
+        return json.loads((output / f"{suite}.json").read_text())
+
+    return go
+
+
+def test_decode_compares_all_that_can_run_and_names_the_rest(run, monkeypatch, one_thread):
+    monkeypatch.setitem(sys.modules, "TIDE", None)
+    record = run("decode")
+    assert record["left_out"] == {published.NAME: "not installed"}
+    for results in record["categories"].values():
+        names = [one["name"].split(",")[0].split(" ")[0] for one in results]
+        assert names == [
+            "generate",
+            "prompt_lookup_num_tokens=10",
+            "static",
+            "softmax",
+            "fixed",
+            "self_speculative",
+            "assistant_early_exit=2",
+        ]
+    assert [one["name"] for one in record["batches"]["2"]][-1] == "self_speculative, n-grams only"
+    assert all(len(prompt["seconds"]) == 3 for one in record["first_token"] for prompt in one["prompts"])
+    tables = SUITES["decode"].tables(record)
+    assert "| tide-inference 0.2.1 | not installed | - |" in tables["approximate"]
+    assert "static skipping, 3 layers" in tables["approximate"]
+    assert "static skipping" not in tables["speed"]
+    assert all(check.passed for check in SUITES["decode"].checks(record))
+    for fact in ("cpu", "commit", "dtype", "torch_threads", "versions", "prompts_sha256", "settings", "seconds"):
+        assert fact in record
+
+
+def test_the_published_tables_stand_beside_the_published_figures(run, monkeypatch, one_thread):
+    monkeypatch.setitem(sys.modules, "TIDE", None)
+    record = run("published")
+    assert [one["num_layers"] for one in record["prefill_exits"]] == [4, 4]
+    assert set(record["throughput"]["1"]["equal"]) == {"base model", "ours, early_exit", "ours, self_speculative"}
+    assert [row["who"] for row in record["decode_exits"]] == ["base model", "ours", "ours"]
+    assert record["decode_exits"][1]["exit_rate"] == 0.0  # a threshold of 1 is off, as published
+    tables = SUITES["published"].tables(record)
+    assert "DeepSeek R1 Distill 8B" in tables["prefill_latency"]
+    assert all("not installed" in tables[name] for name in ("prefill_exits", "throughput", "calibration"))
+
+
+def test_the_published_code_runs_where_it_is_installed(run, config, tmp_path, one_thread):
+    pytest.importorskip("TIDE")
+    texts = [f"{number} times the tide came in, and {number} times it went out again; " * 2 for number in range(9)]
+    (tmp_path / "texts.txt").write_text("\n\n".join(texts))
+    tiny = TINY["published"] | {"max_length": 128}
+    config.write_text(json.dumps({"published": tiny}))
+    record = run("published", "--text", str(tmp_path / "texts.txt"))
+    assert record["left_out"] == {}
+    found = record["prefill_exits"][1]["published"]["0.5"]  # of the random model, with four layers
+    assert found["behind_the_last_layer"] == pytest.approx(sum(found["by_position"].values()))
+    assert record["convergence"][1]["published_positions"] == [3]
+
+
+def test_quality_compares_at_equal_depth(run, one_thread):
+    record = run("quality")
+    names = [row["name"].split(" ")[0] for row in record["rows"]]
+    assert names == ["base", "routers", "confidence", "fixed", "static"]
+    assert record["rows"][0]["ratio"]["value"] == pytest.approx(1)
+    assert (record["num_choices"], record["num_questions"]) == (5, 3)
+    table = SUITES["quality"].tables(record)["quality"]
+    assert len(table.splitlines()) == 2 + 5
+
+
+def test_overhead_has_every_kind_of_scaling(run, one_thread):
+    record = run("overhead")
+    kinds = [
+        "tokens of the prompt",
+        "tokens of the answer",
+        "rows",
+        "exit layers, exits off",
+        "layers of a random model",
+    ]
+    assert list(record["scaling"]) == kinds
+    assert all(one["num_equal"] == len(one["prompts"]) for one in record["exits_off"])
+    assert record["memory"]["routers"] > 0
+    assert SUITES["overhead"].tables(record)["scaling"].count("\n") == 1 + 9
+
+
+def test_faults_are_counted(run, one_thread):
+    record = run("faults")
+    for name in ("threads at once", "short requests", "disk full"):
+        assert record["faults"][name]["right"] == record["faults"][name]["tries"] > 0
+    assert record["damaged"]["weights cut off"].keys() == {"refused"}
+    assert "loaded, another" in record["damaged"]["a byte of the weights themselves"]
+    for counts in record["damaged"].values():
+        assert not [name for name in counts if name.startswith("broke")]
+
+
+def test_fewer_layers_are_the_first_the_last_and_evenly_between():
+    assert adapters.kept_layers(30, 24)[:3] == [0, 1, 3]
+    assert adapters.kept_layers(8, 8) == list(range(8))
+    model = random_llama(4, 64, 50)
+    fewer = adapters.without_layers(model, 2)
+    assert [id(p) for p in fewer.model.layers[1].parameters()] == [id(p) for p in model.model.layers[3].parameters()]
+    assert fewer.model.layers[1].self_attn.layer_idx == 1
+    assert (fewer.config.num_hidden_layers, model.config.num_hidden_layers) == (2, 4)
+    ids = torch.tensor([[1, 2, 3]])
+    assert fewer.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
+    assert not torch.equal(fewer(ids).logits, model(ids).logits)
+
+
+def test_what_the_other_ways_are_set_to():
+    model = random_llama(4, 64, 50)
+    one = bench.Bench(model, None, random_routers(model, [1, 3]))
+    made, left_out = adapters.make_contenders(one, ["fixed", "confidence", "self_speculative"])
+    assert left_out == {}
+    assert made["fixed"].options["min_layers"] == 3
+    assert made["confidence"].options["exit_criterion"] == "confidence"
+    made, left_out = adapters.make_contenders(bench.Bench(model, None, None), ["fixed", "ngrams", "generate"])
+    assert list(made) == ["ngrams", "generate"]
+    assert left_out == {"fixed": "no routers"}
+
+
+def test_questions_are_the_same_everywhere_and_enough():
+    assert len({row["question"] for row in items.maths_questions(400)}) == 400
+    assert items.maths_questions(5)[0] == items.maths_questions(400)[0]
+    chosen = items.multiple_choice(1000)
+    assert len(chosen) >= 200
+    assert chosen[:3] == items.multiple_choice(3)
+    assert all(len(set(item.endings)) == 4 for item in chosen)
+
+
+def test_the_likeliest_ending_counts():
+    endings = tuple("abcd")
+    chosen = [items.Choices("", endings, 1), items.Choices("", endings, 0)]
+    losses = torch.tensor([[3.0, 9.0], [1.0, 9.0], [2.0, 0.0], [2.0, 9.0]] * 2)
+    empty = torch.empty(0)
+    scores = quality.TextScores([1], 2, torch.ones(8, 1), losses, empty, empty, torch.arange(8))
+    assert quality.picked_right(scores, 0.5, chosen).tolist() == [True, False]
+    assert quality.picked_right(scores, 2.0, chosen).tolist() == [False, False]
+
+
+def test_pairs_that_took_turns_are_compared():
+    assert measuring.paired_speedups([2.0, 4.0], [1.0, 8.0]) == [2.0, 0.5]
+    assert measuring.spread(range(11)) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    seconds = measuring.interleaved(calls, 2, torch.device("cpu"))
+    assert order == list("ababab")
+    assert [len(found) for found in seconds.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "the config cannot be read"),
+        ("[]", "the config says what no suite knows: got list"),
+        ('{"speed": {}}', "got speed"),
+        ('{"decode": {"runs": 3}}', "got runs for decode"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(tmp_path, capsys, content, message):
+    (tmp_path / "bad.json").write_text(content)
+    assert command.main(["run", "--suite", "decode", "--config", str(tmp_path / "bad.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_configs_fit_the_suites():
+    for file in runner.CONFIGS.glob("*.json"):
+        _, found = runner.read_config(file.stem)
+        assert set(found) == set(SUITES)
+        for suite in SUITES:
+            runner.settings_of(suite, found)
+    full = runner.read_config("full")[1]["quality"]
+    assert min(full[name] for name in ("documents", "maths", "choices")) >= 200
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A copy of the committed results of the quick form."""
+    return shutil.copytree(RESULTS / "quick", tmp_path / "quick")
+
+
+def reported(results, readme, *more):
+    return command.main(["report", "--results", str(results), "--readme", str(readme), *more])
+
+
+def test_a_report_refuses_what_failed_its_token_check(results, tmp_path, capsys):
+    record = json.loads((results / "decode.json").read_text())
+    category = next(iter(record["categories"].values()))
+    ours = next(one for one in category if one["name"] == "self_speculative")
+    ours["num_equal"] = 0
+    (results / "decode.json").write_text(json.dumps(record))
+    (tmp_path / "README.md").write_text("nothing")
+    assert reported(results, tmp_path / "README.md") == 2
+    assert "the token check of decode.json failed" in capsys.readouterr().err
+    record["dtype"] = "bfloat16"  # where rounding explains it
+    (results / "decode.json").write_text(json.dumps(record))
+    assert reported(results, tmp_path / "README.md") == 0
+
+
+def test_a_report_needs_results_that_can_be_read(results, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("nothing")
+    assert reported(tmp_path, tmp_path / "README.md") == 2
+    assert "there is nothing to report" in capsys.readouterr().err
+    (results / "quality.json").write_text('{"rows": []}')
+    assert reported(results, tmp_path / "README.md") == 2
+    assert "quality.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- report: speed -->\nold\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
+    assert reported(results, readme, "--check") == 2
+    assert "does not show the results" in capsys.readouterr().err
+    assert reported(results, readme) == 0
+    text = readme.read_text()
+    assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
+    assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
+    assert reported(results, readme, "--check") == 0
+
+
+def test_the_older_form_of_the_decode_record_can_be_read():
+    record = report.read_result(RESULTS / "decode.json", "decode")
+    assert "| generate | 1.00 |" in SUITES["decode"].tables(record)["speed"]
+
+
+def test_the_readme_shows_the_committed_results(tmp_path):
+    """Tables rendered again from the committed JSON are those of the README; plots were drawn from the same JSON."""
+    from PIL import Image  # noqa: PLC0415  # comes with matplotlib
+
+    assert reported(RESULTS / "quick", report.README, "--check") == 0
+    records = report.read_results(RESULTS / "quick")
+    sections = report.sections_of(records)
+    assert (RESULTS / "quick" / "REPORT.md").read_text(encoding="utf-8") == report.whole(sections)
+    plots = sorted((RESULTS / "quick" / "plots").glob("*.png"))
+    assert [plot.stem for plot in plots] == sorted({"decode", "overhead", "quality"} & records.keys())
+    for plot in plots:
+        with Image.open(plot) as image:
+            assert image.text["Source"] == report.digest(RESULTS / "quick")
+
+
+def test_the_command_line_hands_suites_on(tiny_model_folder, monkeypatch, capsys, tmp_path):
+    called = []
+    monkeypatch.setattr("subprocess.run", lambda line, **_: called.append(line) or type("Done", (), {"returncode": 0}))
+    assert main(["benchmark", str(tiny_model_folder), "--suite", "decode", "--suite", "faults", "--threads", "1"]) == 0
+    assert called[0][2:] == [
+        "examples.benchmarks", "run", "--suite", "decode", "--suite", "faults", "--model", str(tiny_model_folder),
+        "--threads", "1",
+    ]  # fmt: skip
+    monkeypatch.setattr("tide_hf.benchmark_command.CLONE", tmp_path)
+    assert main(["benchmark", str(tiny_model_folder), "--suite", "decode"]) == 2
+    assert "the suites are not there" in capsys.readouterr().err
+
+
+def test_a_suite_without_routers_says_so(tiny_model_folder):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    with pytest.raises(bench.CannotRunError, match="no routers"):
+        bench.Bench(model, None, None).need_routers()
+    with pytest.raises(ConfigurationError):
+        runner.read_config("none")
