@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tide_hf.arguments import DTYPES, device_name, positive
-from tide_hf.demo_model import DEFAULT_MODEL
+from tide_hf.arguments import positive
+from tide_hf.choices import DEFAULT_MODEL, DTYPES
 from tide_hf.errors import ConfigurationError, describe
 from tide_hf.model_arguments import load
 
@@ -33,7 +33,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", help="texts for perplexity and calibration (default: the model writes them)")
     parser.add_argument("--questions", help="rows of question and answer (default: generated ones)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
-    parser.add_argument("--device", type=device_name, help="such as cpu or cuda:0 (default: the GPU if there is one)")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument("--output-dir", type=Path, help="default: results/CONFIG in the benchmarks' folder")
 
