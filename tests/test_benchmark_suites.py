@@ -322,7 +322,7 @@ def test_the_command_line_hands_suites_on(tiny_model_folder, monkeypatch, capsys
         "examples.benchmarks", "run", "--suite", "decode", "--suite", "faults", "--model", str(tiny_model_folder),
         "--threads", "1",
     ]  # fmt: skip
-    monkeypatch.setattr("tide_hf.benchmark_command.CLONE", tmp_path)
+    monkeypatch.setattr("tide_hf.commands.benchmark.CLONE", tmp_path)
     assert main(["benchmark", str(tiny_model_folder), "--suite", "decode"]) == 2
     assert "the suites are not there" in capsys.readouterr().err
 

@@ -24,7 +24,7 @@ def calibrated(monkeypatch, tiny_llama):
         calls.append(options)
         return TIDERouters.for_model(model, exit_layers=[2], calibration=made_up_record() | SETTINGS)
 
-    monkeypatch.setattr("tide_hf.calibrate_command.calibrate", calibrate)
+    monkeypatch.setattr("tide_hf.commands.calibrate.calibrate", calibrate)
     return calls
 
 

@@ -98,7 +98,7 @@ def test_an_interrupt_ends_quietly(monkeypatch):
     def interrupt(args, console):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tide_hf.demo_command.load", interrupt)
+    monkeypatch.setattr("tide_hf.commands.demo.load", interrupt)
     assert main(["demo"]) == 130
 
 

@@ -52,7 +52,7 @@ def test_importing_the_package_loads_no_torch():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_can_be_run_and_has_a_help_text(command, capsys):
-    assert callable(import_module(f"tide_hf.{command}_command").run)
+    assert callable(import_module(f"tide_hf.commands.{command}").run)
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0

@@ -117,7 +117,7 @@ def test_an_interrupt_ends_with_130(tiny_model_folder, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tide_hf.generate_command.timed_run", interrupt)
+    monkeypatch.setattr("tide_hf.commands.generate.timed_run", interrupt)
     assert main(["generate", str(tiny_model_folder), "a"]) == 130
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tide_hf import TIDERouters
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.cli import main
+from tide_hf.commands.inspect import _kernel_lines
 from tide_hf.demo_model import DEFAULT_MODEL
-from tide_hf.inspect_command import _kernel_lines
 from tide_hf.loading import shipped_routers
 
 

@@ -15,10 +15,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-from tide_hf import cli, serve_command  # noqa: E402
-from tide_hf.commands import KEY_VARIABLE, make_parser  # noqa: E402
+from tide_hf import cli  # noqa: E402
+from tide_hf.commands import KEY_VARIABLE, make_parser, serve  # noqa: E402
+from tide_hf.commands.serve import LOCAL_NAMES, limits_of, model_name  # noqa: E402
 from tide_hf.errors import ConfigurationError  # noqa: E402
-from tide_hf.serve_command import LOCAL_NAMES, limits_of, model_name  # noqa: E402
 from tide_hf.serving.limits import Limits  # noqa: E402
 
 
@@ -63,7 +63,7 @@ def test_clients_see_no_path_of_this_machine(tiny_model_folder):
 def test_errors_are_explained(tiny_model_folder, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: pytest.fail("it serves"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(serve_command, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert cli.main(["serve", str(tiny_model_folder), *arguments]) == 2
     error = capsys.readouterr().err
@@ -72,7 +72,7 @@ def test_errors_are_explained(tiny_model_folder, monkeypatch, capsys, arguments,
 
 
 def test_missing_packages_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(serve_command, "find_spec", lambda name: None if name in ("ray", "uvicorn") else name)
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name in ("ray", "uvicorn") else name)
     assert cli.main(["serve", "m", "--replicas", "2"]) == 2
     assert "an environment without uvicorn, ray" in capsys.readouterr().err
     assert cli.main(["serve", "m"]) == 2
@@ -91,7 +91,7 @@ def test_a_rate_is_a_whole_number(number, capsys):
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "no.such.host.invalid"])
 def test_an_address_that_cannot_be_had_is_told_before_a_model_is_loaded(host, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, "k")
-    monkeypatch.setattr(serve_command, "_local_backend", lambda options: pytest.fail("loaded a model"))
+    monkeypatch.setattr(serve, "_local_backend", lambda options: pytest.fail("loaded a model"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -1,4 +1,4 @@
-"""``tide-hf``: parses a command line and hands it on to `run` in `<command>_command.py`."""
+"""``tide-hf``: parses a command line and hands it on to `run` in `commands/<command>.py`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _drop_output() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """Load the command, which may take seconds, and run it."""
-    command = import_module(f".{args.command}_command", __package__)
+    command = import_module(f".commands.{args.command}", __package__)
     if args.command != "completion" and not sys.stderr.isatty():
         import_module("transformers.utils.logging").disable_progress_bar()
     command.run(args)

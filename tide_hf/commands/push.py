@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .modeling_tide import TIDERouters
-from .publishing import push_custom_generate, push_routers
+from ..modeling_tide import TIDERouters
+from ..publishing import push_custom_generate, push_routers
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from .commands import KEY_VARIABLE
-from .errors import ConfigurationError, MissingPackageError, describe
+from ..errors import ConfigurationError, MissingPackageError, describe
+from . import KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from .serving.engine import EngineOptions
-    from .serving.limits import Limits
+    from ..serving.engine import EngineOptions
+    from ..serving.limits import Limits
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that are answered
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     uses_ray = args.replicas is not None or args.ray_address is not None
     _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray"] * uses_ray)
-    from .serving.engine import EngineOptions  # noqa: PLC0415 - needs packages of the extra
+    from ..serving.engine import EngineOptions  # noqa: PLC0415 - needs packages of the extra
 
     options = EngineOptions(
         model=args.model,
@@ -52,7 +52,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
     Raises:
         ConfigurationError: Other machines could use the server, and there is no key.
     """
-    from .serving.limits import Limits, is_loopback  # noqa: PLC0415
+    from ..serving.limits import Limits, is_loopback  # noqa: PLC0415
 
     api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     local = is_loopback(args.host)
@@ -101,8 +101,8 @@ def listener(host: str, port: int) -> socket.socket:
 def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_ray: bool) -> None:
     import uvicorn  # noqa: PLC0415
 
-    from .serving.app import create_app  # noqa: PLC0415
-    from .serving.metrics import Metrics  # noqa: PLC0415
+    from ..serving.app import create_app  # noqa: PLC0415
+    from ..serving.metrics import Metrics  # noqa: PLC0415
 
     metrics, name, taken = Metrics(), model_name(args), listener(args.host, args.port)
     backend = _ray_backend(args, options, metrics) if uses_ray else _local_backend(options)
@@ -125,14 +125,14 @@ def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_
 
 
 def _local_backend(options: EngineOptions) -> Any:
-    from .serving.batching import Batcher  # noqa: PLC0415
-    from .serving.engine import Engine  # noqa: PLC0415
+    from ..serving.batching import Batcher  # noqa: PLC0415
+    from ..serving.engine import Engine  # noqa: PLC0415
 
     return Batcher(Engine.load(options))
 
 
 def _ray_backend(args: argparse.Namespace, options: EngineOptions, metrics: Any) -> Any:
-    from .serving.deployment import ClusterOptions, start_replicas  # noqa: PLC0415
+    from ..serving.deployment import ClusterOptions, start_replicas  # noqa: PLC0415
 
     names = ("ray_address", "cpus_per_replica", "gpus_per_replica", "max_replicas_per_node")
     cluster = ClusterOptions(replicas=args.replicas or 1, **{name: getattr(args, name) for name in names})
@@ -151,7 +151,7 @@ def _serve_with_transformers(args: argparse.Namespace, options: EngineOptions, u
             )
         )
     _check_packages(["fastapi", "openai"])
-    from .serving.transformers_server import run_transformers_server  # noqa: PLC0415
+    from ..serving.transformers_server import run_transformers_server  # noqa: PLC0415
 
     run_transformers_server(options, args.host, args.port)
 

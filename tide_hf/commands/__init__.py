@@ -1,4 +1,4 @@
-"""The commands of ``tide-hf`` and their arguments. What a command does is `run` in `<command>_command.py`.
+"""The commands of ``tide-hf`` and their arguments. What a command does is `run` in the module of its name.
 
 Nothing here needs torch or transformers, which take seconds to import: help, completion and errors come at once.
 """
@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .arguments import (
+from .. import __version__
+from ..arguments import (
     ALL,
     CommandParser,
     add_decoding_arguments,
@@ -24,7 +24,7 @@ from .arguments import (
     share,
     threshold_list,
 )
-from .choices import DEFAULT_MODEL, LABELS, MATCHES, STRATEGIES
+from ..choices import DEFAULT_MODEL, LABELS, MATCHES, STRATEGIES
 
 KEY_VARIABLE = "TIDE_HF_API_KEY"
 SERVERS = ("batches", "transformers")

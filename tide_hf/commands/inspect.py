@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from .calibration.labels import CONVERGENCE_THRESHOLD
-from .calibration.tables import TextTable, describe_bound, rich_table, tables_of
-from .errors import ConfigurationError, describe
-from .inspection import inspect_model
-from .model_arguments import load
-from .prompts import PROMPTS
+from ..calibration.labels import CONVERGENCE_THRESHOLD
+from ..calibration.tables import TextTable, describe_bound, rich_table, tables_of
+from ..errors import ConfigurationError, describe
+from ..inspection import inspect_model
+from ..model_arguments import load
+from ..prompts import PROMPTS
 
 
 def run(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from .errors import MissingPackageError, describe
+from ..errors import MissingPackageError, describe
 
 PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of what may be a path
 
