@@ -10,6 +10,7 @@ import tarfile
 import pytest
 import torch
 from families import tiny_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tide_hf import TIDERouters
@@ -49,15 +50,16 @@ def test_bfloat16_is_kept(model, tmp_path):
     assert TIDERouters.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
-def test_a_failed_save_leaves_the_old_files(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("I/O error: disk full")])
+def test_a_failed_save_leaves_the_old_files(model, tmp_path, monkeypatch, error):
     old = routers_of(model)
     old.save_pretrained(tmp_path)
 
     def fail(*_args, **_kwargs):
-        raise OSError("disk full")
+        raise error
 
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="disk full"):  # one of ours where safetensors raises its own
         routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     assert TIDERouters.from_pretrained(tmp_path).exit_layers == old.exit_layers

@@ -31,6 +31,10 @@ class RoutersNotFoundError(TIDEError, FileNotFoundError):
     """No routers were found in the folder or Hub repository."""
 
 
+class RoutersNotSavedError(TIDEError, OSError):
+    """Routers could not be written; what was there before is still there."""
+
+
 class HubError(TIDEError, OSError):
     """The Hub refused an upload, or could not be reached for it."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -23,8 +24,10 @@ from .router_files import (
     copy_published,
     explained,
     file_problem,
+    first_line,
     read_router_pt,
     refuse_shards,
+    routers_not_saved,
     weights_digest,
 )
 from .structure import find_structure
@@ -268,11 +271,17 @@ class TIDERouters(PreTrainedModel):
         Args:
             save_directory: Folder; made where it does not exist.
             **kwargs: As in `PreTrainedModel.save_pretrained`, `push_to_hub` and `repo_id` among them.
+
+        Raises:
+            RoutersNotSavedError: The weights could not be written.
         """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
-            super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
+            try:
+                super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
+            except SafetensorError as error:  # which is no OSError, and comes of a full disk as well
+                raise routers_not_saved(folder, first_line(error)) from error
             self.config.weights_sha256 = weights_digest(Path(staging, SAFE_WEIGHTS_NAME))
             self.config.save_pretrained(staging)
             written = sorted(Path(staging).iterdir(), key=lambda file: file.name == "config.json")  # config last

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from .errors import RoutersFileError, RoutersNotFoundError, TIDEError, describe
+from .errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, describe
 
 # What reading a damaged file by torch, pickle and zipfile fails with.
 DAMAGE = (
@@ -50,6 +50,18 @@ def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
         raise routers_not_found(name_or_path, first_line(error)) from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise RoutersFileError(file_problem(name_or_path, first_line(error))) from error
+
+
+def routers_not_saved(folder: Path, got: str) -> RoutersNotSavedError:
+    """An error about a folder that takes no file."""
+    return RoutersNotSavedError(
+        describe(
+            f"the routers could not be written to {folder}",
+            got=got,
+            expected="a folder with room for them",
+            do="Make room or save them elsewhere; what was there before is still there.",
+        )
+    )
 
 
 def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> RoutersNotFoundError:
