@@ -5,8 +5,9 @@ import torch
 from drafters import KINDS, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDEModelForCausalLM, TIDERouters, kv_cache
 from tide_hf.drafting import Draft
 from tide_hf.errors import UnsupportedOptionError
 
@@ -68,6 +69,20 @@ def test_drafts_from_exit_heads_leave_no_trace(family, draft_vocab_size):
 
     model._tide.make_drafter = HeadDrafter
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("layer_class", [DynamicSlidingWindowLayer, kv_cache._VisibleSlidingLayer])
+def test_layers_with_a_window_are_rolled_back_by_any_transformers(layer_class, monkeypatch):
+    monkeypatch.setattr(kv_cache, "SLIDING_LAYER", layer_class)
+    model = tiny_model("gemma2")
+    expected = model.generate(prompt(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "random", [expected[0, prompt().shape[1] :].tolist()])
+    result = model.generate(prompt(), **OPTIONS, return_dict_in_generate=True)
+    assert torch.equal(result.sequences, expected)
+    kinds = {type(layer) for layer in result.past_key_values.layers}
+    assert DynamicSlidingWindowLayer in kinds
+    assert kv_cache._VisibleSlidingLayer not in kinds
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2"])

@@ -224,7 +224,7 @@ class RecomputeRun(PostHocRun):
         cache, ids = kwargs["past_key_values"], kwargs["input_ids"]
         if ids is None or ids.shape[1] > 1:
             return forward(**kwargs)  # a prompt's pass, which runs at full depth
-        cache.activate_past_recording()
+        kv_cache.start_recording(cache)
         try:
             output = forward(**kwargs)
         except _CatchUp:

@@ -6,8 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
+from packaging import version
 from torch import Tensor
-from transformers.cache_utils import Cache, QuantizedCache, StaticLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, QuantizedCache, StaticLayer
 
 from .errors import UnsupportedOptionError, describe
 from .ops import PLAIN, Ops, kv_compact
@@ -110,9 +112,39 @@ def crop(layer: Any, num_tokens: int) -> None:
         layer.crop(-num_tokens)
 
 
+class _VisibleSlidingLayer(DynamicSlidingWindowLayer):
+    """Hands on as many tokens as masks count, however many passes there were since the last crop.
+
+    The layer itself does so from transformers 5.18 on.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As the layer's, less what lies outside the window."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
+
+SLIDING_LAYER = (
+    DynamicSlidingWindowLayer
+    if version.parse(transformers.__version__) >= version.parse("5.18")
+    else _VisibleSlidingLayer
+)
+
+
+def start_recording(cache: Cache) -> None:
+    """Let a cache keep what leaves its window until it is cropped, so that it can be rolled back."""
+    cache.activate_past_recording()
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.__class__ = SLIDING_LAYER
+
+
 def stop_recording(cache: Cache) -> None:
     """Let a cache that is returned drop again what leaves its window in a next prompt's pass."""
     for layer in cache.layers:
+        if type(layer) is SLIDING_LAYER:
+            layer.__class__ = DynamicSlidingWindowLayer
         if hasattr(layer, "record_past"):
             crop(layer, 0)
             layer.record_past = False

@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .adapters import has_adapters_by_row
 from .block_drafting import block_run
 from .drafting import Draft, Drafter
-from .kv_cache import CacheSlots, cache_is_returned, crop, stop_recording
+from .kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
 from .policy import CostTable
 from .ranks import ranks_of
 from .rows import Row, Stopping
@@ -136,7 +136,7 @@ class SelfSpeculativeDecoder:
 
     def _prefill(self, drafter: Drafter) -> None:
         outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
-        outputs.past_key_values.activate_past_recording()
+        start_recording(outputs.past_key_values)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", "past_key_values"):
             self.model_kwargs.pop(name, None)
