@@ -20,7 +20,7 @@ def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, t
     arguments = [str(part) for pair in options.items() for part in pair]
     decode.main(["--model", str(tiny_model_folder), "--output", str(output), *arguments])
     record = json.loads(output.read_text())
-    assert len(record["categories"]) == 6
+    assert len(record["categories"]) == 8
     for results in record["categories"].values():
         assert [result["name"] for result in results] == [
             "generate",
@@ -34,7 +34,7 @@ def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, t
         assert all(prompt["equal"] for result in results for prompt in result["prompts"])
     assert [len(part) for part in (record["batches"]["8"], record["sampling"])] == [4, 2]
     table = capsys.readouterr().out
-    assert table.count("6/6") == 6
+    assert table.count("8/8") == 6
     assert decode.table(record) in table
     assert output.with_suffix(".md").read_text().strip() == decode.table(record)
 
@@ -112,10 +112,10 @@ def test_the_precision_study_finds_where_answers_part(tiny_model_folder, tmp_pat
     record = json.loads(output.read_text())
     assert record["dtype"] == dtype
     divergences = [one for prompt in record["prompts"] for one in prompt["divergences"].values()]
-    assert len(divergences) == 6 * 5
+    assert len(divergences) == 8 * 5
     moved = max(prompt["rounding_moves_gaps_by_at_most"] for prompt in record["prompts"])
     if dtype == "float32":
         assert not any(divergences)
         assert moved < 1e-4
-        assert capsys.readouterr().out.count("6/6") == 5
+        assert capsys.readouterr().out.count("8/8") == 5
     assert all(one["gap"] <= 2 * moved for one in divergences if one)
