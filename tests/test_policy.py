@@ -156,6 +156,16 @@ def test_a_machine_that_slows_down_slows_everything_down():
     assert table.verify(4) == pytest.approx(135.0, abs=5.1)
 
 
+def test_what_plain_decoding_takes_is_told_once_it_is_known():
+    table = CostTable(10)
+    for milliseconds in (1000.0, 10.0, 12.0, 11.0):
+        table.record(("verify", 1), milliseconds)
+        assert table.plain is None
+    table.record(("verify", 1), 13.0)
+    assert table.plain == pytest.approx(11.5)
+    assert table.resized().plain is None
+
+
 def test_plain_decoding_is_measured_again_by_and_by():
     option = Option("n-gram", ((0.9, 8),))
     table = costs({("verify", 1): 10.0, ("verify", 4): 12.0})

@@ -41,15 +41,16 @@ class CostTable:
         self._samples: dict[CostKey, deque[float]] = {}  # in plain passes
         self._medians: dict[CostKey, float] = {}
         self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
-        self._pace: deque[float] = deque(maxlen=PACE_SAMPLES)
+        self._plain_ms: deque[float] = deque(maxlen=SAMPLES)
         self._plain_passes = 0
         self._since_plain = 0
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
         table = CostTable(self.num_layers, self.head_share)
-        table._pace.extend(self._pace)
-        table._plain_passes = len(self._pace)
+        if self._plain_ms:
+            table._plain_ms.append(self._plain)
+            table._plain_passes = 1
         for key, value in self._medians.items():
             table._samples[key] = deque([value], maxlen=SAMPLES)
             table._medians[key] = value
@@ -70,12 +71,12 @@ class CostTable:
     @property
     def ready(self) -> bool:
         """Whether plain decoding, against which everything is compared, has been measured, and not too long ago."""
-        return bool(self._pace) and self._since_plain < STALE
+        return bool(self._plain_ms) and self._since_plain < STALE
 
     @property
     def plain(self) -> float | None:
         """Measured milliseconds of plain decoding, once they can be trusted."""
-        return self._medians[PLAIN] if len(self._samples.get(PLAIN, ())) >= TRUSTED_SAMPLES else None
+        return median(self._plain_ms) if len(self._plain_ms) >= TRUSTED_SAMPLES else None
 
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
@@ -96,14 +97,14 @@ class CostTable:
     @property
     def _plain(self) -> float:
         """Milliseconds of a plain pass at the machine's present pace."""
-        return median(self._pace) if self._pace else 1.0
+        return median(list(self._plain_ms)[-PACE_SAMPLES:]) if self._plain_ms else 1.0
 
     def _record_plain(self, milliseconds: float) -> None:
         self._since_plain = 0
         self._plain_passes += 1
         if self._plain_passes == 1:
             return
-        self._pace.append(milliseconds)
+        self._plain_ms.append(milliseconds)
         if self._plain_passes % FORGET_AFTER == 0:
             for key, samples in self._samples.items():
                 if samples:
