@@ -74,7 +74,7 @@ class CompiledLayers:
         if FEWEST_ROWS <= num_tokens <= PACKED_ROWS:
             for linear in self._packed_linears[layer]:
                 linear.packed = linear.gate.packed()
-        call = _without(place, args, kwargs)
+        call = _placed(None, place, args, kwargs)
         try:
             if isinstance(stored, FixedLayer):
                 where = stored.place
@@ -186,10 +186,7 @@ def _run_layer(
 ) -> tuple[Any, Tensor, Tensor]:
     """A layer's own forward, with its K/V at the `place` of the cache among its arguments."""
     cache = _LayerCache(keys, values)
-    if isinstance(place, str):
-        kwargs = {**kwargs, place: cache}
-    else:
-        args = (*args[:place], cache, *args[place + 1 :])
+    args, kwargs = _placed(cache, place, args, kwargs)
     return layer.forward(*args, **kwargs), cache.keys, cache.values
 
 
@@ -205,10 +202,7 @@ def _run_fixed_layer(
 ) -> Any:
     """As `_run_layer`, writing to `slots` of K/V that stay in place."""
     cache = _FixedLayerCache(keys, values, slots, start)
-    if isinstance(place, str):
-        kwargs = {**kwargs, place: cache}
-    else:
-        args = (*args[:place], cache, *args[place + 1 :])
+    args, kwargs = _placed(cache, place, args, kwargs)
     return layer.forward(*args, **kwargs)
 
 
@@ -238,10 +232,13 @@ def _place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str 
     return next((i for i, value in enumerate(args) if isinstance(value, Cache)), None)
 
 
-def _without(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _placed(
+    cache: Any, place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's arguments with `cache` at its `place` among them."""
     if isinstance(place, str):
-        return args, {name: value for name, value in kwargs.items() if name != place}
-    return (*args[:place], None, *args[place + 1 :]), kwargs
+        return args, {**kwargs, place: cache}
+    return (*args[:place], cache, *args[place + 1 :]), kwargs
 
 
 def _graphs_compiled() -> int:

@@ -18,9 +18,9 @@ from .policy import (
 
 MAX_NGRAM = 5
 UNREAD = -1  # stands for a draft token that is still on the device
-# What an n-gram match of this length is taken to be worth before the text has shown it.
 LEARNING = 0.1  # of what a round found, for the calls to come
 COMING_BACK = 0.05  # of the way to its prior, at each new call
+# What an n-gram match of this length is taken to be worth before the text has shown it.
 NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
 
 

@@ -135,6 +135,8 @@ SLIDING_LAYER = (
 def start_recording(cache: Cache) -> None:
     """Let a cache keep what leaves its window until it is cropped, so that it can be rolled back."""
     cache.activate_past_recording()
+    if SLIDING_LAYER is DynamicSlidingWindowLayer:
+        return
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
             layer.__class__ = SLIDING_LAYER
