@@ -242,8 +242,8 @@ def test_a_config_that_makes_no_sense_is_refused(tmp_path, capsys, content, mess
 def test_the_configs_fit_the_suites():
     for file in runner.CONFIGS.glob("*.json"):
         _, found = runner.read_config(file.stem)
-        assert set(found) == set(SUITES)
-        for suite in SUITES:
+        assert set(found) == (set(SUITES) if file.stem in ("quick", "full") else {"decode"})
+        for suite in found:
             runner.settings_of(suite, found)
     full = runner.read_config("full")[1]["quality"]
     assert min(full[name] for name in ("documents", "maths", "choices")) >= 200

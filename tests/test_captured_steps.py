@@ -65,7 +65,7 @@ def test_every_familys_tokens_are_the_base_models(family):
     draft_ahead(model)
     assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
     assert steps.refused is None
-    assert steps.make_replay.function_calls == steps.num_captured  # the rest was done again without Python
+    assert steps.make_replay.function_calls == steps.warm_up.num_made  # the rest was done again without Python
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_a_step_costs_the_same_however_long_the_text_is(tiny_llama):
     use_drafter(model, "wrong", [[0] * NEW], width=0)
     for length in (4, 90):
         model.generate(torch.arange(3, 3 + length)[None], **OPTIONS)
-    assert steps.num_captured == 1  # graphs serve all calls that fit into the buffers
+    assert steps.warm_up.num_made == 1  # graphs serve all calls that fit into the buffers
     model.generate(torch.arange(3, 253)[None], **OPTIONS)
-    assert steps.num_captured == 2
+    assert steps.warm_up.num_made == 2
     first, second = (recording.launches for recording in steps.make_replay.recordings)
     assert first == second
 
@@ -213,9 +213,9 @@ def test_changed_models_are_noticed_and_memory_is_given_back(tiny_llama):
     assert torch.equal(TIDEModelForCausalLM.detach(other).generate(**prompts(), **OPTIONS), changed)
     with torch.no_grad():
         model.lm_head.weight.neg_()  # in place: graphs read the weights where they are
-    before = steps.num_captured
+    before = steps.warm_up.num_made
     changed = model.generate(**prompts(), **OPTIONS)
-    assert steps.num_captured == before
+    assert steps.warm_up.num_made == before
     model.tide_release()
     assert not steps._buffers
     assert torch.equal(model.generate(**prompts(), **OPTIONS), changed)

@@ -84,6 +84,20 @@ def test_the_layers_of_a_model_share_their_graphs(tiny_llama):
     assert max(graphs) <= 6  # one or several tokens, with or without a mask, K/V behind a rollback or not
 
 
+def test_a_call_tells_what_it_spent_on_compiling(tiny_llama):
+    model = attach(tiny_llama())
+    model.generate(**batch(1), **OPTIONS)
+    warm_up, stats = model._tide.compiled_layers.warm_up, model.last_exit_stats
+    assert warm_up.num_made > 0
+    assert (stats.engine, stats.warm_up_s) == ("compiled", warm_up.seconds)
+    assert "went into making engine='compiled' ready" in stats.summary()
+    model.generate(**batch(1), **OPTIONS)
+    assert model.last_exit_stats.warm_up_s == 0
+    assert "ready" not in model.last_exit_stats.summary()
+    model.generate(**batch(1), **OPTIONS, tide_engine="eager")
+    assert model.last_exit_stats.engine == "eager"
+
+
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
 def test_packed_weights_are_used_and_changed_ones_are_noticed(tiny_llama):
     model = attach(tiny_llama(), pack_weights=True)

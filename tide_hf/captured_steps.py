@@ -23,6 +23,7 @@ from .compiled_layers import CompiledLayers
 from .errors import UnsupportedOptionError, describe
 from .replay import Replay, replay_of
 from .step_buffers import Parts, StepBuffers, capacity_for
+from .warm_up import WarmUp
 
 MOST_GRAPHS = 64
 MOST_BUFFERS = 4  # by numbers of rows and slots
@@ -52,9 +53,7 @@ class CapturedSteps:
         layers: Compiles the layers, so that a graph has few and large kernels; `None` leaves them as they are.
 
     Attributes:
-        num_captured: Steps made ready so far.
-        seconds: What that took.
-        bytes: Device memory that it took, buffers included.
+        warm_up: Steps made ready so far, and what that took, the memory of buffers included.
         refused: Why the model cannot be captured, once that is known.
         reads: Times that the host waited for the device.
         replays: Steps run.
@@ -66,8 +65,8 @@ class CapturedSteps:
         layers: Callable[[], CompiledLayers] | None = CompiledLayers,
     ) -> None:
         self.make_replay, self._make_layers = make_replay, layers
-        self.num_captured, self.reads, self.replays = 0, 0, 0
-        self.seconds, self.bytes = 0.0, 0
+        self.reads, self.replays = 0, 0
+        self.warm_up = WarmUp("Capturing steps", "steps")
         self.refused: str | None = None
         self.lock = Lock()
         self._said: set[str] = set()
@@ -135,7 +134,7 @@ class CapturedSteps:
                     del self._steps[step]
             before = memory_of(first.keys.device)
             self._buffers[key] = StepBuffers(found, like, rows, capacity, **kinds)
-            self.bytes += memory_of(first.keys.device) - before
+            self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
         self._buffers.move_to_end(key)
         return self._buffers[key]
 
@@ -172,9 +171,9 @@ class CapturedSteps:
             self.refused = replay.refused
             logger.warning("%s runs without CUDA graphs: %s", type(buffers.parts.model).__name__, self.refused)
         seconds, used = perf_counter() - start, memory_of(buffers.device) - before
-        self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + used
+        self.warm_up.add(1, seconds, used)
         where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"
-        logger.info("step %d (%s slots): %.2f s, %.0f MB", self.num_captured, where, seconds, used / 1e6)
+        logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_made, where, seconds, used / 1e6)
         return step
 
 

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .fixed_cache import FixedLayer
 from .packed_linear import FEWEST_ROWS, PACKED_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
 from .skipping import Gate, LayerGate, input_state
+from .warm_up import WarmUp
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
 MOST_GRAPHS = 64  # by numbers of rows and tokens, with and without a mask, behind a rollback and not
@@ -39,7 +40,7 @@ class CompiledLayers:
 
     Attributes:
         num_compiled: Layers that ran compiled so far.
-        seconds: What calls took in which something was compiled.
+        warm_up: What compiling took.
         refused: Why kinds of layer cannot be compiled, by class.
     """
 
@@ -52,7 +53,7 @@ class CompiledLayers:
     def __init__(self, backend: str = "inductor") -> None:
         self.backend = backend
         self.num_compiled = 0
-        self.seconds = 0.0
+        self.warm_up = WarmUp("Compiling decoder layers", "graphs")
         self.refused: dict[type, str] = {}
         self.release()
 
@@ -75,6 +76,7 @@ class CompiledLayers:
             for linear in self._packed_linears[layer]:
                 linear.packed = linear.gate.packed()
         call = _placed(None, place, args, kwargs)
+        graphs, start = _graphs_compiled(), perf_counter()
         try:
             if isinstance(stored, FixedLayer):
                 where = stored.place
@@ -86,6 +88,8 @@ class CompiledLayers:
             self._refuse(type(layer), error)
             return gate.native(*args, **kwargs)
         self.num_compiled += 1
+        if (new := _graphs_compiled() - graphs) > 0:
+            self.warm_up.add(new, perf_counter() - start)
         return output
 
     @contextmanager
@@ -100,12 +104,9 @@ class CompiledLayers:
             self._compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
             own = FunctionType(_run_fixed_layer.__code__.replace(), globals())
             self._compiled_fixed = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
-        compiled, start = _graphs_compiled(), perf_counter()
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS):
+        patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
+        with self.warm_up.shown(is_due=not self._twins), patch:
             yield
-        if (new := _graphs_compiled() - compiled) > 0:
-            self.seconds += perf_counter() - start
-            logger.info("compiled %d graphs in a call of %.1f s", new, perf_counter() - start)
 
     def release(self) -> None:
         """Give the memory of the graphs back."""

@@ -63,8 +63,9 @@ def engine_of(
     def learn(decoder: SelfSpeculativeDecoder) -> None:
         tokens = max(len(row.tokens) for row in decoder.rows)
         plain = attachment.costs_of(rows, decoder.engine).plain
-        warm_up = {"compiled": attachment.compiled_layers.seconds, "cuda_graph": attachment.captured_steps.seconds}
-        chooser.observe(decoder.engine, key, tokens, plain, warm_up.get(decoder.engine, 0.0))
+        warm_up = {"compiled": attachment.compiled_layers.warm_up, "cuda_graph": attachment.captured_steps.warm_up}
+        made = warm_up.get(decoder.engine)
+        chooser.observe(decoder.engine, key, tokens, plain, made.seconds if made is not None else 0.0)
 
     return chosen, learn
 
@@ -98,7 +99,7 @@ def call_key(model: Any, attachment: Attachment, rows: int, candidate: str | Non
 
 def _is_warm(attachment: Attachment, engine: str | None) -> bool:
     if engine == "cuda_graph":
-        return attachment.captured_steps.num_captured > 0
+        return attachment.captured_steps.warm_up.num_made > 0
     return engine == "compiled" and attachment.compiled_layers.num_compiled > 0
 
 

@@ -96,12 +96,18 @@ class Attachment:
     @contextmanager
     def running(self, engine: str, run: LayerRun) -> Iterator[None]:
         """Have `run` execute its layers by `engine`."""
-        if engine != "compiled":
-            yield
-            return
-        run.execute_layer = self.compiled_layers.run
-        with self.compiled_layers.ready(list(self.structure.layers)):
-            yield
+        if engine == "compiled":
+            run.execute_layer = self.compiled_layers.run
+            with self.compiled_layers.ready(list(self.structure.layers)):
+                yield
+        else:
+            with self.captured_steps.warm_up.shown():
+                yield
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """What making engines ready has taken so far."""
+        return self.compiled_layers.warm_up.seconds + self.captured_steps.warm_up.seconds
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
@@ -213,6 +219,7 @@ class TIDEGenerationMixin:
         for gate in linear_gates(attachment.structure):
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
+        warm_up_seconds = attachment.warm_up_seconds
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
@@ -225,6 +232,8 @@ class TIDEGenerationMixin:
                 result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             learn(decoder)
             self.last_exit_stats = decoder.stats
+            self.last_exit_stats.engine = decoder.engine
+            self.last_exit_stats.warm_up_s = attachment.warm_up_seconds - warm_up_seconds
             return result
         run = _exit_run(attachment, mode, generation_config, model_kwargs)
         generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
@@ -235,6 +244,8 @@ class TIDEGenerationMixin:
                 run.flush(super().__call__)  # type: ignore[misc]
         sequences = result if isinstance(result, Tensor) else result.sequences
         self.last_exit_stats = _exit_stats(mode, run, sequences[:, input_ids.shape[1] :], generation_config)
+        self.last_exit_stats.engine = engine
+        self.last_exit_stats.warm_up_s = attachment.warm_up_seconds - warm_up_seconds
         return result
 
     def tide_release(self) -> None:
@@ -334,8 +345,9 @@ def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: 
     for row, tokens in enumerate(new_tokens.tolist()):
         length = next((i + 1 for i, token in enumerate(tokens) if token in eos_tokens), len(tokens))
         per_token.append([layers[row] for layers in run.per_pass[:length]])
-    counts = {"layers_executed": run.layers_executed, "mlp_tokens_skipped": run.mlp_tokens_skipped}
-    return ExitStats(mode, run.num_layers, per_token=per_token, **counts)
+    stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token)
+    stats.mlp_tokens_skipped = run.mlp_tokens_skipped
+    return stats
 
 
 __all__ = ["OPTIONS", "Attachment", "TIDEGenerationMixin", "attached_class", "hybrid_drafter"]

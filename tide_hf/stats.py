@@ -23,6 +23,8 @@ class ExitStats:
         accepted: Draft tokens that the base model confirmed and that are part of the output.
         mlp_tokens_skipped: Prompt tokens that an MLP did not have to see, counted once per layer (`early_exit` with
             `exits_in_prompt`).
+        engine: What ran the layers.
+        warm_up_s: Seconds of the call that went into making that engine ready; later calls are spared them.
     """
 
     mode: str
@@ -33,6 +35,8 @@ class ExitStats:
     drafted: int = 0
     accepted: int = 0
     mlp_tokens_skipped: int = 0
+    engine: str = "eager"
+    warm_up_s: float = field(default=0.0, compare=False)
 
     @property
     def total_tokens(self) -> int:
@@ -90,6 +94,8 @@ class ExitStats:
                 f"{self.accepted} of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%}), "
                 f"{self.mean_acceptance_length:.2f} tokens per round"
             )
+        if self.warm_up_s:
+            lines.append(f"{self.warm_up_s:.1f} s went into making engine={self.engine!r} ready, once")
         return lines
 
     def summary(self) -> str:

@@ -15,6 +15,7 @@ from tide_hf.benchmark import Contender, tide_contender, usable_threshold, weigh
 from tide_hf.structure import find_structure
 
 from .bench import Bench, CannotRunError
+from .common import NoDrafts
 from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine
 
 NGRAMS, HEADS, BOTH = "self_speculative, n-grams only", "self_speculative, heads only", "self_speculative"
@@ -139,6 +140,19 @@ def self_speculative(bench: Bench) -> Contender:
     return Contender(BOTH, TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers()))
 
 
+def compiled(bench: Bench) -> Contender:
+    """Ours on compiled layers."""
+    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers(), engine="compiled")
+    return Contender(f"{BOTH}, compiled layers", model)
+
+
+def compiled_plain(bench: Bench) -> Contender:
+    """Compiled layers without drafts."""
+    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
+    model._tide.make_drafter = NoDrafts
+    return Contender("compiled layers, no drafts", model)
+
+
 def approximate(mode: str) -> Callable[[Bench], Contender]:
     """`early_exit` or `post_hoc` at the calibrated threshold."""
     return lambda bench: tide_contender(attached(bench), mode, usable_threshold(bench.need_routers(), None))
@@ -156,6 +170,8 @@ WAYS = {
     "ngrams": Way(ngrams),
     "heads": Way(heads),
     "self_speculative": Way(self_speculative),
+    "compiled_plain": Way(compiled_plain),
+    "compiled": Way(compiled),
     "early_exit": Way(approximate("early_exit")),
     "post_hoc": Way(approximate("post_hoc")),
 }

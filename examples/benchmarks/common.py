@@ -13,11 +13,26 @@ from typing import Any
 import torch
 
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.drafting import Draft
 from tide_hf.provenance import provenance
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 PROMPTS = FOLDER / "prompts.json"
+
+
+class NoDrafts:
+    """A drafter that never drafts: our loop as plain decoding."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        """None."""
+        return [Draft() for _ in rows]
+
+    def observe(self, *_: Any) -> None:
+        """Learn nothing."""
 
 
 def study_parser(

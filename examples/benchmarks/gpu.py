@@ -25,9 +25,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.configuration_tide import NEVER_EXIT
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.drafting import Draft
 from tide_hf.loading import shipped_routers
 from tide_hf.provenance import provenance
+
+from .common import NoDrafts
 
 FOLDER = Path(__file__).parent
 LLAMA = "llama-8b-shaped, random"
@@ -113,20 +114,6 @@ class Bench:
         """Attach; return what TIDE added."""
         TIDEModelForCausalLM.attach(self.model, routers, **settings)
         return self.model._tide
-
-
-class NoDrafts:
-    """Plain decoding."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """None."""
-        return [Draft() for _ in rows]
-
-    def observe(self, *_: Any) -> None:
-        """Learn nothing."""
 
 
 def eager(bench: Bench, rows: int = 1) -> dict[str, Any]:
@@ -285,7 +272,8 @@ def _steps(bench: Bench) -> dict[str, Any]:
     refused = [steps.refused] if steps.refused else []
     if steps.layers is not None:
         refused += [f"{kind.__name__}: {reason}" for kind, reason in steps.layers.refused.items()]
-    return {"steps": steps.num_captured, "capture_s": steps.seconds, "bytes": steps.bytes, "refused": refused}
+    made = steps.warm_up
+    return {"steps": made.num_made, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}
 
 
 def _same_start(tokens: list[list[int]], expected: list[list[int]]) -> float:
