@@ -294,6 +294,18 @@ def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
     assert reported(results, readme, "--check") == 0
 
 
+def test_a_config_of_its_own_has_markers_of_its_own(results, tmp_path):
+    record = json.loads((results / "decode.json").read_text())
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "decode.json").write_text(json.dumps(record | {"config": "engines"}))
+    readme = tmp_path / "README.md"
+    theirs = "<!-- report: speed -->\n<!-- end of speed -->\n"
+    readme.write_text(theirs + "<!-- report: engines-speed -->\n<!-- end of engines-speed -->")
+    assert reported(own, readme) == 0
+    assert readme.read_text().startswith(theirs + "<!-- report: engines-speed -->\n\n|  | chat |")
+
+
 def test_the_older_form_of_the_decode_record_can_be_read():
     record = report.read_result(RESULTS / "decode.json", "decode")
     assert "| generate | 1.00 |" in SUITES["decode"].tables(record)["speed"]

@@ -1,7 +1,8 @@
 """Render results as the README's tables and plots: `python -m examples.benchmarks report`.
 
 A table stands in the README between `<!-- report: NAME -->` and `<!-- end of NAME -->`; what is between them is written
-here and nowhere else. Results whose token check failed are refused.
+here and nowhere else. The names of a config that does not have all suites begin with the config's. Results whose token
+check failed are refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .report_plots import save_plots
 from .suites import SUITES
 
 README = FOLDER.parent.parent / "README.md"
+WHOLE_CONFIGS = ("quick", "full")
 SECTION = re.compile(r"(<!-- report: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
 
@@ -41,8 +43,9 @@ def report(args: argparse.Namespace) -> None:
     """
     records = read_results(args.results)
     sections = sections_of(records)
+    marked = {f"{prefix_of(records)}{name}": content for name, content in sections.items()}
     text = args.readme.read_text(encoding="utf-8")
-    rendered = fill(text, sections)
+    rendered = fill(text, marked)
     if args.check:
         if rendered != text:
             raise ConfigurationError(
@@ -119,6 +122,12 @@ def sections_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
         for name, table in SUITES[suite].tables(record).items():
             found[name.replace("_", "-")] = table
     return found
+
+
+def prefix_of(records: dict[str, dict[str, Any]]) -> str:
+    """What the README's names for the sections begin with: nothing for the configs that have all suites."""
+    config = next(iter(records.values())).get("config")
+    return "" if config in (None, *WHOLE_CONFIGS) else f"{config}-"
 
 
 def origin(record: dict[str, Any]) -> str:
