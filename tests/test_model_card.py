@@ -38,12 +38,19 @@ def record(chosen=0.9):
     }
 
 
-def card_of(tmp_path, **options):
+def card_of(tmp_path, resumed_units=0, **options):
+    calibration = record(**options) | {"resumed_units": resumed_units}
     routers = TIDERouters.for_model(
-        tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12], calibration=record(**options)
+        tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12], calibration=calibration
     )
     routers.config.base_model_name_or_path = "org/base"
     return ModelCard.load(write_model_card(routers, tmp_path, repo_id="org/base-tide", command="make them"))
+
+
+def test_the_time_of_a_calibration_that_was_interrupted_is_not_told_as_the_whole(tmp_path):
+    assert "12.5 seconds; tide_hf" in card_of(tmp_path).text
+    expected = "12.5 seconds in the last of several runs (7 units of the work had been done before); tide_hf"
+    assert expected in card_of(tmp_path, resumed_units=7).text
 
 
 def test_front_matter_and_tables(tmp_path):
