@@ -89,7 +89,9 @@ class CompiledLayers:
             return gate.native(*args, **kwargs)
         self.num_compiled += 1
         if (new := _graphs_compiled() - graphs) > 0:
-            self.warm_up.add(new, perf_counter() - start)
+            seconds = perf_counter() - start
+            self.warm_up.add(new, seconds)
+            logger.info("compiled %d graphs for a pass over %d tokens: %.1f s", new, num_tokens, seconds)
         return output
 
     @contextmanager
