@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from drafters import use_drafter
 from families import ATTENTION, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -82,6 +83,18 @@ def test_the_layers_of_a_model_share_their_graphs(tiny_llama):
         model.generate(**batch(1), **OPTIONS)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert max(graphs) <= 6  # one or several tokens, with or without a mask, K/V behind a rollback or not
+
+
+def test_rows_as_many_as_a_head_is_wide_make_no_graphs_of_their_own(tiny_llama):
+    model = tiny_llama()
+    rows = model.config.hidden_size // model.config.num_attention_heads
+    ids = torch.arange(3, 3 + 2 * rows).view(rows, 2)
+    attach(model, pack_weights=False)
+    for fewer in (rows, rows - 1, rows - 2):
+        continuations = [[5] * 32] * fewer
+        use_drafter(model, "random", continuations)
+        model.generate(ids[:fewer], **OPTIONS)
+    assert model._tide.compiled_layers.warm_up.num_made <= 5  # one or several tokens, behind a rollback or not, masks
 
 
 def test_a_call_tells_what_it_spent_on_compiling(tiny_llama):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .attachment import Attachment
 from .captured_steps import CapturedSteps
 from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
@@ -20,9 +21,6 @@ from .kv_cache import CacheSlots, cache_is_returned
 from .ranks import ranks_of
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
 from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, step_width
-
-if TYPE_CHECKING:
-    from .generation import Attachment
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 ATTENTION = ("eager", "sdpa")

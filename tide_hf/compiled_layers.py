@@ -107,7 +107,9 @@ class CompiledLayers:
             own = FunctionType(_run_fixed_layer.__code__.replace(), globals())
             self._compiled_fixed = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
         patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
-        with self.warm_up.shown(is_due=not self._twins), patch:
+        # Sizes that are the same by chance, such as rows and heads, would each make a graph of their own.
+        no_chance = torch.fx.experimental._config.patch(use_duck_shape=False)
+        with self.warm_up.shown(is_due=not self._twins), patch, no_chance:
             yield
 
     def release(self) -> None:

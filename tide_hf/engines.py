@@ -7,21 +7,19 @@ import os
 import platform
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .attachment import Attachment
 from .engine_choice import RENTED, key_of
 from .ranks import ranks_of
-
-if TYPE_CHECKING:
-    from .generation import Attachment
-    from .speculation import SelfSpeculativeDecoder
+from .speculation import SelfSpeculativeDecoder
 
 logger = logging.getLogger(__name__)
 
-Learn = Callable[["SelfSpeculativeDecoder"], None]
+Learn = Callable[[SelfSpeculativeDecoder], None]
 
 
 def engine_of(

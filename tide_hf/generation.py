@@ -2,176 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
+from .attachment import Attachment
 from .captured_decoding import decoder_for
-from .captured_steps import CapturedSteps
 from .choices import EXIT_CRITERIA
-from .compiled_layers import CompiledLayers
 from .configuration_tide import (
-    TIDEConfig,
     check_choice,
     check_engine,
     check_exit_threshold,
     check_min_layers,
     check_mode,
 )
-from .drafting import Drafter, HybridDrafter
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
-from .engine_choice import EngineChooser
 from .engines import engine_of
-from .errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .errors import UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
-from .modeling_tide import ExitPoint, TIDERouters
 from .packed_linear import linear_gates
-from .policy import CostTable
-from .skipping import LayerRun, active, active_run
+from .skipping import active, active_run
 from .stats import ExitStats
-from .structure import DecoderStructure, check_rope
-from .unembed import DraftUnembed, Unembed, is_plain_linear
+from .structure import check_rope
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
-
-
-@dataclass
-class Attachment:
-    """What TIDE adds to a model. It holds nothing of a single call.
-
-    Attributes:
-        base_class: The model's own class.
-        structure: Its layers, norm and head.
-        unembed: Its unembedding.
-        routers: Routers and exit heads; `None` where drafts come from n-grams alone.
-        mode: The mode of a call that names none.
-        exit_threshold: The threshold of a call that names none.
-        make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
-        engine: The engine of a call that names none.
-        compiled_layers: What runs the layers in calls with `engine="compiled"`.
-        captured_steps: What runs draft steps and verify passes in calls with `engine="cuda_graph"`.
-        costs: Measured costs of this model on this machine, by engine and number of rows.
-        chooser: Chooses the engine of calls with `engine="auto"`.
-        acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
-    """
-
-    base_class: type
-    structure: DecoderStructure
-    unembed: Unembed
-    routers: TIDERouters | None
-    mode: str
-    exit_threshold: float
-    make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
-    engine: str = "eager"
-    compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
-    captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
-    costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
-    acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
-    chooser: EngineChooser = field(default_factory=EngineChooser)
-    _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
-
-    @property
-    def compaction_threshold(self) -> float:
-        """Share of holes in a batch's cache above which it is compacted."""
-        config = self.routers.config if self.routers is not None else TIDEConfig()
-        return float(config.compaction_threshold)
-
-    def costs_of(self, num_rows: int, engine: str) -> CostTable:
-        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess."""
-        if (engine, num_rows) not in self.costs:
-            larger = [rows for known, rows in self.costs if known == engine and rows > num_rows]
-            table = (
-                self.costs[engine, min(larger)].resized()
-                if larger
-                else CostTable(self.structure.num_layers, self.structure.head_share)
-            )
-            self.costs[engine, num_rows] = table
-        return self.costs[engine, num_rows]
-
-    @contextmanager
-    def running(self, engine: str, run: LayerRun) -> Iterator[None]:
-        """Have `run` execute its layers by `engine`."""
-        if engine == "compiled":
-            run.execute_layer = self.compiled_layers.run
-            with self.compiled_layers.ready(list(self.structure.layers)):
-                yield
-        else:
-            with self.captured_steps.warm_up.shown():
-                yield
-
-    @property
-    def warm_up_seconds(self) -> float:
-        """What making engines ready has taken so far."""
-        return self.compiled_layers.warm_up.seconds + self.captured_steps.warm_up.seconds
-
-    def exit_point(self, exit_layer: int) -> ExitPoint:
-        """Router and head at `exit_layer`."""
-        return self.require_routers("an exit head")[exit_layer]
-
-    def draft_unembed(self) -> DraftUnembed:
-        """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""
-        vocab = self.routers.draft_vocab if self.routers is not None else None
-        if not is_plain_linear(self.structure.head):
-            return DraftUnembed(self.unembed)
-        if self._draft_unembed is None or not self._draft_unembed.is_current():
-            self._draft_unembed = DraftUnembed(self.unembed, vocab)
-        return self._draft_unembed
-
-    def release(self) -> None:
-        """Give back the memory that is kept between calls."""
-        self._draft_unembed = None
-        for gate in linear_gates(self.structure):
-            gate.release()
-        self.compiled_layers.release()
-        self.captured_steps.release()
-
-    def require_routers(self, needed_by: str) -> TIDERouters:
-        """The routers, or an error that says what needs them."""
-        if self.routers is None:
-            raise UnsupportedOptionError(
-                describe(
-                    f"{needed_by} needs routers",
-                    got="routers=None",
-                    expected="routers made for this model",
-                    do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
-                )
-            )
-        return self.routers
-
-    def check_mode(self, mode: str) -> None:
-        """Raise where this model cannot run in `mode`."""
-        if mode != "post_hoc" and self.structure.is_recurrent:
-            raise UnsupportedModelError(
-                describe(
-                    f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "
-                    "can be neither rolled back nor filled in for a skipped layer",
-                    got=f"tide_mode={mode!r}",
-                    expected="tide_mode='post_hoc' for this model",
-                    do="Attach with mode='post_hoc', or use the model without TIDE.",
-                )
-            )
-
-
-def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
-    """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
-    record = config.calibration or {}
-    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
-    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
-    if shallow.block_layer is not None and "block" in record:
-        priors[shallow.block_layer] = float(record["block"]["agreement"])
-    return HybridDrafter(
-        prompts,
-        shallow.costs_of,
-        priors,
-        shallow if priors else None,
-        attachment.acceptances.setdefault(shallow.temperature, {}),
-    )
 
 
 class TIDEGenerationMixin:
@@ -348,6 +204,3 @@ def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: 
     stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token)
     stats.mlp_tokens_skipped = run.mlp_tokens_skipped
     return stats
-
-
-__all__ = ["OPTIONS", "Attachment", "TIDEGenerationMixin", "attached_class", "hybrid_drafter"]

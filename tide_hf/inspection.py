@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .attachment import Attachment, hybrid_drafter
 from .calibration.convergence import convergence_by_layer
 from .calibration.tables import rows_by_layer
 from .choices import MODES
 from .configuration_tide import NEVER_EXIT
 from .errors import UnsupportedModelError
-from .generation import Attachment, hybrid_drafter
 from .modeling_tide import TIDERouters
 from .ops import kernel_facts, load_kernels
 from .packed_linear import linears_to_pack

@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from .adapters import base_inside, check_wrapper
+from .attachment import Attachment, hybrid_drafter
 from .configuration_tide import NEVER_EXIT, check_choice, check_engine, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
-from .generation import Attachment, TIDEGenerationMixin, attached_class, hybrid_drafter
+from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
 from .modeling_tide import TIDERouters
 from .ops import USE_KERNELS, load_kernels

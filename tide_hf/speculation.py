@@ -11,13 +11,14 @@ The rows of a batch draft to a common width and keep accepted lengths of their o
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .adapters import has_adapters_by_row
+from .attachment import Attachment
 from .block_drafting import block_run
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
@@ -27,9 +28,6 @@ from .rows import Row, Stopping
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
 from .unembed import DraftUnembed
-
-if TYPE_CHECKING:
-    from .generation import Attachment
 
 
 class SelfSpeculativeDecoder:
