@@ -108,7 +108,8 @@ class CompiledLayers:
             self._compiled_fixed = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
         patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
         # Sizes that are the same by chance, such as rows and heads, would each make a graph of their own.
-        no_chance = torch.fx.experimental._config.patch(use_duck_shape=False)
+        shapes: Any = torch.fx.experimental._config
+        no_chance = shapes.patch(use_duck_shape=False)
         with self.warm_up.shown(is_due=not self._twins), patch, no_chance:
             yield
 
