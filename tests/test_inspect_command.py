@@ -63,12 +63,13 @@ def test_inspect_copes_with_older_records(tiny_model_folder, tmp_path, capsys):
     assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
     assert "60.0%" in capsys.readouterr().out
     shipped = json.loads((Path(shipped_routers(DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
+    shipped["threshold"]["chosen"] = 0.9
     for row in shipped["exit_layers"].values():
         row.pop("coverage", None)
-    routers = TIDERouters.for_model(model, exit_layers=[3], exit_threshold=0.94, calibration=shipped)
+    routers = TIDERouters.for_model(model, exit_layers=[3], exit_threshold=0.9, calibration=shipped)
     routers.save_pretrained(routers_folder)
     assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
-    assert "0.94 (disagreement below 2.0% with 95% confidence)" in capsys.readouterr().out
+    assert "0.9 (disagreement below 2.0% with 95% confidence)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
