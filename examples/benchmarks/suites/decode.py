@@ -36,6 +36,7 @@ class Settings:
         max_new_tokens: Tokens of an answer.
         repeats: Timed runs.
         prompts: Of each category.
+        categories: Of prompts; empty for all.
         batches: Sizes of the batches, one batch of each.
         first_token: Whether to time the first token.
         sampling_repeats: Runs at temperature 1.5, times `repeats`; 0 for none.
@@ -48,6 +49,7 @@ class Settings:
     max_new_tokens: int = 48
     repeats: int = 3
     prompts: int = 6
+    categories: Sequence[str] = ()
     batches: Sequence[int] = (8,)
     first_token: bool = True
     sampling_repeats: int = 3  # a few percent are looked for
@@ -79,7 +81,7 @@ def by_category(contenders: list[Contender], slow: list[Contender], bench: Bench
     """One prompt at a time."""
     prompts = bench.prompts(settings.prompts)
     categories = {}
-    for category in track(prompts, description="Measuring", console=Console(stderr=True)):
+    for category in track(settings.categories or list(prompts), description="Measuring", console=Console(stderr=True)):
         inputs = prompts[category]
         results = compare(contenders, inputs, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
         if slow:
