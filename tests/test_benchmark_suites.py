@@ -231,6 +231,7 @@ def test_pairs_that_took_turns_are_compared():
         ("[]", "the config says what no suite knows: got list"),
         ('{"speed": {}}', "got speed"),
         ('{"decode": {"runs": 3}}', "got runs for decode"),
+        ('{"decode": {"categories": ["songs"]}}', "no prompt has: got songs. Expected chat, maths"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(tmp_path, capsys, content, message):
@@ -292,6 +293,12 @@ def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
     assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
     assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 0
+
+
+@pytest.mark.parametrize("config", ["engines", "heads"])
+def test_the_readme_shows_the_committed_results_of_smaller_configs(config):
+    assert f"<!-- report: {config}-speed -->" in report.README.read_text(encoding="utf-8")
+    assert reported(RESULTS / config, report.README, "--check") == 0
 
 
 def test_a_config_of_its_own_has_markers_of_its_own(results, tmp_path):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tide_hf.benchmark import Contender, Result, compare
+from tide_hf.errors import ConfigurationError, describe
 
 from ..adapters import WAYS, make_contenders
 from ..bench import Bench
@@ -55,6 +56,19 @@ class Settings:
     sampling_repeats: int = 3  # a few percent are looked for
     published_samples: int = 200
     published_length: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse categories that there are not."""
+        known = read_prompts()
+        if unknown := sorted(set(self.categories) - set(known)):
+            raise ConfigurationError(
+                describe(
+                    "the config names categories that no prompt has",
+                    got=", ".join(unknown),
+                    expected=", ".join(known),
+                    do="Correct the config.",
+                )
+            )
 
 
 def run(bench: Bench, settings: Settings) -> dict[str, Any]:
