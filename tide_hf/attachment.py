@@ -85,10 +85,10 @@ class Attachment:
             with self.captured_steps.warm_up.shown():
                 yield
 
-    @property
-    def warm_up_seconds(self) -> float:
-        """What making engines ready has taken so far."""
-        return self.compiled_layers.warm_up.seconds + self.captured_steps.warm_up.seconds
+    def warm_up_seconds(self, engine: str) -> float:
+        """What making an engine ready has taken so far."""
+        warm_ups = {"compiled": self.compiled_layers.warm_up, "cuda_graph": self.captured_steps.warm_up}
+        return warm_ups[engine].seconds if engine in warm_ups else 0.0
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""

@@ -61,9 +61,7 @@ def engine_of(
     def learn(decoder: SelfSpeculativeDecoder) -> None:
         tokens = max(len(row.tokens) for row in decoder.rows)
         plain = attachment.costs_of(rows, decoder.engine).plain
-        warm_up = {"compiled": attachment.compiled_layers.warm_up, "cuda_graph": attachment.captured_steps.warm_up}
-        made = warm_up.get(decoder.engine)
-        chooser.observe(decoder.engine, key, tokens, plain, made.seconds if made is not None else 0.0)
+        chooser.observe(decoder.engine, key, tokens, plain, attachment.warm_up_seconds(decoder.engine))
 
     return chosen, learn
 

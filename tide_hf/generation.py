@@ -24,6 +24,7 @@ from .errors import UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .packed_linear import linear_gates
 from .skipping import active, active_run
+from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import check_rope
 
@@ -75,34 +76,38 @@ class TIDEGenerationMixin:
         for gate in linear_gates(attachment.structure):
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
-        warm_up_seconds = attachment.warm_up_seconds
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
+        warm_up_seconds = attachment.warm_up_seconds(engine)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
-            check_rope(self.config.get_text_config(), input_ids.shape[1], generation_config.max_length)
-            rows = input_ids.shape[0]
-            user = f"tide_mode={mode!r}" + (f" with {rows} sequences" if rows > 1 else "")
-            find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
-            decoder = decoder_for(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
+            decoder = self._tide_decoder(engine, input_ids, common, model_kwargs)
             with attachment.running(engine, decoder.run):
                 result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             learn(decoder)
-            self.last_exit_stats = decoder.stats
-            self.last_exit_stats.engine = decoder.engine
-            self.last_exit_stats.warm_up_s = attachment.warm_up_seconds - warm_up_seconds
-            return result
-        run = _exit_run(attachment, mode, generation_config, model_kwargs)
-        generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
-        with attachment.running(engine, run), active(run):
-            result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
-            cache = model_kwargs.get("past_key_values")
-            if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
-                run.flush(super().__call__)  # type: ignore[misc]
-        sequences = result if isinstance(result, Tensor) else result.sequences
-        self.last_exit_stats = _exit_stats(mode, run, sequences[:, input_ids.shape[1] :], generation_config)
-        self.last_exit_stats.engine = engine
-        self.last_exit_stats.warm_up_s = attachment.warm_up_seconds - warm_up_seconds
+            stats = decoder.stats
+        else:
+            run = _exit_run(attachment, mode, generation_config, model_kwargs)
+            generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
+            with attachment.running(engine, run), active(run):
+                result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
+                cache = model_kwargs.get("past_key_values")
+                if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
+                    run.flush(super().__call__)  # type: ignore[misc]
+            sequences = result if isinstance(result, Tensor) else result.sequences
+            stats = _exit_stats(mode, engine, run, sequences[:, input_ids.shape[1] :], generation_config)
+        stats.warm_up_s = attachment.warm_up_seconds(engine) - warm_up_seconds
+        self.last_exit_stats = stats
         return result
+
+    def _tide_decoder(
+        self, engine: str, input_ids: Tensor, common: dict[str, Any], model_kwargs: dict[str, Any]
+    ) -> SelfSpeculativeDecoder:
+        """The decoder of a `self_speculative` call, once the call is known to be one that it can decode."""
+        check_rope(self.config.get_text_config(), input_ids.shape[1], common["generation_config"].max_length)
+        rows = input_ids.shape[0]
+        user = "tide_mode='self_speculative'" + (f" with {rows} sequences" if rows > 1 else "")
+        find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
+        return decoder_for(self, self._tide, engine, input_ids, model_kwargs=model_kwargs, **common)
 
     def tide_release(self) -> None:
         """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
@@ -193,7 +198,7 @@ def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_k
     return PropagateRun(*common, **options, fill=fill, exits_in_prompt=bool(in_prompt))
 
 
-def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
+def _exit_stats(mode: str, engine: str, run: ExitRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
     """Counts of a call, without the padding behind rows that finished early."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
     eos_tokens = set(eos.tolist()) if eos is not None else set()
@@ -201,6 +206,6 @@ def _exit_stats(mode: str, run: ExitRun, new_tokens: Tensor, generation_config: 
     for row, tokens in enumerate(new_tokens.tolist()):
         length = next((i + 1 for i, token in enumerate(tokens) if token in eos_tokens), len(tokens))
         per_token.append([layers[row] for layers in run.per_pass[:length]])
-    stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token)
+    stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine)
     stats.mlp_tokens_skipped = run.mlp_tokens_skipped
     return stats

@@ -92,7 +92,7 @@ class SelfSpeculativeDecoder:
         )
         self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
-        self.stats = ExitStats("self_speculative", attachment.structure.num_layers)
+        self.stats = ExitStats("self_speculative", attachment.structure.num_layers, engine=engine)
 
     def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate until every row is stopped."""
