@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from .data import Document
+from .own_prompts import SHARE as OWN_SHARE
+from .own_prompts import find_user_turn
 from .sources import describe_source, read_documents
 from .writing import PromptBatch, draw_prompts, encode_prompt, plan_writing
 
@@ -32,7 +34,7 @@ class Text:
     def digest(self) -> str:
         """A hash of all of it."""
         documents = [(document.tokens, document.first) for document in self.documents]
-        prompts = [(batch.prompts, batch.temperature, batch.seed) for batch in self.prompts]
+        prompts = [asdict(batch) for batch in self.prompts]
         return hashlib.sha256(json.dumps([documents, prompts]).encode()).hexdigest()
 
 
@@ -53,5 +55,8 @@ def load_documents(
     if dataset is not None:
         documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
         return Text(documents, [], describe_source(dataset), num_skipped)
-    prompts = [encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples, seed)]
-    return Text([], plan_writing(prompts, batch_size, seed), describe_source(None))
+    turn = find_user_turn(tokenizer)
+    num_own = round(OWN_SHARE * samples) if turn is not None else 0
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
+    source = describe_source(None) + (" and to as many of its own" if num_own else "")
+    return Text([], plan_writing(prompts, batch_size, seed, turn, num_own), source)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..padding import left_padded, pad_token
 from ..structure import input_device
 from .data import Document, encode_messages, seeded
+from .own_prompts import UserTurn, write_prompts
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
 
@@ -23,14 +24,18 @@ class PromptBatch:
     """Prompts of like length that are answered together.
 
     Attributes:
-        prompts: Their tokens.
+        prompts: Their tokens; none where the model is to write them.
         temperature: Of the answers; `None` is greedy.
-        seed: Of the answers.
+        seed: Of all that is sampled.
+        turn: What stands around prompts that the model is to write.
+        num_own: How many of those.
     """
 
     prompts: list[list[int]]
     temperature: float | None
     seed: int
+    turn: UserTurn | None = None
+    num_own: int = 0
 
 
 def draw_prompts(count: int, seed: int) -> list[str]:
@@ -59,7 +64,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return encode_messages(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
 
 
-def plan_writing(prompts: list[list[int]], batch_size: int, seed: int) -> list[PromptBatch]:
+def plan_writing(
+    prompts: list[list[int]], batch_size: int, seed: int, turn: UserTurn | None = None, num_own: int = 0
+) -> list[PromptBatch]:
     """Cut prompts into batches, one half to be answered greedily, the other half sampled.
 
     The batches come in random order, so that those from first to any one are a fair part of the whole.
@@ -68,24 +75,31 @@ def plan_writing(prompts: list[list[int]], batch_size: int, seed: int) -> list[P
         prompts: Their tokens.
         batch_size: Prompts a batch, those of like length together.
         seed: Of everything random.
+        turn: What stands around prompts that the model writes itself.
+        num_own: How many of those there shall be besides.
     """
     halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
-    batches: list[tuple[list[list[int]], float | None]] = []
+    batches: list[dict[str, Any]] = []
     for half, temperatures in zip(halves, ((None,), TEMPERATURES), strict=True):
         rows = sorted(half, key=len)  # little padding
         for number, start in enumerate(range(0, len(rows), batch_size)):
-            batches.append((rows[start : start + batch_size], temperatures[number % len(temperatures)]))
+            temperature = temperatures[number % len(temperatures)]
+            batches.append({"prompts": rows[start : start + batch_size], "temperature": temperature})
+    for number, start in enumerate(range(0, num_own, batch_size)):
+        temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)] if number % 2 else None
+        own = {"turn": turn, "num_own": min(batch_size, num_own - start)}
+        batches.append({"prompts": [], "temperature": temperature, **own})
     random.Random(seed).shuffle(batches)
     return [
-        PromptBatch(rows, temperature, random.Random(f"{seed} {number}").getrandbits(63))
-        for number, (rows, temperature) in enumerate(batches)
+        PromptBatch(**batch, seed=random.Random(f"{seed} {number}").getrandbits(63))
+        for number, batch in enumerate(batches)
     ]
 
 
 def write_documents(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, max_length: int
 ) -> list[Document]:
-    """Let the model answer a batch of prompts.
+    """Let the model answer a batch of prompts, and write them first where it is to.
 
     Args:
         model: The base model, at full depth.
@@ -97,14 +111,19 @@ def write_documents(
         The documents that hold at least one new position; their prompts are read but not counted.
     """
     pad = pad_token(tokenizer)
-    inputs = left_padded(batch.prompts, pad=pad, device=input_device(model))
     config = _generation_config(model, pad, max_length, batch.temperature)
-    with seeded(batch.seed, inputs["input_ids"].device):
+    ends = end_tokens(config.eos_token_id)
+    device = input_device(model)
+    with seeded(batch.seed, device):
+        own = write_prompts(model, batch.turn, batch.num_own, pad, ends) if batch.turn is not None else []
+        prompts = [*batch.prompts, *own]
+        if not prompts:
+            return []
+        inputs = left_padded(prompts, pad=pad, device=device)
         generated = model.generate(**inputs, generation_config=config)
     width = inputs["input_ids"].shape[1]
-    ends = end_tokens(config.eos_token_id)
     documents = []
-    for prompt, answer in zip(batch.prompts, generated[:, width:].tolist(), strict=True):
+    for prompt, answer in zip(prompts, generated[:, width:].tolist(), strict=True):
         length = next((i for i, token in enumerate(answer) if token in ends), len(answer) - 1)
         documents.append(Document(prompt + answer[:length], first=len(prompt) - 1))  # what follows was predicted
     return [document for document in documents if document.num_positions > 0]

@@ -1,0 +1,72 @@
+"""Prompts that the model writes itself: what it expects a user to say, once its chat template has opened a user's turn.
+
+A model that was tuned on chats has learnt to write both sides. Its own questions are of many more kinds than a list
+of templates could be, and near to those that it was tuned on (Magpie, Xu et al. 2024, arXiv 2406.08464).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..padding import left_padded
+from ..structure import input_device
+
+SHARE = 0.5  # of all prompts
+LONGEST = 48  # tokens; what is longer is cut
+PLACEHOLDER = "\ue000"  # private use: no template has it
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """What a chat template puts around a user's message.
+
+    Attributes:
+        before: Tokens in front of it.
+        behind: Tokens that end it and let the assistant speak.
+    """
+
+    before: list[int]
+    behind: list[int]
+
+
+def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
+    """Find a template's user turn; `None` where there is no template, or none that ends a user's turn."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    messages = [{"role": "user", "content": PLACEHOLDER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError:
+        return None
+    before, found, behind = text.partition(PLACEHOLDER)
+    turn = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, behind)]
+    return UserTurn(*turn) if found and all(turn) else None
+
+
+def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, pad: int, ends: set[int]) -> list[list[int]]:
+    """Let the model write users' turns.
+
+    Args:
+        model: The base model, at full depth.
+        turn: What stands around them.
+        count: How many are begun; empty ones are left out.
+        pad: Padding token.
+        ends: Tokens that end an answer.
+
+    Returns:
+        Whole prompts, ready for an answer.
+    """
+    inputs: dict[str, Any] = left_padded([turn.before] * count, pad=pad, device=input_device(model))
+    stops = {*ends, turn.behind[0]}
+    settings = {"max_new_tokens": LONGEST, "eos_token_id": sorted(stops), "pad_token_id": pad, **SAMPLING}
+    written = model.generate(**inputs, generation_config=GenerationConfig(**settings))
+    prompts = []
+    for row in written[:, len(turn.before) :].tolist():
+        length = next((i for i, token in enumerate(row) if token in stops), len(row))
+        prompts += [turn.before + row[:length] + turn.behind] if length else []
+    return prompts
