@@ -18,6 +18,7 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple] = []
+        self.found: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -29,7 +30,7 @@ class Recording(TorchDispatchMode):
         """Operations that are no views: each would be a kernel or more."""
         return sum(not _is_view(func) for func, *_ in self.calls)
 
-    def replay(self) -> None:
+    def replay(self) -> Any:
         with torch.no_grad():
             for func, args, kwargs, output in self.calls:
                 again = func(*args, **kwargs)
@@ -37,6 +38,7 @@ class Recording(TorchDispatchMode):
                     for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
                         if isinstance(old, torch.Tensor):
                             old.copy_(new)
+        return self.found
 
 
 class Recorder:
@@ -58,7 +60,7 @@ class Recorder:
         transformers.masking_utils.is_tracing = lambda *_: True  # as while a stream is captured
         try:
             with reads, recording:
-                function()
+                recording.found = function()
         finally:
             transformers.masking_utils.is_tracing = is_tracing
         self.function_calls += 1

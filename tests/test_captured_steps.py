@@ -16,7 +16,7 @@ from test_block_head import block_layer_of, routers_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.captured_decoding import CallFacts, why_not_captured
+from tide_hf.capturable import CallFacts, why_not_captured
 from tide_hf.captured_steps import CapturedSteps
 from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.errors import UnsupportedOptionError

@@ -27,6 +27,7 @@ OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 def attach(model, backend="eager", **settings):
     TIDEModelForCausalLM.attach(model, engine="compiled", **settings)
     model._tide.compiled_layers = CompiledLayers(backend)
+    model._tide.compiled_steps.refused = "this is about layers"
     return model
 
 

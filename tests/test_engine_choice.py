@@ -7,7 +7,7 @@ import torch
 from drafters import use_drafter
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.compiled_layers import CompiledLayers
+from tide_hf.compiled_steps import CompiledSteps
 from tide_hf.engine_choice import (
     GUESSED_SHARE,
     GUESSED_WARM_UP,
@@ -111,7 +111,7 @@ def test_generate_changes_engine_where_it_pays(tiny_llama, tmp_path):
     expected = model.generate(ids, **options)
     TIDEModelForCausalLM.attach(model, engine="auto", pack_weights=False)
     attachment = model._tide
-    attachment.compiled_layers = CompiledLayers("eager")
+    steps = attachment.compiled_steps = CompiledSteps(lambda graph, _inputs: graph)
     chooser = attachment.chooser = EngineChooser(EngineRecords(tmp_path / "engines.json"))
     key = call_key(model, attachment, 1, candidate_for(model))
     use_drafter(model, "right", [expected[0, 8:].tolist()], width=0)
@@ -119,10 +119,10 @@ def test_generate_changes_engine_where_it_pays(tiny_llama, tmp_path):
     assert chooser.tokens_before == 16
     assert chooser.times[key].rented_ms == attachment.costs_of(1, "eager").plain
     assert chooser.times[key].rented_ms is not None
-    assert attachment.compiled_layers.num_compiled == 0
+    assert steps.replays == 0
     chooser.times[key] = EngineTimes(rented_ms=1e6, bought_ms=1.0, warm_up_s=1.0)
     assert torch.equal(model.generate(ids, **options), expected)
-    assert attachment.compiled_layers.num_compiled > 0
+    assert steps.replays > 0
     assert chooser.times[key].bought_ms == attachment.costs_of(1, "compiled").plain
     assert chooser.times[key].bought_ms is not None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from .captured_steps import CapturedSteps
 from .compiled_layers import CompiledLayers
+from .compiled_steps import CompiledSteps
 from .configuration_tide import TIDEConfig
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
@@ -34,8 +35,9 @@ class Attachment:
         exit_threshold: The threshold of a call that names none.
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
         engine: The engine of a call that names none.
-        compiled_layers: What runs the layers in calls with `engine="compiled"`.
-        captured_steps: What runs draft steps and verify passes in calls with `engine="cuda_graph"`.
+        compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
+        compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
+        captured_steps: The same in calls with `engine="cuda_graph"`.
         costs: Measured costs of this model on this machine, by engine and number of rows.
         chooser: Chooses the engine of calls with `engine="auto"`.
         acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
@@ -50,6 +52,7 @@ class Attachment:
     make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
     engine: str = "eager"
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
+    compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
     captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
     costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
@@ -74,21 +77,26 @@ class Attachment:
             self.costs[engine, num_rows] = table
         return self.costs[engine, num_rows]
 
+    def steps_of(self, engine: str) -> CapturedSteps:
+        """What runs steps in calls with `engine`."""
+        return self.compiled_steps if engine == "compiled" else self.captured_steps
+
     @contextmanager
-    def running(self, engine: str, run: LayerRun) -> Iterator[None]:
-        """Have `run` execute its layers by `engine`."""
-        if engine == "compiled":
+    def running(self, engine: str, run: LayerRun, on_steps: bool = False) -> Iterator[None]:
+        """Have `run` execute its layers by `engine`; natively where the call runs on steps, apart from those."""
+        if engine == "compiled" and not on_steps:
             run.execute_layer = self.compiled_layers.run
             with self.compiled_layers.ready(list(self.structure.layers)):
                 yield
         else:
-            with self.captured_steps.warm_up.shown():
+            with self.steps_of(engine).warm_up.shown():
                 yield
 
     def warm_up_seconds(self, engine: str) -> float:
         """What making an engine ready has taken so far."""
-        warm_ups = {"compiled": self.compiled_layers.warm_up, "cuda_graph": self.captured_steps.warm_up}
-        return warm_ups[engine].seconds if engine in warm_ups else 0.0
+        compiled = [self.compiled_layers.warm_up, self.compiled_steps.warm_up]
+        warm_ups = {"compiled": compiled, "cuda_graph": [self.captured_steps.warm_up]}
+        return sum((warm_up.seconds for warm_up in warm_ups.get(engine, [])), 0.0)
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
@@ -109,6 +117,7 @@ class Attachment:
         for gate in linear_gates(self.structure):
             gate.release()
         self.compiled_layers.release()
+        self.compiled_steps.release()
         self.captured_steps.release()
 
     def require_routers(self, needed_by: str) -> TIDERouters:

@@ -3,101 +3,26 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attachment import Attachment
-from .captured_steps import CapturedSteps
+from .capturable import facts_of, why_not_captured
 from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
 from .kv_cache import CacheSlots, cache_is_returned
-from .ranks import ranks_of
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
-from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, step_width
+from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now, step_width
 
-KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
-ATTENTION = ("eager", "sdpa")
 MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CallFacts:
-    """What decides whether a call can run on captured steps.
-
-    Attributes:
-        rows: Sequences.
-        devices: Of the model's weights.
-        attention: The implementation.
-        cache: Name of the cache's class.
-        layer_kinds: Names of its layers' classes.
-        arguments: What `generate` hands to the model.
-        has_windows: Whether some layers attend to a part of the context.
-        is_sharded: Whether processes share the model.
-        has_adapters: Whether there are adapters in the layers.
-        training: Whether the model is in training mode.
-        refused: What an earlier call found.
-    """
-
-    rows: int
-    devices: frozenset[str]
-    attention: str
-    cache: str
-    layer_kinds: frozenset[str]
-    arguments: frozenset[str]
-    has_windows: bool
-    is_sharded: bool
-    has_adapters: bool
-    training: bool
-    refused: str | None = None
-
-
-def why_not_captured(facts: CallFacts) -> str | None:
-    """Why a call runs eagerly instead, or `None`."""
-    kinds = facts.layer_kinds - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
-    reasons = {
-        f"the model is spread over {', '.join(sorted(facts.devices))}": len(facts.devices) != 1,
-        "processes share the model, and measure costs together": facts.is_sharded,
-        f"attention by {facts.attention!r} takes no fixed buffers": facts.attention not in ATTENTION,
-        f"the cache is a {facts.cache}": facts.cache != DynamicCache.__name__,
-        f"a cache of {', '.join(sorted(kinds))}": bool(kinds),
-        f"the model is handed {', '.join(sorted(facts.arguments - KNOWN_ARGUMENTS))}": not facts.arguments
-        <= KNOWN_ARGUMENTS,
-        "rows with holes, and layers with a window, which would count them": facts.rows > 1 and facts.has_windows,
-        "adapters may change without notice": facts.has_adapters,
-        "the model is in training mode": facts.training,
-        str(facts.refused): facts.refused is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str, Any]) -> CallFacts:
-    """The facts of one call of an attached model."""
-    cache = model_kwargs["past_key_values"]
-    config = model.config.get_text_config()
-    windows = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    return CallFacts(
-        rows=rows,
-        devices=frozenset(str(parameter.device) for parameter in model.parameters())
-        | {str(device) for device in getattr(model, "hf_device_map", {}).values() if device in ("cpu", "disk")},
-        attention=config._attn_implementation,
-        cache="an offloaded cache" if cache.offloading else type(cache).__name__,
-        layer_kinds=frozenset(type(layer).__name__ for layer in cache.layers),
-        arguments=frozenset(name for name, value in model_kwargs.items() if value is not None),
-        has_windows=bool(windows) or bool(getattr(config, "sliding_window", None)),
-        is_sharded=ranks_of(model).many,
-        has_adapters=hasattr(model, "peft_config"),
-        training=model.training,
-        refused=steps.refused,
-    )
 
 
 class CapturedDecoder(SelfSpeculativeDecoder):
@@ -106,6 +31,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     Rows that are stopped keep their places: for another number of rows there would have to be other graphs.
     """
 
+    on_steps = True
     fills_block_late = False  # a verify step does it
     shallow: CapturedShallow
     fixed_slots: FixedSlots
@@ -113,11 +39,12 @@ class CapturedDecoder(SelfSpeculativeDecoder):
 
     def __init__(self, model: Any, attachment: Attachment, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, attachment, *args, **kwargs)
-        self.steps = attachment.captured_steps
+        self.steps = attachment.steps_of(self.engine)
         self.drops_stopped = False
         self.shallow = CapturedShallow(self)
         self.buffers: StepBuffers | None = None
         self.may_capture = False
+        self.has_positions = False
         self.compactions = 0
         self.kept: list[int] | None = None
         self.read: list[list[int]] | None = None
@@ -135,7 +62,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     def upload(self, ids: list[list[int]]) -> None:
         """Say what the round starts from."""
         buffers, slots = self.ready, self.fixed_slots
-        slots.make_room(WIDEST)
+        if not slots.make_room(WIDEST):
+            self._grow()
+            buffers = self.ready
         if slots.holes is not None or slots.num_compactions > self.compactions:
             buffers.write_mask(slots.mask)
             self.compactions = slots.num_compactions
@@ -149,24 +78,41 @@ class CapturedDecoder(SelfSpeculativeDecoder):
 
     def _prefill(self, drafter: Drafter) -> None:
         super()._prefill(drafter)
-        if self._is_done() or not self.may_capture or not self._fits():
+        if self._is_done() or not self.may_capture:
             return
-        self.native_slots, rows = self.slots, len(self.rows)
         cache, mask = self.slots.cache, self.slots.mask
-        kinds = {"has_positions": self.positions is not None, "has_block": self.block is not None}
-        self.buffers = self.steps.buffers(self._parts, cache, rows, self.config.max_length, **kinds)
         length = cache.get_seq_length()
+        if not self._fits(length):
+            return
+        self.native_slots, self.has_positions = self.slots, self.positions is not None
+        self.buffers = self._buffers(cache, length)
         mask = mask.cpu() if mask is not None else None
         self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
         self.slots = self.fixed_slots
-        self.starts = self.positions.tolist() if self.positions is not None else [0] * rows
+        self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.rows)
         self.positions = None
 
-    def _fits(self) -> bool:
+    def _buffers(self, like: Cache, filled: int) -> StepBuffers:
+        kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}
+        kinds["has_scores"] = self.steps.reads_drafts
+        return self.steps.buffers(self._parts, like, len(self.rows), self._num_slots(filled), **kinds)
+
+    def _num_slots(self, filled: int) -> int:
+        most = self.config.max_length
+        return slots_for_now(filled, most) if self.steps.grows else most
+
+    def _grow(self) -> None:
+        """Go on in buffers with more slots."""
+        slots, smaller = self.fixed_slots, self.ready
+        self.buffers = self._buffers(smaller.cache, slots.length)
+        self.buffers.take_over(smaller, slots.length, slots.mask)
+        slots.cache = self.buffers.cache
+
+    def _fits(self, filled: int) -> bool:
         """Whether there is memory for the buffers."""
         cache, rows = self.slots.cache, len(self.rows)
-        needed = fixed_bytes(cache, rows, capacity_for(rows, self.config.max_length))
+        needed = fixed_bytes(cache, rows, capacity_for(rows, self._num_slots(filled)))
         device: Any = cache.layers[0].keys.device
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if needed > MEMORY_SHARE * free:
@@ -239,14 +185,17 @@ def decoder_for(
         model_kwargs: What `generate` prepared.
         **common: As `SelfSpeculativeDecoder` takes them.
     """
-    if engine == "cuda_graph":
-        steps = attachment.captured_steps
+    if engine == "cuda_graph" or (engine == "compiled" and input_ids.device.type == "cpu"):
+        steps = attachment.steps_of(engine)
         reason = why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))
         if reason is None:
             return CapturedDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
-        if steps.say_once(reason):
-            logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
-        engine = "eager"
+        if engine == "compiled":  # each layer by itself, whatever the cache
+            logger.info("engine='compiled' runs layer by layer: %s", reason)
+        else:
+            if steps.say_once(reason):
+                logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
+            engine = "eager"
     return SelfSpeculativeDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
 
 
@@ -263,8 +212,33 @@ class CapturedShallow(ShallowLayers):
 
     @property
     def runs_ahead(self) -> bool:  # type: ignore[override]
-        """Whether there are steps to run; not where the call goes on eagerly."""
-        return self.decoder.buffers is not None
+        """Whether drafts are not read; not where the call goes on eagerly."""
+        return self.decoder.buffers is not None and not self.decoder.steps.reads_drafts
+
+    def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
+        """As `ShallowLayers.step`, one draft step for each token that the exit layer has not seen."""
+        decoder = self.decoder
+        if decoder.buffers is None:
+            return super().step(exit_layer, tokens)
+        buffers, start, fed = decoder.buffers, perf_counter(), len(self.depths)
+        if fed == 0:
+            decoder.upload([[row.last] for row in decoder.batch])
+        num_steps = len(tokens[0]) + 1 - fed
+        for position in range(num_steps):
+            if fed + position:
+                buffers.feed([drafted[fed + position - 1] for drafted in tokens])
+            self.layers_executed += decoder.steps.run(buffers, "draft", exit_layer).num_layers
+        self.depths += [exit_layer] * num_steps
+        found = buffers.read_draft()
+        self.costs_of(len(tokens)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
+        return found
+
+    def rollback(self) -> None:
+        """Forget the drafts; a verify pass writes over their K/V."""
+        if self.decoder.buffers is None:
+            super().rollback()
+        self.depths.clear()
+        self.block_steps = 0
 
     def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
         """Draft so many tokens for each row, which nobody reads before they are verified."""

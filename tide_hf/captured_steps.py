@@ -59,10 +59,14 @@ class CapturedSteps:
         replays: Steps run.
     """
 
+    kind = "CUDA graphs"
+    reads_drafts = False  # waiting for each would cost more than what is known from it
+    grows = False  # slots that are not filled cost next to nothing, and other steps much
+
     def __init__(
         self,
         make_replay: Callable[..., Replay] = replay_of,
-        layers: Callable[[], CompiledLayers] | None = CompiledLayers,
+        layers: Callable[[], Any] | None = CompiledLayers,
     ) -> None:
         self.make_replay, self._make_layers = make_replay, layers
         self.reads, self.replays = 0, 0
@@ -83,7 +87,7 @@ class CapturedSteps:
         self._fingerprint: tuple = ()
         self._parts: Parts | None = None
         self._pool: Any = None
-        self.layers = self._make_layers() if self._make_layers is not None else None
+        self.layers: Any = self._make_layers() if self._make_layers is not None else None
 
     def say_once(self, reason: str) -> bool:
         """Whether this is the first call that does without for this reason."""
@@ -147,7 +151,7 @@ class CapturedSteps:
             self._steps[key] = self._made(buffers, kind, size)
         self._steps.move_to_end(key)
         step = self._steps[key]
-        step.replay.run()
+        step.logits = step.replay.run()
         self.replays += 1
         return step
 
@@ -160,21 +164,25 @@ class CapturedSteps:
         step = Step()
         method: Any = {"verify": buffers.verify, "draft": buffers.draft}[kind]
 
-        def function() -> None:
-            step.num_layers, step.logits = method(size)
+        def function() -> Any:
+            step.num_layers, logits = method(size)
+            return logits
 
         start, before = perf_counter(), memory_of(buffers.device)
         with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
-            step.replay = replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
+            step.replay = replay = self._replay_of(function, buffers)
         self._pool = replay.pool
         if replay.refused is not None and self.refused is None:
             self.refused = replay.refused
-            logger.warning("%s runs without CUDA graphs: %s", type(buffers.parts.model).__name__, self.refused)
+            logger.warning("%s runs without %s: %s", type(buffers.parts.model).__name__, self.kind, self.refused)
         seconds, used = perf_counter() - start, memory_of(buffers.device) - before
         self.warm_up.add(1, seconds, used)
         where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"
         logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_made, where, seconds, used / 1e6)
         return step
+
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
+        return self.make_replay(function, buffers.state(), buffers.device, self._pool)
 
 
 def memory_of(device: torch.device) -> int:

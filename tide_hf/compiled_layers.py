@@ -61,7 +61,7 @@ class CompiledLayers:
         """Run a layer as `gate.native` would."""
         layer: Any = gate.module
         num_tokens = input_state(args, kwargs).shape[:2].numel()
-        place = _place_of_cache(args, kwargs)
+        place = place_of_cache(args, kwargs)
         if place is None or num_tokens > MOST_TOKENS or gate.replaced is not None or layer.training:
             return gate.native(*args, **kwargs)
         cache = args[place] if isinstance(place, int) else kwargs[place]
@@ -75,7 +75,7 @@ class CompiledLayers:
         if FEWEST_ROWS <= num_tokens <= PACKED_ROWS:
             for linear in self._packed_linears[layer]:
                 linear.packed = linear.gate.packed()
-        call = _placed(None, place, args, kwargs)
+        call = placed(None, place, args, kwargs)
         graphs, start = _graphs_compiled(), perf_counter()
         try:
             if isinstance(stored, FixedLayer):
@@ -104,7 +104,7 @@ class CompiledLayers:
             # Graphs belong to a function's code: with code of its own a model shares no limit with others.
             own = FunctionType(_run_layer.__code__.replace(), globals())
             self._compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
-            own = FunctionType(_run_fixed_layer.__code__.replace(), globals())
+            own = FunctionType(layer_on_fixed_cache.__code__.replace(), globals())
             self._compiled_fixed = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
         patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
         # Sizes that are the same by chance, such as rows and heads, would each make a graph of their own.
@@ -116,7 +116,7 @@ class CompiledLayers:
     def release(self) -> None:
         """Give the memory of the graphs back."""
         self._parts, self._twins, self._packed_linears = [], {}, {}
-        self._compiled, self._compiled_fixed = _run_layer, _run_fixed_layer
+        self._compiled, self._compiled_fixed = _run_layer, layer_on_fixed_cache
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
@@ -192,11 +192,11 @@ def _run_layer(
 ) -> tuple[Any, Tensor, Tensor]:
     """A layer's own forward, with its K/V at the `place` of the cache among its arguments."""
     cache = _LayerCache(keys, values)
-    args, kwargs = _placed(cache, place, args, kwargs)
+    args, kwargs = placed(cache, place, args, kwargs)
     return layer.forward(*args, **kwargs), cache.keys, cache.values
 
 
-def _run_fixed_layer(
+def layer_on_fixed_cache(
     layer: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -206,10 +206,9 @@ def _run_fixed_layer(
     slots: Tensor,
     start: Tensor,
 ) -> Any:
-    """As `_run_layer`, writing to `slots` of K/V that stay in place."""
-    cache = _FixedLayerCache(keys, values, slots, start)
-    args, kwargs = _placed(cache, place, args, kwargs)
-    return layer.forward(*args, **kwargs)
+    """A layer's own forward as it is, writing to `slots` of K/V that stay in place."""
+    args, kwargs = placed(_FixedLayerCache(keys, values, slots, start), place, args, kwargs)
+    return layer.native(*args, **kwargs) if isinstance(layer, Gate) else layer.forward(*args, **kwargs)
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -231,14 +230,15 @@ def _is_plain(stored: Any) -> bool:
     return type(stored) in (DynamicLayer, FixedLayer) and stored.is_initialized
 
 
-def _place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+def place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    """Where the cache stands among a layer's arguments: a position, a name, or nowhere."""
     for name, value in kwargs.items():
         if isinstance(value, Cache):
             return name
     return next((i for i, value in enumerate(args) if isinstance(value, Cache)), None)
 
 
-def _placed(
+def placed(
     cache: Any, place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A layer's arguments with `cache` at its `place` among them."""

@@ -96,7 +96,8 @@ def call_key(model: Any, attachment: Attachment, rows: int, candidate: str | Non
 def _is_warm(attachment: Attachment, engine: str | None) -> bool:
     if engine == "cuda_graph":
         return attachment.captured_steps.warm_up.num_made > 0
-    return engine == "compiled" and attachment.compiled_layers.num_compiled > 0
+    has_compiled = attachment.compiled_layers.num_compiled > 0 or attachment.compiled_steps.warm_up.num_made > 0
+    return engine == "compiled" and has_compiled
 
 
 def _say(attachment: Attachment, reason: str) -> None:

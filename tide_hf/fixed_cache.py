@@ -91,10 +91,11 @@ def fixed_bytes(like: Cache, rows: int, capacity: int) -> int:
 
 
 def fill(cache: Cache, source: Cache, length: int) -> None:
-    """Copy a dynamic cache of `length` tokens into a fixed one; layers with a window hold only the last of them."""
+    """Copy a cache of `length` tokens into a fixed one; dynamic layers with a window hold only the last of them."""
     for fixed, layer in zip(cache.layers, source.layers, strict=True):
         for into, part in zip(_kv(fixed), _kv(layer), strict=True):
-            into[:, :, length - part.shape[2] : length].copy_(part)
+            stored = min(length, part.shape[2])
+            into[:, :, length - stored : length].copy_(part[:, :, :stored])
 
 
 def give_back(cache: Cache, source: Cache, length: int) -> None:
@@ -127,10 +128,12 @@ class FixedSlots(CacheSlots):
         self.length += width
         super().commit(width, accepted)
 
-    def make_room(self, width: int) -> None:
-        """Take holes away where `width` more slots would not fit."""
-        if self.length + width > self.cache.layers[0].get_max_length():
+    def make_room(self, width: int) -> bool:
+        """Take holes away where `width` more slots would not fit; return whether they do now."""
+        most = self.cache.layers[0].get_max_length()
+        if self.length + width > most:
             self.settle()
+        return self.length + width <= most
 
     def _stored(self) -> int:
         return self.length

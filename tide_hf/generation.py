@@ -81,7 +81,7 @@ class TIDEGenerationMixin:
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             decoder = self._tide_decoder(engine, input_ids, common, model_kwargs)
-            with attachment.running(engine, decoder.run):
+            with attachment.running(engine, decoder.run, decoder.on_steps):
                 result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             learn(decoder)
             stats = decoder.stats

@@ -61,6 +61,11 @@ class LinearGate(Gate):
         """Copies and pickles pack their own weights."""
         return {**self.__dict__, "_packed": None, "_source": None}
 
+    @property
+    def kept(self) -> Tensor | None:
+        """The packed weights, if there are any; packed anew they are another tensor."""
+        return self._packed
+
     def release(self) -> None:
         """Give the memory of the packed weights back."""
         self._packed = self._source = None
@@ -105,7 +110,8 @@ def linear_over_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None, pac
         output = output if bias is None else output + bias
     else:
         padded = functional.pad(flat, (0, 0, 0, PACKED_ROWS - rows))
-        product = torch.ops.tide_hf.packed_linear if torch.compiler.is_compiling() else _packed_linear
+        is_traced = type(padded) is not Tensor or torch.compiler.is_compiling()
+        product = torch.ops.tide_hf.packed_linear if is_traced else _packed_linear
         output = product(padded, packed, weight, bias)[:rows]
     return output.reshape(*input.shape[:-1], -1)
 

@@ -27,7 +27,7 @@ INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 class Replay:
-    """Runs a function as it is.
+    """Runs a function as it is; `run` returns what the function does, which the next run may write over.
 
     Args:
         function: The function.
@@ -35,7 +35,7 @@ class Replay:
         refused: Why there is no graph; `None` where there is one, or none was asked for.
     """
 
-    def __init__(self, function: Callable[[], None], pool: Any = None, refused: str | None = None) -> None:
+    def __init__(self, function: Callable[[], Any], pool: Any = None, refused: str | None = None) -> None:
         self.run, self.pool, self.refused = function, pool, refused
 
 
@@ -84,7 +84,7 @@ def _in_masking(frame: FrameType | None) -> bool:
     return False
 
 
-def replay_of(function: Callable[[], None], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
+def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
     """Capture a function in a CUDA graph.
 
     Args:
@@ -120,8 +120,13 @@ def replay_of(function: Callable[[], None], state: list[Tensor], device: torch.d
         pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                function()
+                found = function()
         except RuntimeError as error:  # of CUDA: something that a capture does not allow
             put_back()
             return Replay(function, pool, str(error).strip().partition("\n")[0])
-    return Replay(graph.replay, pool)
+
+    def replay() -> Any:
+        graph.replay()
+        return found
+
+    return Replay(replay, pool)

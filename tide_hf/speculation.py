@@ -45,6 +45,7 @@ class SelfSpeculativeDecoder:
         model_kwargs: What `generate` prepared, the cache among it.
     """
 
+    on_steps = False  # of fixed shape
     fills_block_late = True  # a single row's K/V of the block, when it is about to draft
 
     def __init__(

@@ -24,6 +24,7 @@ from .unembed import DraftUnembed, Unembed
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are filled up
 WIDEST = WIDTHS[-1]
 BUCKET = 256  # slots; buffers, and so graphs, serve all calls up to the next multiple
+FIRST_SLOTS = 1024  # of buffers that grow, where a call may need so many
 SPARE_SLOTS = 256  # for holes, with several rows
 
 
@@ -58,10 +59,18 @@ class StepBuffers:
         capacity: Slots of each.
         has_positions: Whether the model is told the positions.
         has_block: Whether the block drafts, whose K/V are in the last layer of the cache.
+        has_scores: Whether each draft token's exit score is wanted.
     """
 
     def __init__(
-        self, parts: Parts, like: Cache, rows: int, capacity: int, has_positions: bool, has_block: bool
+        self,
+        parts: Parts,
+        like: Cache,
+        rows: int,
+        capacity: int,
+        has_positions: bool,
+        has_block: bool,
+        has_scores: bool = False,
     ) -> None:
         self.parts, self.rows, self.capacity, self.has_positions = parts, rows, capacity, has_positions
         first: Any = like.layers[0]
@@ -75,6 +84,7 @@ class StepBuffers:
             self.mask = torch.ones((rows, capacity), dtype=torch.int64, device=device)
             self._mask_said = torch.ones((rows, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
+            self.scores = torch.zeros(rows, device=device) if has_scores else None
             if has_block:
                 self.finals = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
                 self.deep = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
@@ -92,6 +102,12 @@ class StepBuffers:
         self.write_mask(mask)
         if deep is not None and self.block is not None:
             self.deep.copy_(deep)
+
+    def take_over(self, smaller: StepBuffers, length: int, mask: Tensor | None) -> None:
+        """Go on where smaller buffers, `length` slots of which are filled, have no more room."""
+        self.load(smaller.cache, length, mask, smaller.deep if self.block is not None else None)
+        if self.block is not None:
+            self.finals.copy_(smaller.finals)
 
     def write_mask(self, mask: Tensor | None) -> None:
         """Hide what a (rows, length) mask on the CPU hides; `None` hides nothing."""
@@ -156,12 +172,31 @@ class StepBuffers:
             self.block.drafted = self.deep_drafted
             state = self.block.draft(call)
             self.deep_drafted.copy_(self.block.drafted)
+            top = self._block_top(state)
         else:
             routers: Any = self.parts.routers
-            state = routers[exit_layer].head(call.state[:, -1])
+            point, state = routers[exit_layer], call.state[:, -1]
+            top = self.parts.draft_unembed(point.head(state))
+            if self.scores is not None:
+                self.scores.copy_(self.parts.unembed.route(point.router, state))
         self.fed.add_(1)
-        self.ids.index_copy_(1, self.fed, self.parts.draft_unembed(state)[:, None])
+        self.ids.index_copy_(1, self.fed, top[:, None])
         return run.layers_executed, None
+
+    def _block_top(self, state: Tensor) -> Tensor:
+        if self.scores is None:
+            return self.parts.draft_unembed(state)
+        top, log_probabilities = self.parts.draft_unembed.top1(state)
+        self.scores.copy_(self.block.point.score(log_probabilities))  # type: ignore[union-attr]
+        return top
+
+    def feed(self, tokens: list[int]) -> None:
+        """Let the next draft step go on behind these tokens, one a row, instead of those drafted last."""
+        self.ids[:, int(self.fed)] = torch.tensor(tokens, device=self.device)
+
+    def read_draft(self) -> tuple[list[int], list[float]]:
+        """Wait for the last draft step; return each row's token and its exit score."""
+        return self.ids[:, int(self.fed)].tolist(), self.scores.tolist()  # type: ignore[union-attr]
 
     def _forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
         width = ids.shape[1]
@@ -176,6 +211,19 @@ class StepBuffers:
 def step_width(tokens: int) -> int:
     """The width of the verify pass that serves for so many tokens."""
     return next(width for width in WIDTHS if width >= tokens)
+
+
+def slots_for_now(filled: int, most: int) -> int:
+    """Slots of buffers that grow: few sizes, so few graphs, and at most twice as many as are filled, or `FIRST_SLOTS`.
+
+    Args:
+        filled: Slots that are filled.
+        most: Slots that the call may need.
+    """
+    slots = FIRST_SLOTS // 2
+    while slots < most and (slots < FIRST_SLOTS or slots - WIDEST <= filled):
+        slots *= 2
+    return slots - WIDEST
 
 
 def capacity_for(rows: int, slots: int) -> int:

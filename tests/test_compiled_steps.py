@@ -1,0 +1,286 @@
+"""Compiled steps: the base model's tokens in every family, few graphs, and layer by layer where it cannot be otherwise.
+
+Most tests run what was traced as it is, which takes no compiler.
+"""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from families import ATTENTION, VOCAB, tiny_model
+from test_block_head import block_layer_of, routers_for
+from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.compiled_layers import CompiledLayers
+from tide_hf.compiled_steps import CompiledSteps, StepCompiler
+from tide_hf.grouped_attention import share_heads
+from tide_hf.step_buffers import capacity_for, slots_for_now
+
+MIXTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+)  # of experts, whose product PyTorch traces in bfloat16 alone
+
+
+def as_traced(graph, _inputs):
+    """Stands in for Inductor."""
+    return graph
+
+
+def attach(model, routers=None, compile_graph=as_traced, **settings):
+    TIDEModelForCausalLM.attach(model, routers, engine="compiled", **{"pack_weights": False, **settings})
+    model._tide.compiled_layers = CompiledLayers("eager")
+    steps = model._tide.compiled_steps = CompiledSteps(compile_graph)
+    return steps
+
+
+def draft_with_heads(model, exit_layer=3, width=3):
+    made = []
+
+    def make(_, texts, shallow):
+        made.append(HeadDrafter(texts, shallow, exit_layer, width))
+        return made[-1]
+
+    model._tide.make_drafter = make
+    return made
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+def test_every_familys_tokens_are_the_base_models(family):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(pads=2), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    for kind in ("right", "wrong at the last position"):
+        use_drafter(model, kind, new_tokens(expected), width=4)
+        assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
+    draft_with_heads(model)
+    assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
+    assert (steps.refused is not None) == (family in MIXTURES)
+    assert steps.replays > 0
+    assert (model._tide.compiled_layers.num_compiled > 0) == (family in MIXTURES)
+
+
+@pytest.mark.parametrize("family", [family for family in FEW if family not in WINDOWED])
+def test_rows_keep_accepted_lengths_of_their_own(family):
+    model = tiny_model(family)
+    batch = prompts(4, pads=3)
+    expected = model.generate(**batch, **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    draft_with_heads(model)
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    assert steps.replays > 0
+    assert (steps.refused is not None) == (family in MIXTURES)
+
+
+@pytest.mark.parametrize("kind", ["linear", "block"])
+@pytest.mark.parametrize("family", FEW)
+def test_heads_draft_what_they_draft_eagerly_and_are_as_sure(family, kind):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(), **OPTIONS)
+    exit_layer = block_layer_of(family)
+    steps = attach(model, routers_for(model, exit_layer) if kind == "block" else linear_heads(model))
+    found = {}
+    for engine in ("eager", "compiled"):
+        heard = found[engine] = []
+
+        def make(_, texts, shallow, heard=heard):
+            step = shallow.step
+            shallow.step = lambda *args: heard.append(step(*args)) or heard[-1]
+            heads = HeadDrafter(texts, shallow, exit_layer, 3)
+            return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(), **OPTIONS, tide_engine=engine), expected)
+    assert steps.replays > 0
+    assert [tokens for tokens, _ in found["compiled"]] == [tokens for tokens, _ in found["eager"]]
+    for (_, scores), (_, others) in zip(found["compiled"], found["eager"], strict=True):
+        assert scores == pytest.approx(others, abs=1e-4)
+
+
+def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    attach(model, linear_heads(model))
+    found = {}
+    for engine in ("eager", "compiled"):
+
+        def make(_, texts, shallow, engine=engine):
+            class Behind(ScriptedDrafter):
+                def draft(self, rows, limits):
+                    (draft,) = super().draft(rows, limits)
+                    if len(draft.tokens) == 2 and limits[0] > 3:
+                        found[engine] = [shallow.step(3, [draft.tokens])[0]]
+                        found[engine].append(shallow.step(3, [[*draft.tokens, *found[engine][0]]])[0])
+                        shallow.rollback()
+                    return [draft]
+
+            return Behind("right", new_tokens(expected), VOCAB, 2)
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(), **OPTIONS, tide_engine=engine), expected)
+    assert found["compiled"] == found["eager"]
+
+
+def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
+    compiled = []
+
+    def compile_graph(graph, inputs):
+        compiled.append(len(inputs))
+        return graph
+
+    model = tiny_llama(num_hidden_layers=6)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, compile_graph=compile_graph)
+    use_drafter(model, "right", new_tokens(expected), width=3)
+    model.generate(**prompts(), **OPTIONS)
+    widths = {size for _, kind, size in steps._steps}
+    assert len(compiled) == 2 * len(widths)  # a layer, and what is around layers
+    assert compiled.count(0) == len(widths)
+    assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_compiled_by_inductor(family):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model, linear_heads(model), engine="compiled", pack_weights=True)
+    use_drafter(model, "wrong at the last position", new_tokens(expected), width=4)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    draft_with_heads(model)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    steps = model._tide.compiled_steps
+    assert steps.refused is None
+    assert steps.replays > 0
+
+
+def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):
+    monkeypatch.setattr("tide_hf.step_buffers.BUCKET", 8)
+    monkeypatch.setattr("tide_hf.step_buffers.FIRST_SLOTS", 32)
+    monkeypatch.setattr("tide_hf.step_buffers.SPARE_SLOTS", 8)
+    options = {**OPTIONS, "max_new_tokens": 90}
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    for rows, routers in ((1, routers_for(model, 1)), (3, None)):
+        batch = prompts(rows, pads=2)
+        expected = TIDEModelForCausalLM.detach(model).generate(**batch, **options)
+        steps = attach(model, routers)
+        script = ScriptedDrafter("right", new_tokens(expected), VOCAB, 3)
+        model._tide.make_drafter = lambda _, texts, shallow, routers=routers, script=script: (
+            Alternating(HeadDrafter(texts, shallow, 1, 3), script) if routers is not None else script
+        )
+        assert torch.equal(model.generate(**batch, **options), expected)
+        assert len({buffers.capacity for buffers, _, _ in steps._steps}) == 3
+
+
+def test_sizes_of_buffers_are_few():
+    assert {slots_for_now(30, most) for most in (20, 512)} == {slots_for_now(0, 1)}
+    assert capacity_for(1, slots_for_now(30, 512)) == 512
+    assert capacity_for(1, slots_for_now(30, 8192)) == 1024
+    assert capacity_for(1, slots_for_now(1100, 8192)) == 2048
+    assert capacity_for(1, slots_for_now(8000, 8192)) == 8192
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
+def test_weights_that_change_in_place_are_packed_anew(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach(model, pack_weights=True)
+    use_drafter(model, "random", [[5] * NEW], width=4)
+    model.generate(**prompts(), **OPTIONS)
+    assert steps._packed
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    changed = model.generate(**prompts(), **OPTIONS)
+    assert steps.replays > 0
+    plain = TIDEModelForCausalLM.detach(copy.deepcopy(model))
+    assert torch.equal(changed, plain.generate(**prompts(), **OPTIONS))
+
+
+@pytest.mark.parametrize("reason", ["asks for a value", "leaves out a layer"])
+def test_what_cannot_be_traced_runs_layer_by_layer_and_says_so_once(tiny_llama, monkeypatch, caplog, reason):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    kind = type(model.model.norm)
+    native = kind.forward
+
+    def forward(self, hidden_states):
+        print(end="", flush=bool(hidden_states.sum().item() > 1e9))
+        return native(self, hidden_states)
+
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    if reason == "asks for a value":
+        monkeypatch.setattr(kind, "forward", forward)
+    else:
+        trace = StepCompiler._trace
+        monkeypatch.setattr(
+            StepCompiler, "_trace", lambda self, function, regions: trace(self, function, [*regions, regions[0]])
+        )
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
+    assert all(torch.equal(found, expected) for found in tokens)
+    assert sum("runs without compiled steps" in record.message for record in caplog.records) == 1
+    assert steps.refused is not None
+
+
+def test_copies_compile_for_themselves(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    model.generate(**prompts(), **OPTIONS)
+    other = copy.deepcopy(model)
+    assert other._tide.compiled_steps is not steps
+    assert other._tide.compiled_steps.warm_up.num_made == 0
+    assert pickle.loads(pickle.dumps(steps)).warm_up.num_made == 0
+    assert torch.equal(other.generate(**prompts(), **OPTIONS), expected)
+    made = steps.warm_up.num_made
+    model.tide_release()
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.warm_up.num_made == 2 * made
+
+
+def test_other_modes_and_caches_run_layer_by_layer(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    assert torch.equal(model.generate(**prompts(), **OPTIONS, cache_implementation="static"), expected)
+    model.generate(**prompts(), **OPTIONS, tide_mode="early_exit")
+    assert steps.replays == 0
+    assert model._tide.compiled_layers.num_compiled > 0
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_heads_that_share_kv_attend_without_copies(width):
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(2, 6, width, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
+    mask = torch.rand(2, 1, width, 20) > 0.3
+
+    def attend(query, keys, values, mask):
+        repeated = [part[:, :, None].expand(2, 2, 3, 20, 8).reshape(2, 6, 20, 8) for part in (keys, values)]
+        found = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
+        return found.transpose(1, 2).contiguous()
+
+    graph = make_fx(attend, tracing_mode="fake")(query, keys, values, mask)
+    assert share_heads(graph.graph) == 1
+    graph.recompile()
+    assert "clone.default(expand" not in graph.code
+    torch.testing.assert_close(graph(query, keys, values, mask), attend(query, keys, values, mask))
+
+
+def test_heads_with_masks_of_their_own_are_left_alone():
+    query, keys = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 20, 8)
+    bias = torch.randn(1, 4, 2, 20)
+
+    def attend(query, keys, bias):
+        repeated = keys[:, :, None].expand(1, 2, 2, 20, 8).reshape(1, 4, 20, 8)
+        return torch.nn.functional.scaled_dot_product_attention(query, repeated, repeated, attn_mask=bias)
+
+    graph = make_fx(attend, tracing_mode="fake")(query, keys, bias)
+    assert share_heads(graph.graph) == 0

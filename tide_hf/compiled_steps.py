@@ -1,0 +1,262 @@
+"""Steps as Inductor graphs, for CPUs: one graph for a decoder layer, however many there are of its kind, one around.
+
+A step of fixed shape is traced as it runs, below the model's own Python, so there is nothing to write per family. Each
+layer is traced by itself, with its weights and K/V as arguments: layers of a kind come to the same operations and share
+what is compiled. In the trace of the whole step each is a single operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor import compile as compile_graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .captured_steps import CapturedSteps
+from .compiled_layers import layer_on_fixed_cache, place_of_cache, placed
+from .grouped_attention import share_heads
+from .packed_linear import LinearGate, linear_gates
+from .replay import Replay
+from .skipping import LayerGate
+from .step_buffers import StepBuffers
+from .warm_up import WarmUp
+
+logger = logging.getLogger(__name__)
+
+_regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Region:
+    """One decoder layer in one kind of step.
+
+    Args:
+        function: Takes `inputs` and `constants`, and returns the layer's hidden states.
+        constants: Weights, K/V and what else stays where it is.
+        like: Hidden states as it returns them.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], constants: list[Tensor], like: Tensor) -> None:
+        self.function, self.constants = function, constants
+        self.shape, self.dtype = like.shape, like.dtype
+        self.number = next(_numbers)
+        _regions[self.number] = self
+
+
+# It writes K/V, and does not say so: telling Inductor costs seconds for each step. Since layers work on each other's
+# results they cannot change places, and that none is left out is checked.
+_ops = torch.library.Library("tide_hf", "FRAGMENT")
+_ops.define("layer(Tensor[] inputs, int region) -> Tensor")
+
+
+def _run_region(inputs: list[Tensor], region: int) -> Tensor:
+    found = _regions[region]
+    return found.function(*inputs, *found.constants)
+
+
+_ops.impl("layer", _run_region, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::layer", lib=_ops)
+def _like_region(inputs: list[Tensor], region: int) -> Tensor:
+    found = _regions[region]
+    return inputs[0].new_empty(found.shape, dtype=found.dtype)
+
+
+class StepCompiler:
+    """Compiles steps, and the layers in them.
+
+    Args:
+        compile_graph: Makes a function of a graph and its inputs.
+    """
+
+    def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
+        self.compile_graph = compile_graph
+        self._compiled: dict[tuple, Callable[..., Any]] = {}
+        self._regions: list[Region | None] | None = None  # while a step is learnt
+        self._to_place: Iterator[Region | None] | None = None  # while it is traced
+
+    @contextmanager
+    def ready(self, _layers: list[nn.Module]) -> Iterator[None]:
+        """There is nothing to prepare."""
+        yield
+
+    def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer as `gate.native` would."""
+        if self._to_place is not None:
+            region = next(self._to_place)
+            if region is None:
+                return gate.native(*args, **kwargs)
+            state = torch.ops.tide_hf.layer(_tensors_of(gate, args, kwargs)[0], region.number)
+            return gate.with_state(None, state)
+        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have packed their weights
+        if self._regions is not None:
+            self._regions.append(self._region_of(gate, args, kwargs, gate.state_of(output)))
+        return output
+
+    def replay_of(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
+        """Compile a step.
+
+        Args:
+            function: Reads and writes tensors that stay where they are.
+            state: Those of them that it changes so that it could not run again; they are put back.
+        """
+        before = [tensor.clone() for tensor in state]
+
+        def put_back() -> None:
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
+
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                regions = self._learn(function)
+                put_back()
+                compiled = self.compile_graph(self._trace(function, regions), [])
+                compiled()
+        except (
+            RuntimeError
+        ) as error:  # of Dynamo, of Inductor, of a missing C++ compiler, or since a shape hangs on data
+            put_back()
+            return Replay(function, refused=_reason(error))
+        put_back()
+
+        def run() -> Any:
+            with torch.inference_mode(False), torch.no_grad():
+                return compiled()
+
+        run.regions = regions  # type: ignore[attr-defined]  # which live as long as what runs them
+        return Replay(run)
+
+    def _learn(self, function: Callable[[], Any]) -> list[Region | None]:
+        regions: list[Region | None] = []
+        self._regions = regions
+        try:
+            function()
+        finally:
+            self._regions = None
+        return regions
+
+    def _trace(self, function: Callable[[], Any], regions: list[Region | None]) -> fx.GraphModule:
+        self._to_place = iter(regions)
+        try:
+            graph = _traced(function)
+        finally:
+            self._to_place = None
+        used = [node for node in graph.graph.nodes if node.target is torch.ops.tide_hf.layer.default and node.users]
+        if len(used) < sum(region is not None for region in regions):
+            raise RuntimeError("a layer whose result nobody uses")
+        return graph
+
+    def _region_of(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> Region | None:
+        place = place_of_cache(args, kwargs)
+        if place is None:
+            return None
+        inputs, rebuild = _tensors_of(gate, args, kwargs)
+        stored = (args[place] if isinstance(place, int) else kwargs[place]).layers[gate.layer_idx]
+
+        def layer(*tensors: Tensor) -> Tensor:
+            *rest, slots, start = tensors
+            call = rebuild(rest)
+            output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
+            return gate.state_of(output).contiguous()
+
+        traced = _traced(layer, *inputs)
+        share_heads(traced.graph)
+        graph, constants = _lifted(traced)
+        kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
+        if kind not in self._compiled:
+            self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
+        return Region(self._compiled[kind], constants, like)
+
+
+class CompiledSteps(CapturedSteps):
+    """The steps of one model on a CPU, compiled.
+
+    Args:
+        compile_graph: As `StepCompiler` takes it.
+    """
+
+    kind = "compiled steps"
+    reads_drafts = True  # it costs nothing
+    grows = True  # attention over slots that are not filled costs what they would
+
+    def __init__(self, compile_graph: Callable[..., Callable[..., Any]] = compile_graph) -> None:
+        self._compile_graph = compile_graph
+        super().__init__(layers=partial(StepCompiler, compile_graph))
+        self.warm_up = WarmUp("Compiling steps", "steps")
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles of a model compile for themselves."""
+        return CompiledSteps, (self._compile_graph,)
+
+    def release(self) -> None:
+        """Give buffers and graphs back."""
+        super().release()
+        self._packed: dict[LinearGate, Tensor | None] = {}
+
+    def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
+        """As `CapturedSteps.buffers`; graphs with packed weights that were packed anew are forgotten as well."""
+        if any(gate.kept is not packed for gate, packed in self._packed.items()):
+            self.release()
+        return super().buffers(*args, **kwargs)
+
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
+        replay = self.layers.replay_of(function, buffers.state())
+        gates = linear_gates(buffers.parts.structure)
+        self._packed = {gate: gate.kept for gate in gates if gate.kept is not None}
+        return replay
+
+
+def _traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """The operations of a function; whatever it asks of values is an error."""
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def _tensors_of(
+    gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
+    """What changes from pass to pass in a layer's call: tensors among its arguments, and where the pass stands."""
+    place: Any = place_of_cache(args, kwargs)
+    cache = args[place] if isinstance(place, int) else kwargs[place]
+    leaves, layout = tree_flatten(placed(None, place, args, kwargs))
+    where = cache.layers[gate.layer_idx].place
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def rebuild(tensors: list[Tensor]) -> tuple[Any, Any]:
+        replaced = list(leaves)
+        for position, tensor in zip(positions, tensors, strict=True):
+            replaced[position] = tensor
+        args, kwargs = tree_unflatten(replaced, layout)
+        return args, kwargs
+
+    return [*(leaves[position] for position in positions), where.slots, where.start], rebuild
+
+
+def _lifted(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Make a graph's constants its last inputs; return them as well."""
+    constants: dict[str, Tensor] = {}
+    nodes: dict[str, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        if node.target not in nodes:
+            constants[node.target] = getattr(graph, node.target).detach()
+            behind = [one for one in graph.graph.nodes if one.op == "placeholder"][-1]
+            with graph.graph.inserting_after(behind):
+                nodes[node.target] = graph.graph.placeholder(f"constant_{len(nodes)}")
+        node.replace_all_uses_with(nodes[node.target])
+        graph.graph.erase_node(node)
+    return fx.GraphModule({}, graph.graph), list(constants.values())
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
