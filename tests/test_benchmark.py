@@ -59,6 +59,23 @@ def test_runs_are_interleaved_after_one_warm_up_each(stub):
     assert len(progress) == benchmark.count_runs(2, 2, 2) == 10
 
 
+def test_a_run_that_makes_an_engine_ready_is_made_again(stub):
+    contender = stub("a", [1, 2], [1.0])
+    model, generate = contender.model, contender.model.generate
+    spent = iter([3.0, 2.0, 0.0, 0.0, 1.5])
+
+    def with_warm_up(*args, **kwargs):
+        output = generate(*args, **kwargs)
+        model.last_exit_stats.warm_up_s = next(spent, 0.0)
+        return output
+
+    model.generate = with_warm_up
+    (result,) = benchmark.compare([contender], prompts(2), max_new_tokens=2, repeats=1)
+    assert [prompt for _, prompt in stub.calls] == [0, 0, 0, 0, 1, 1]
+    assert result.to_dict()["warm_up_s"] == 6.5
+    assert [len(prompt.runs) for prompt in result.prompts] == [1, 1]
+
+
 def test_ratios_are_of_medians_and_leave_the_warm_up_out(stub):
     plain = stub("plain", [1, 2, 3, 4], [100.0, 2.0, 1.0, 2.0])
     fast = stub("fast", [1, 2, 3, 4], [100.0, 1.0, 0.5, 50.0])

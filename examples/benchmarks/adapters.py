@@ -141,16 +141,22 @@ def self_speculative(bench: Bench) -> Contender:
 
 
 def compiled(bench: Bench) -> Contender:
-    """Ours on compiled layers."""
+    """Ours, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers(), engine="compiled")
-    return Contender(f"{BOTH}, compiled layers", model)
+    return Contender(f"{BOTH}, compiled", model)
+
+
+def compiled_ngrams(bench: Bench) -> Contender:
+    """Ours without routers, compiled."""
+    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
+    return Contender(f"{NGRAMS}, compiled", model)
 
 
 def compiled_plain(bench: Bench) -> Contender:
-    """Compiled layers without drafts."""
+    """Ours without drafts, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
     model._tide.make_drafter = NoDrafts
-    return Contender("compiled layers, no drafts", model)
+    return Contender("no drafts, compiled", model)
 
 
 def approximate(mode: str) -> Callable[[Bench], Contender]:
@@ -171,6 +177,7 @@ WAYS = {
     "heads": Way(heads),
     "self_speculative": Way(self_speculative),
     "compiled_plain": Way(compiled_plain),
+    "compiled_ngrams": Way(compiled_ngrams),
     "compiled": Way(compiled),
     "early_exit": Way(approximate("early_exit")),
     "post_hoc": Way(approximate("post_hoc")),

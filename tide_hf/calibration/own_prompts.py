@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..padding import left_padded
@@ -39,10 +38,7 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     messages = [{"role": "user", "content": PLACEHOLDER}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError:
-        return None
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     before, found, behind = text.partition(PLACEHOLDER)
     turn = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, behind)]
     return UserTurn(*turn) if found and all(turn) else None
