@@ -19,7 +19,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.compiled_steps import CompiledSteps, StepCompiler
 from tide_hf.grouped_attention import share_heads
-from tide_hf.step_buffers import capacity_for, slots_for_now
+from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
 MIXTURES = (
     "qwen3_moe",
@@ -110,24 +110,27 @@ def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     attach(model, linear_heads(model))
-    found = {}
-    for engine in ("eager", "compiled"):
+    found = {"eager": [], "compiled": []}
+    for engine, heard in found.items():
 
-        def make(_, texts, shallow, engine=engine):
+        def make(_, texts, shallow, heard=heard):
             class Behind(ScriptedDrafter):
                 def draft(self, rows, limits):
                     (draft,) = super().draft(rows, limits)
                     if len(draft.tokens) == 2 and limits[0] > 3:
-                        found[engine] = [shallow.step(3, [draft.tokens])[0]]
-                        found[engine].append(shallow.step(3, [[*draft.tokens, *found[engine][0]]])[0])
+                        heard.append(shallow.step(3, [draft.tokens]))
+                        heard.append(shallow.step(3, [[*draft.tokens, *heard[-1][0]]]))
                         shallow.rollback()
                     return [draft]
 
-            return Behind("right", new_tokens(expected), VOCAB, 2)
+            return Behind("random", new_tokens(expected), VOCAB, 2)
 
         model._tide.make_drafter = make
         assert torch.equal(model.generate(**prompts(), **OPTIONS, tide_engine=engine), expected)
-    assert found["compiled"] == found["eager"]
+    assert len(found["eager"]) > 4
+    assert [tokens for tokens, _ in found["compiled"]] == [tokens for tokens, _ in found["eager"]]
+    scores, others = (torch.tensor([score for _, score in found[engine]]) for engine in found)
+    torch.testing.assert_close(scores, others, atol=1e-4, rtol=0)
 
 
 def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
@@ -163,21 +166,51 @@ def test_compiled_by_inductor(family):
 
 
 def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):
+    grown = small_buffers(monkeypatch)
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    options = {**OPTIONS, "max_new_tokens": 90}
+    expected = model.generate(**prompts(), **options)
+    steps = attach(model, routers_for(model, 1))
+    drafted = {}
+    for engine in ("eager", "compiled"):
+
+        def make(_, texts, shallow, engine=engine):
+            heads = HeadDrafter(texts, shallow, 1, 3)
+            drafted[engine] = heads.drafted
+            return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(), **options, tide_engine=engine), expected)
+    assert drafted["compiled"] == drafted["eager"]
+    assert grown == [64, 128]
+    assert {buffers.capacity for buffers, _, _ in steps._steps} == {32, 64, 128}
+
+
+def test_buffers_of_rows_with_holes_grow(tiny_llama, monkeypatch):
+    grown = small_buffers(monkeypatch)
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    options = {**OPTIONS, "max_new_tokens": 90}
+    expected = model.generate(**prompts(3, pads=2), **options)
+    attach(model)
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(**prompts(3, pads=2), **options), expected)
+    assert grown == [72, 136]
+
+
+def small_buffers(monkeypatch):
+    """Few slots; return the numbers to which buffers grow."""
     monkeypatch.setattr("tide_hf.step_buffers.BUCKET", 8)
     monkeypatch.setattr("tide_hf.step_buffers.FIRST_SLOTS", 32)
     monkeypatch.setattr("tide_hf.step_buffers.SPARE_SLOTS", 8)
-    options = {**OPTIONS, "max_new_tokens": 90}
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    for rows, routers in ((1, routers_for(model, 1)), (3, None)):
-        batch = prompts(rows, pads=2)
-        expected = TIDEModelForCausalLM.detach(model).generate(**batch, **options)
-        steps = attach(model, routers)
-        script = ScriptedDrafter("right", new_tokens(expected), VOCAB, 3)
-        model._tide.make_drafter = lambda _, texts, shallow, routers=routers, script=script: (
-            Alternating(HeadDrafter(texts, shallow, 1, 3), script) if routers is not None else script
-        )
-        assert torch.equal(model.generate(**batch, **options), expected)
-        assert len({buffers.capacity for buffers, _, _ in steps._steps}) == 3
+    grown = []
+    take_over = StepBuffers.take_over
+
+    def note(self, *args):
+        grown.append(self.capacity)
+        take_over(self, *args)
+
+    monkeypatch.setattr(StepBuffers, "take_over", note)
+    return grown
 
 
 def test_sizes_of_buffers_are_few():

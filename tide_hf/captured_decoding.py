@@ -220,9 +220,10 @@ class CapturedShallow(ShallowLayers):
         decoder = self.decoder
         if decoder.buffers is None:
             return super().step(exit_layer, tokens)
-        buffers, start, fed = decoder.buffers, perf_counter(), len(self.depths)
+        start, fed = perf_counter(), len(self.depths)
         if fed == 0:
             decoder.upload([[row.last] for row in decoder.batch])
+        buffers = decoder.buffers
         num_steps = len(tokens[0]) + 1 - fed
         for position in range(num_steps):
             if fed + position:
@@ -243,8 +244,8 @@ class CapturedShallow(ShallowLayers):
     def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
         """Draft so many tokens for each row, which nobody reads before they are verified."""
         decoder = self.decoder
-        buffers = decoder.ready
         decoder.upload([[row.last] for row in decoder.batch])
+        buffers = decoder.ready
         self.marks = [_mark(buffers.device)]
         for _ in range(num_tokens):
             step = decoder.steps.run(buffers, "draft", exit_layer)
