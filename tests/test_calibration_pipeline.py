@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up(parts, tmp_path, monkeypatch):
 def test_time_runs_out_but_certification_does_not(parts):
     options = OPTIONS | {"samples": 48, "confidence": 0.5}
     record = calibrate(*parts, max_minutes=1e-4, **options).config.calibration
-    assert record["cut_short"] == ["5 of 7 batches of text", "distillation at layer 1", "distillation at layer 2"]
+    assert record["cut_short"] == ["6 of 8 batches of text", "distillation at layer 1", "distillation at layer 2"]
     assert record["max_minutes"] == 1e-4
     assert {row["method"] for row in record["heads"].values()} == {"ridge"}
     assert len(record["threshold"]["table"]) > 50

@@ -279,6 +279,19 @@ def test_copies_compile_for_themselves(tiny_llama):
     assert steps.warm_up.num_made == 2 * made
 
 
+def test_calls_in_inference_mode_and_outside_share_steps(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    draft_with_heads(model)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    made = steps.warm_up.num_made
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.warm_up.num_made == made > 0
+    assert steps.refused is None
+
+
 def test_other_modes_and_caches_run_layer_by_layer(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)

@@ -136,7 +136,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             return
         batch, costs, start = self.batch, self.shallow.costs_of(len(self.batch)), perf_counter()
         drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
-        width = step_width(1 + max(len(draft.tokens) for draft in drafts))
+        width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.steps.widths)
         if not self.shallow.num_ahead:
             start = perf_counter()
             self.upload([[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)])

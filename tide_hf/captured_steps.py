@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from .compiled_layers import CompiledLayers
 from .errors import UnsupportedOptionError, describe
 from .replay import Replay, replay_of
-from .step_buffers import Parts, StepBuffers, capacity_for
+from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
 from .warm_up import WarmUp
 
 MOST_GRAPHS = 64
@@ -60,6 +60,7 @@ class CapturedSteps:
     """
 
     kind = "CUDA graphs"
+    widths: tuple[int, ...] = WIDTHS
     reads_drafts = False  # waiting for each would cost more than what is known from it
     grows = False  # slots that are not filled cost next to nothing, and other steps much
 

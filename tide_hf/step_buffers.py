@@ -7,6 +7,7 @@ it, so a chain of drafts and the pass that verifies them need the host only to s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,9 +209,9 @@ class StepBuffers:
         return self.parts.model(**inputs, return_dict=True)
 
 
-def step_width(tokens: int) -> int:
+def step_width(tokens: int, widths: Sequence[int] = WIDTHS) -> int:
     """The width of the verify pass that serves for so many tokens."""
-    return next(width for width in WIDTHS if width >= tokens)
+    return next(width for width in widths if width >= tokens)
 
 
 def slots_for_now(filled: int, most: int) -> int:

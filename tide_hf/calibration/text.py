@@ -58,5 +58,5 @@ def load_documents(
     turn = find_user_turn(tokenizer)
     num_own = round(OWN_SHARE * samples) if turn is not None else 0
     prompts = [encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
-    source = describe_source(None) + (" and to as many of its own" if num_own else "")
+    source = describe_source(None) + (", and to prompts of its own" if num_own else "")
     return Text([], plan_writing(prompts, batch_size, seed, turn, num_own), source)
