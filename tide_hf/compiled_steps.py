@@ -120,18 +120,19 @@ class StepCompiler:
             with torch.inference_mode(False), torch.no_grad():
                 regions = self._learn(function)
                 put_back()
-                compiled = self.compile_graph(self._trace(function, regions), [])
-                compiled()
-        except (
-            RuntimeError
-        ) as error:  # of Dynamo, of Inductor, of a missing C++ compiler, or since a shape hangs on data
+                graph, constants = _lifted(self._trace(function, regions))
+                compiled = self.compile_graph(graph, list(constants))
+                compiled(*constants)
+        # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
+        # graph raises the second over inputs that it was not made for.
+        except (RuntimeError, AssertionError) as error:
             put_back()
             return Replay(function, refused=_reason(error))
         put_back()
 
         def run() -> Any:
             with torch.inference_mode(False), torch.no_grad():
-                return compiled()
+                return compiled(*constants)
 
         run.regions = regions  # type: ignore[attr-defined]  # which live as long as what runs them
         return Replay(run)
@@ -243,21 +244,23 @@ def _tensors_of(
 
 
 def _lifted(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Make a graph's constants its last inputs; return them as well."""
+    """Make a graph's constants its last inputs, where Inductor need not look into them; return them as well."""
     constants: dict[str, Tensor] = {}
     nodes: dict[str, fx.Node] = {}
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for node in list(graph.graph.nodes):
         if node.op != "get_attr":
             continue
         if node.target not in nodes:
             constants[node.target] = getattr(graph, node.target).detach()
-            behind = [one for one in graph.graph.nodes if one.op == "placeholder"][-1]
-            with graph.graph.inserting_after(behind):
+            with graph.graph.inserting_before(first):
                 nodes[node.target] = graph.graph.placeholder(f"constant_{len(nodes)}")
         node.replace_all_uses_with(nodes[node.target])
+        if node is first:
+            first = node.next
         graph.graph.erase_node(node)
     return fx.GraphModule({}, graph.graph), list(constants.values())
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
