@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.compiled_layers import CompiledLayers
-from tide_hf.compiled_steps import CompiledSteps, StepCompiler
+from tide_hf.compiled_steps import CompiledSteps, StepCompiler, compile_graph
 from tide_hf.grouped_attention import share_heads
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
@@ -163,6 +163,17 @@ def test_compiled_by_inductor(family):
     steps = model._tide.compiled_steps
     assert steps.refused is None
     assert steps.replays > 0
+
+
+def test_what_was_compiled_once_is_found_on_disk():
+    inputs = [torch.randn(3, 5)]
+    graph = make_fx(lambda tensor: (tensor.sin() + 1).cos(), tracing_mode="fake")(*inputs)
+    torch._dynamo.utils.counters.clear()
+    found = [compile_graph(copy.deepcopy(graph), list(inputs))(*inputs) for _ in range(2)]
+    torch.testing.assert_close(found, [graph(*inputs)] * 2)
+    counted = torch._dynamo.utils.counters["inductor"]
+    assert counted["fxgraph_cache_bypass"] == 0
+    assert counted["fxgraph_cache_hit"] >= 1
 
 
 def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):

@@ -17,8 +17,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import compile as compile_graph
+from torch._guards import TracingContext, tracing
+from torch._inductor import compile as inductor_compile
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .captured_steps import CapturedSteps
@@ -34,6 +37,12 @@ logger = logging.getLogger(__name__)
 
 _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
 _numbers = itertools.count()
+
+
+def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph by Inductor, which looks into its cache on disk only where shapes could have names."""
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        return inductor_compile(graph, inputs)
 
 
 class Region:
