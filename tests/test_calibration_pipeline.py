@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from tide_hf import TIDERouters, calibrate, model_card
 from tide_hf.calibration import data, hidden_states, sources, store, work_folder
+from tide_hf.calibration.processes import Processes
 from tide_hf.errors import CalibrationError, ConfigurationError
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
@@ -147,6 +148,17 @@ rank = torch.distributed.get_rank()
 torch.save([written, routers.state_dict(), routers.config.calibration], f"{output}/rank{rank}.pt")
 torch.distributed.destroy_process_group()
 """
+
+
+def test_what_few_processes_can_do_gets_the_threads_of_the_others(monkeypatch):
+    four = Processes(0, 4)
+    for units, threads in ((1, 4), (2, 2), (3, 1), (8, 1), (0, 4)):
+        with four.threads_for(units):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the others are on another machine
+    with four.threads_for(1):
+        assert torch.get_num_threads() == 2
 
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

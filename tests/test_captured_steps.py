@@ -20,8 +20,9 @@ from tide_hf.capturable import CallFacts, why_not_captured
 from tide_hf.captured_steps import CapturedSteps
 from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.errors import UnsupportedOptionError
+from tide_hf.policy import step_width
 from tide_hf.replay import HostReads
-from tide_hf.step_buffers import capacity_for, step_width
+from tide_hf.step_buffers import WIDTHS, capacity_for
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -54,16 +55,22 @@ def new_tokens(sequences):
     return sequences[:, PROMPT:].tolist()
 
 
+def check_drafts(model, batch, attach_to, draft_with, kinds, width=3):
+    """Attach, draft by scripts and with heads, and compare with the base model's tokens; return the steps."""
+    expected = model.generate(**batch, **OPTIONS)
+    steps = attach_to(model, linear_heads(model))
+    for kind in kinds:
+        use_drafter(model, kind, new_tokens(expected), width=width)
+        assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    draft_with(model)
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    return steps
+
+
 @pytest.mark.parametrize("family", ATTENTION)
 def test_every_familys_tokens_are_the_base_models(family):
     model = tiny_model(family)
-    expected = model.generate(**prompts(pads=2), **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    for kind in ("right", "wrong at the last position"):
-        use_drafter(model, kind, new_tokens(expected), width=4)
-        assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
-    draft_ahead(model)
-    assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
+    steps = check_drafts(model, prompts(pads=2), attach, draft_ahead, ("right", "wrong at the last position"), width=4)
     assert steps.refused is None
     assert steps.make_replay.function_calls == steps.warm_up.num_made  # the rest was done again without Python
 
@@ -77,14 +84,7 @@ def test_every_familys_tokens_are_the_base_models(family):
     ],
 )
 def test_rows_keep_accepted_lengths_of_their_own(family):
-    model = tiny_model(family)
-    batch = prompts(4, pads=3)
-    expected = model.generate(**batch, **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    use_drafter(model, "mixed", new_tokens(expected))
-    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    draft_ahead(model)
-    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_ahead, ("mixed",))
     assert steps.replays > 0
     assert steps.refused is None
 
@@ -374,6 +374,6 @@ def test_graphs_need_a_gpu(tiny_llama):
 
 
 def test_sizes():
-    assert [step_width(tokens) for tokens in (1, 2, 3, 5, 8, 9, 16)] == [1, 2, 4, 8, 8, 16, 16]
+    assert [step_width(tokens, WIDTHS) for tokens in (1, 2, 3, 5, 8, 9, 16)] == [1, 2, 4, 8, 8, 16, 16]
     assert [capacity_for(1, slots) for slots in (1, 240, 241)] == [256, 256, 512]
     assert capacity_for(2, 240) == 512

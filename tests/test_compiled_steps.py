@@ -12,13 +12,14 @@ import torch
 from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
 from test_block_head import block_layer_of, routers_for
-from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
+from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tide_hf import TIDEModelForCausalLM
+from tide_hf import TIDEModelForCausalLM, compiled_steps
 from tide_hf.compiled_layers import CompiledLayers
-from tide_hf.compiled_steps import CompiledSteps, StepCompiler, compile_graph
+from tide_hf.compiled_steps import CompiledSteps, StepCompiler, _traced, compile_graph
 from tide_hf.grouped_attention import share_heads
+from tide_hf.operation_log import OperationLog
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
 MIXTURES = (
@@ -55,13 +56,8 @@ def draft_with_heads(model, exit_layer=3, width=3):
 @pytest.mark.parametrize("family", ATTENTION)
 def test_every_familys_tokens_are_the_base_models(family):
     model = tiny_model(family)
-    expected = model.generate(**prompts(pads=2), **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    for kind in ("right", "wrong at the last position"):
-        use_drafter(model, kind, new_tokens(expected), width=4)
-        assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
-    draft_with_heads(model)
-    assert torch.equal(model.generate(**prompts(pads=2), **OPTIONS), expected)
+    kinds = ("right", "wrong at the last position")
+    steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, kinds, width=4)
     assert (steps.refused is not None) == (family in MIXTURES)
     assert steps.replays > 0
     assert (model._tide.compiled_layers.num_compiled > 0) == (family in MIXTURES)
@@ -69,14 +65,7 @@ def test_every_familys_tokens_are_the_base_models(family):
 
 @pytest.mark.parametrize("family", [family for family in FEW if family not in WINDOWED])
 def test_rows_keep_accepted_lengths_of_their_own(family):
-    model = tiny_model(family)
-    batch = prompts(4, pads=3)
-    expected = model.generate(**batch, **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    use_drafter(model, "mixed", new_tokens(expected))
-    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    draft_with_heads(model)
-    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_with_heads, ("mixed",))
     assert steps.replays > 0
     assert (steps.refused is not None) == (family in MIXTURES)
 
@@ -149,6 +138,51 @@ def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
     assert len(compiled) == 2 * len(widths)  # a layer, and what is around layers
     assert compiled.count(True) == len(widths)
     assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
+
+
+def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
+    traced = []
+    monkeypatch.setattr(compiled_steps, "_traced", lambda *args: traced.append(1) or trace(*args))
+    trace = _traced
+    model = tiny_llama()
+    steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right",))
+    widths = {size if kind == "verify" else 1 for _, kind, size in steps._steps}
+    assert len(traced) == len(widths) + steps.warm_up.num_made  # one layer of each, and what is around them all
+
+
+@pytest.mark.parametrize("what", ["number", "shape"])
+def test_a_layer_that_differs_is_not_taken_for_another(tiny_llama, what):
+    model = tiny_llama()
+    layer = model.model.layers[2]
+    if what == "number":
+        layer.self_attn.scaling *= 3
+    else:
+        size = model.config.hidden_size
+        layer.mlp.gate_proj, layer.mlp.up_proj = (torch.nn.Linear(size, 48, bias=False) for _ in range(2))
+        layer.mlp.down_proj = torch.nn.Linear(48, size, bias=False)
+    steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right", "wrong at the last position"))
+    assert steps.refused is None
+
+
+def test_logs_tell_apart_what_differs():
+    one, other = torch.rand(3), torch.rand(3)
+
+    def key(function, *inputs):
+        with OperationLog(list(inputs)) as log:
+            function(*inputs)
+        return log.key
+
+    assert key(lambda x: x + one, other) == key(lambda x: x + other, one)
+    expected = key(lambda x: x * 2.0 + one, other)
+    for function in (
+        lambda x: x * 2.5 + one,
+        lambda x: x * 2.0 + x,
+        lambda x: x * 2.0 - one,
+        lambda x: x * 2.0 + one[:1],
+        lambda x: x * 2.0 + one.double(),
+        lambda x: one * 2.0 + x,
+    ):
+        assert key(function, other) != expected
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon"])

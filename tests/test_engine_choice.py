@@ -123,7 +123,7 @@ def test_generate_changes_engine_where_it_pays(tiny_llama, tmp_path):
     chooser.times[key] = EngineTimes(rented_ms=1e6, bought_ms=1.0, warm_up_s=1.0)
     assert torch.equal(model.generate(ids, **options), expected)
     assert steps.replays > 0
-    assert chooser.times[key].bought_ms == attachment.costs_of(1, "compiled").plain
+    assert chooser.times[key].bought_ms == attachment.costs_of(1, "compiled", steps.widths).plain
     assert chooser.times[key].bought_ms is not None
 
 

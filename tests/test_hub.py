@@ -123,7 +123,7 @@ def test_push_to_hub_uploads_what_from_pretrained_reads_and_the_card_tells(model
     assert results["disagreement", f"Disagreement with the full model {in_early_exit}"].metric_value == 0.01
     assert results["depth", f"Share of the layers that run {in_early_exit}"].metric_value == 0.8
     assert {result.dataset_name for result in card.data.eval_results} == {"texts given by the caller"}
-    assert 'from_pretrained("org/base", routers="org/new-tide")' in card.text
+    assert 'from_pretrained(\n    "org/base",\n    routers="org/new-tide",\n)' in card.text
     assert 'pipeline("text-generation", model="org/new-tide")' in card.text
     routers.save_pretrained(tmp_path / "again", push_to_hub=True, repo_id="org/again", token=TOKEN)
     assert set(model_hub.repos["models", "org/again"].files()) == set(repo.files())

@@ -59,7 +59,7 @@ def test_front_matter_and_tables(tmp_path):
     assert card.data.base_model_relation == "adapter"
     assert card.data.library_name == "tide_hf"
     assert card.data.license == "apache-2.0"
-    assert 'from_pretrained("org/base", routers="org/base-tide")' in card.text
+    assert 'from_pretrained(\n    "org/base",\n    routers="org/base-tide",\n)' in card.text
     assert "| exit layer | agreement | router AUC | calibration error | leaving |\n| ---: |" in card.text
     assert "| 4 of 14 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 12 of 14 |" in card.text
     assert "| 0.9 | 1.00% | 90.0% | yes |" in card.text

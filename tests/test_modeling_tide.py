@@ -3,9 +3,11 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,42 @@ def test_a_failed_save_leaves_the_old_files(model, tmp_path, monkeypatch, error)
         routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     assert TIDERouters.from_pretrained(tmp_path).exit_layers == old.exit_layers
+
+
+def killed_before_the_config(routers, folder, monkeypatch):
+    """Save, but leave everything as it is when the config is about to take its place."""
+    replace = os.replace
+
+    def stop_at_config(source, target):
+        if Path(target).name == "config.json":
+            shutil.copytree(Path(source).parent, folder / ".saving-killed")
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop_at_config)
+        with pytest.raises(KeyboardInterrupt):
+            routers.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("had_routers", [True, False])
+def test_a_save_killed_between_its_files_is_finished(model, tmp_path, monkeypatch, had_routers):
+    if had_routers:
+        routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
+    new = routers_of(model)
+    killed_before_the_config(new, tmp_path, monkeypatch)
+    loaded = TIDERouters.from_pretrained(tmp_path)
+    assert loaded.exit_layers == new.exit_layers
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in new.state_dict().items())
+
+
+def test_what_a_killed_save_left_does_not_undo_a_later_one(model, tmp_path, monkeypatch):
+    killed = routers_of(model)
+    killed_before_the_config(killed, tmp_path, monkeypatch)
+    for later in (routers_of(model, exit_threshold=0.9), routers_of(model, exit_layers=[2])):  # the first: same weights
+        later.save_pretrained(tmp_path)
+        loaded = TIDERouters.from_pretrained(tmp_path)
+        assert (loaded.exit_layers, loaded.config.exit_threshold) == (later.exit_layers, later.config.exit_threshold)
 
 
 @pytest.mark.parametrize("rank", [None, 4])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tide_hf.calibration.data import full_depth
 from tide_hf.calibration.own_prompts import LONGEST, UserTurn, find_user_turn, write_prompts
@@ -52,7 +53,8 @@ def test_prompts_end_where_the_model_ends_them(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     turn = find_user_turn(tiny_tokenizer)
     torch.manual_seed(0)
-    prompts = write_prompts(model, turn, 64, tiny_tokenizer.pad_token_id or 0, {turn.behind[0], 7})
+    config = GenerationConfig(do_sample=True, max_new_tokens=LONGEST, eos_token_id=[turn.behind[0], 7], pad_token_id=0)
+    prompts = write_prompts(model, turn, 64, config)
     assert 0 < len(prompts) <= 64
     lengths = set()
     for prompt in prompts:
@@ -76,6 +78,15 @@ def test_a_batch_of_own_prompts_can_be_redone(tiny_llama, tiny_tokenizer):
     assert len(once) > 1
     assert all(document.tokens[: len(turn.before)] == turn.before for document in once)
     assert all(document.tokens[: document.first + 1][-len(turn.behind) :] == turn.behind for document in once)
+
+
+def test_what_the_model_is_told_for_other_calls_is_of_no_account(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    (batch,) = plan_writing([], 8, 0, find_user_turn(tiny_tokenizer), 6)
+    expected = write_documents(model, tiny_tokenizer, batch, 8)
+    model.generation_config.repetition_penalty = 3.0
+    model.generation_config.num_beams = 2
+    assert write_documents(model, tiny_tokenizer, batch, 8) == expected
 
 
 def test_a_model_that_writes_no_prompt_gives_no_document(tiny_llama, tiny_tokenizer, monkeypatch):

@@ -1,5 +1,7 @@
 """The drafting policy: pure functions of costs and acceptances."""
 
+import math
+
 import pytest
 
 from tide_hf.policy import (
@@ -50,6 +52,19 @@ def test_unmeasured_widths_are_tried_and_measured_ones_believed():
     assert table.verify(4) == 25.0
     assert table.verify(2) == pytest.approx(15.0)
     assert table.verify(8) == pytest.approx(29.0)
+
+
+def test_a_pass_costs_what_the_step_costs_that_it_is_filled_up_to():
+    table = CostTable(30, widths=(1, 2, 8))
+    for width, milliseconds in ((1, 10.0), (2, 10.5), (8, 20.0)):
+        for _ in range(6):
+            table.record(("verify", width), milliseconds)
+    assert [table.verify(width) for width in (1, 2, 3, 4, 8)] == [10.0, 10.5, 20.0, 20.0, 20.0]
+    assert table.verify(9) == math.inf  # there is no such step
+    assert table.resized().verify(3) == table.resized().verify(8)
+    assert not worth_another_draft([1.0], 7, 0, table)
+    offer = Option("n-gram", ((0.3, 2),))  # two tokens would take the step of eight
+    assert choose([offer], table).num_assistant_tokens == 1
 
 
 def test_one_bad_sample_does_not_settle_a_width():

@@ -14,7 +14,8 @@ from .configuration_tide import TIDEConfig
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
-from .modeling_tide import ExitPoint, TIDERouters
+from .exit_points import ExitPoint
+from .modeling_tide import TIDERouters
 from .packed_linear import linear_gates
 from .policy import CostTable
 from .skipping import LayerRun
@@ -38,7 +39,7 @@ class Attachment:
         compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
         compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
         captured_steps: The same in calls with `engine="cuda_graph"`.
-        costs: Measured costs of this model on this machine, by engine and number of rows.
+        costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
         chooser: Chooses the engine of calls with `engine="auto"`.
         acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
     """
@@ -54,7 +55,7 @@ class Attachment:
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
     compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
     captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
-    costs: dict[tuple[str, int], CostTable] = field(default_factory=dict)
+    costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     chooser: EngineChooser = field(default_factory=EngineChooser)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
@@ -65,17 +66,23 @@ class Attachment:
         config = self.routers.config if self.routers is not None else TIDEConfig()
         return float(config.compaction_threshold)
 
-    def costs_of(self, num_rows: int, engine: str) -> CostTable:
-        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess."""
-        if (engine, num_rows) not in self.costs:
-            larger = [rows for known, rows in self.costs if known == engine and rows > num_rows]
-            table = (
-                self.costs[engine, min(larger)].resized()
+    def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
+        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess.
+
+        Args:
+            num_rows: Sequences.
+            engine: Of the call.
+            widths: Of verify passes, where the call runs on steps.
+        """
+        key = (engine, widths, num_rows)
+        if key not in self.costs:
+            larger = [rows for *known, rows in self.costs if known == [engine, widths] and rows > num_rows]
+            self.costs[key] = (
+                self.costs[engine, widths, min(larger)].resized()
                 if larger
-                else CostTable(self.structure.num_layers, self.structure.head_share)
+                else CostTable(self.structure.num_layers, self.structure.head_share, widths)
             )
-            self.costs[engine, num_rows] = table
-        return self.costs[engine, num_rows]
+        return self.costs[key]
 
     def steps_of(self, engine: str) -> CapturedSteps:
         """What runs steps in calls with `engine`."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from .exit_points import BlockPoint
 from .kv_cache import crop, fill_skipped
-from .modeling_tide import BlockPoint, TIDERouters
+from .modeling_tide import TIDERouters
 from .skipping import LayerCall, LayerGate, LayerRun
 from .structure import DecoderStructure
 from .unembed import Unembed

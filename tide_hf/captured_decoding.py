@@ -17,8 +17,9 @@ from .capturable import facts_of, why_not_captured
 from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
 from .kv_cache import CacheSlots, cache_is_returned
+from .policy import step_width
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
-from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now, step_width
+from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
 
 MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
 
@@ -40,6 +41,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     def __init__(self, model: Any, attachment: Attachment, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, attachment, *args, **kwargs)
         self.steps = attachment.steps_of(self.engine)
+        self.widths = self.steps.widths
         self.drops_stopped = False
         self.shallow = CapturedShallow(self)
         self.buffers: StepBuffers | None = None
@@ -61,10 +63,10 @@ class CapturedDecoder(SelfSpeculativeDecoder):
 
     def upload(self, ids: list[list[int]]) -> None:
         """Say what the round starts from."""
-        buffers, slots = self.ready, self.fixed_slots
+        slots = self.fixed_slots
         if not slots.make_room(WIDEST):
             self._grow()
-            buffers = self.ready
+        buffers = self.ready
         if slots.holes is not None or slots.num_compactions > self.compactions:
             buffers.write_mask(slots.mask)
             self.compactions = slots.num_compactions
@@ -136,7 +138,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             return
         batch, costs, start = self.batch, self.shallow.costs_of(len(self.batch)), perf_counter()
         drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
-        width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.steps.widths)
+        width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.widths)
         if not self.shallow.num_ahead:
             start = perf_counter()
             self.upload([[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)])
@@ -238,8 +240,8 @@ class CapturedShallow(ShallowLayers):
         """Forget the drafts; a verify pass writes over their K/V."""
         if self.decoder.buffers is None:
             super().rollback()
-        self.depths.clear()
-        self.block_steps = 0
+        else:
+            self.depths.clear()
 
     def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
         """Draft so many tokens for each row, which nobody reads before they are verified."""

@@ -170,8 +170,7 @@ class CapturedSteps:
             return logits
 
         start, before = perf_counter(), memory_of(buffers.device)
-        with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
-            step.replay = replay = self._replay_of(function, buffers)
+        step.replay = replay = self._replay_of(function, buffers)
         self._pool = replay.pool
         if replay.refused is not None and self.refused is None:
             self.refused = replay.refused
@@ -183,7 +182,8 @@ class CapturedSteps:
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
-        return self.make_replay(function, buffers.state(), buffers.device, self._pool)
+        with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
+            return self.make_replay(function, buffers.state(), buffers.device, self._pool)
 
 
 def memory_of(device: torch.device) -> int:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .errors import first_line
 from .fixed_cache import FixedLayer
 from .packed_linear import FEWEST_ROWS, PACKED_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
 from .skipping import Gate, LayerGate, input_state
@@ -64,8 +65,7 @@ class CompiledLayers:
         place = place_of_cache(args, kwargs)
         if place is None or num_tokens > MOST_TOKENS or gate.replaced is not None or layer.training:
             return gate.native(*args, **kwargs)
-        cache = args[place] if isinstance(place, int) else kwargs[place]
-        stored = cache.layers[gate.layer_idx]
+        stored = cache_at(place, args, kwargs).layers[gate.layer_idx]
         # A single stored token would be a graph of its own, since a size of 1 broadcasts.
         if type(layer) in self.refused or not _is_plain(stored) or stored.keys.shape[-2] < 2:
             return gate.native(*args, **kwargs)
@@ -129,7 +129,7 @@ class CompiledLayers:
         return self._twins[layer]
 
     def _refuse(self, kind: type, error: RuntimeError) -> None:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         self.refused[kind] = reason
         logger.warning("%s cannot be compiled and runs eagerly: %s", kind.__name__, reason)
 
@@ -236,6 +236,11 @@ def place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str |
         if isinstance(value, Cache):
             return name
     return next((i for i, value in enumerate(args) if isinstance(value, Cache)), None)
+
+
+def cache_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache, which stands at that place."""
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def placed(

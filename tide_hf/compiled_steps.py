@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile as inductor_compile
 from torch._subclasses import FakeTensorMode
@@ -25,10 +24,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .captured_steps import CapturedSteps
-from .compiled_layers import layer_on_fixed_cache, place_of_cache, placed
+from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
+from .errors import first_line
 from .grouped_attention import share_heads
+from .operation_log import OperationLog
 from .packed_linear import LinearGate, linear_gates
-from .replay import Replay
+from .replay import Replay, restorer
 from .skipping import LayerGate
 from .step_buffers import StepBuffers
 from .warm_up import WarmUp
@@ -91,13 +92,9 @@ class StepCompiler:
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
         self.compile_graph = compile_graph
         self._compiled: dict[tuple, Callable[..., Any]] = {}
+        self._alike: dict[tuple, tuple[Callable[..., Any], list[int]]] = {}  # compiled, and which constants it takes
         self._regions: list[Region | None] | None = None  # while a step is learnt
         self._to_place: Iterator[Region | None] | None = None  # while it is traced
-
-    @contextmanager
-    def ready(self, _layers: list[nn.Module]) -> Iterator[None]:
-        """There is nothing to prepare."""
-        yield
 
     def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as `gate.native` would."""
@@ -119,32 +116,27 @@ class StepCompiler:
             function: Reads and writes tensors that stay where they are.
             state: Those of them that it changes so that it could not run again; they are put back.
         """
-        before = [tensor.clone() for tensor in state]
-
-        def put_back() -> None:
-            for tensor, value in zip(state, before, strict=True):
-                tensor.copy_(value)
-
+        put_back = restorer(state)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 regions = self._learn(function)
                 put_back()
-                graph, constants = _lifted(self._trace(function, regions))
+                graph, lifted = _lifted(self._trace(function, regions))
+                constants = [tensor.detach() for tensor in lifted]
                 compiled = self.compile_graph(graph, list(constants))
                 compiled(*constants)
         # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
         # graph raises the second over inputs that it was not made for.
         except (RuntimeError, AssertionError) as error:
             put_back()
-            return Replay(function, refused=_reason(error))
+            return Replay(function, refused=first_line(error))
         put_back()
 
         def run() -> Any:
             with torch.inference_mode(False), torch.no_grad():
                 return compiled(*constants)
 
-        run.regions = regions  # type: ignore[attr-defined]  # which live as long as what runs them
-        return Replay(run)
+        return Replay(run, kept=regions)
 
     def _learn(self, function: Callable[[], Any]) -> list[Region | None]:
         regions: list[Region | None] = []
@@ -171,7 +163,7 @@ class StepCompiler:
         if place is None:
             return None
         inputs, rebuild = _tensors_of(gate, args, kwargs)
-        stored = (args[place] if isinstance(place, int) else kwargs[place]).layers[gate.layer_idx]
+        stored = cache_at(place, args, kwargs).layers[gate.layer_idx]
 
         def layer(*tensors: Tensor) -> Tensor:
             *rest, slots, start = tensors
@@ -179,13 +171,21 @@ class StepCompiler:
             output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
             return gate.state_of(output).contiguous()
 
+        with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
+            layer(*inputs)
+        if log.key in self._alike:
+            compiled, order = self._alike[log.key]
+            return Region(compiled, [log.constants[i].detach() for i in order], like)
         traced = _traced(layer, *inputs)
         share_heads(traced.graph)
         graph, constants = _lifted(traced)
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
         if kind not in self._compiled:
             self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
-        return Region(self._compiled[kind], constants, like)
+        known = {id(tensor): i for i, tensor in enumerate(log.constants)}
+        if all(id(tensor) in known for tensor in constants):
+            self._alike[log.key] = self._compiled[kind], [known[id(tensor)] for tensor in constants]
+        return Region(self._compiled[kind], [tensor.detach() for tensor in constants], like)
 
 
 class CompiledSteps(CapturedSteps):
@@ -237,9 +237,8 @@ def _tensors_of(
 ) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
     """What changes from pass to pass in a layer's call: tensors among its arguments, and where the pass stands."""
     place: Any = place_of_cache(args, kwargs)
-    cache = args[place] if isinstance(place, int) else kwargs[place]
     leaves, layout = tree_flatten(placed(None, place, args, kwargs))
-    where = cache.layers[gate.layer_idx].place
+    where = cache_at(place, args, kwargs).layers[gate.layer_idx].place
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def rebuild(tensors: list[Tensor]) -> tuple[Any, Any]:
@@ -261,7 +260,7 @@ def _lifted(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
         if node.op != "get_attr":
             continue
         if node.target not in nodes:
-            constants[node.target] = getattr(graph, node.target).detach()
+            constants[node.target] = getattr(graph, node.target)
             with graph.graph.inserting_before(first):
                 nodes[node.target] = graph.graph.placeholder(f"constant_{len(nodes)}")
         node.replace_all_uses_with(nodes[node.target])
@@ -269,7 +268,3 @@ def _lifted(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
             first = node.next
         graph.graph.erase_node(node)
     return fx.GraphModule({}, graph.graph), list(constants.values())
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .ngrams import MAX_NGRAM, NgramIndex
 from .policy import (
     MAX_DRAFT,
     AcceptanceTable,
@@ -16,7 +17,6 @@ from .policy import (
     worth_another_draft,
 )
 
-MAX_NGRAM = 5
 UNREAD = -1  # stands for a draft token that is still on the device
 LEARNING = 0.1  # of what a round found, for the calls to come
 COMING_BACK = 0.05  # of the way to its prior, at each new call
@@ -95,46 +95,6 @@ class ShallowDecoder(Protocol):
 
     def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
         """Draft so many tokens for each row, which nobody reads before they are verified."""
-
-
-class NgramIndex:
-    """Finds where the longest suffix of a sequence occurred before (prompt lookup, with several lengths).
-
-    Args:
-        tokens: The sequence so far.
-    """
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.tokens: list[int] = []
-        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(MAX_NGRAM + 1)]
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append to the sequence."""
-        for token in tokens:
-            position = len(self.tokens)
-            for length in range(1, min(MAX_NGRAM, position) + 1):
-                self._next[length][tuple(self.tokens[position - length :])] = position
-            self.tokens.append(token)
-
-    def match(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
-        """Find the longest suffix of the sequence and `drafted` that the sequence had before.
-
-        Returns:
-            The suffix's length and the position after its latest occurrence; (0, 0) if there is none.
-        """
-        end = [*self.tokens[-MAX_NGRAM:], *drafted]
-        for length in range(min(MAX_NGRAM, len(self.tokens) + len(drafted)), 0, -1):
-            position = self._next[length].get(tuple(end[-length:]))
-            if position is not None:
-                return length, position
-        return 0, 0
-
-    def continuation(self, position: int, num_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-        """The `num_tokens` tokens from `position` on; past the end the text is taken to go on repeating."""
-        period = len(self.tokens) + len(drafted) - position
-        text = self.tokens[position : position + num_tokens] + list(drafted)[:num_tokens]
-        return [text[offset % period] for offset in range(num_tokens)]
 
 
 class HybridDrafter:

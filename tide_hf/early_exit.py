@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from . import kv_cache
-from .modeling_tide import ExitPoint, TIDERouters
+from .exit_points import ExitPoint
+from .modeling_tide import TIDERouters
 from .skipping import LayerGate, LayerRun, input_state, on_device
 from .structure import DecoderStructure
 from .unembed import Unembed

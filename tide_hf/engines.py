@@ -60,7 +60,7 @@ def engine_of(
 
     def learn(decoder: SelfSpeculativeDecoder) -> None:
         tokens = max(len(row.tokens) for row in decoder.rows)
-        plain = attachment.costs_of(rows, decoder.engine).plain
+        plain = decoder.shallow.costs_of(rows).plain
         chooser.observe(decoder.engine, key, tokens, plain, attachment.warm_up_seconds(decoder.engine))
 
     return chosen, learn

@@ -76,6 +76,11 @@ class RequestError(TIDEError, ValueError):
         self.param = param
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def describe(problem: str, *, got: object, expected: str, do: str) -> str:
     """Word an error the one way that this library words errors.
 

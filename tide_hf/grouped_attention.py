@@ -26,27 +26,28 @@ def share_heads(graph: fx.Graph) -> int:
     """
     found = 0
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is ATTENTION and _shares(node):
-            _rewrite(graph, node)
+        shared = _shared_kv(node) if node.target is ATTENTION else None
+        if shared is not None:
+            _rewrite(graph, node, *shared)
             found += 1
     if found:
         graph.eliminate_dead_code()
     return found
 
 
-def _shares(node: fx.Node) -> bool:
+def _shared_kv(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """K and V as they are stored, where an attention repeats them and nothing else is in the way."""
     keys, values = (_before_repeating(one) for one in node.args[1:3])
     mask: Any = node.kwargs.get("attn_mask")
     if keys is None or values is None or len(node.args) > 3 or _shape(keys) != _shape(values) or mask is None:
-        return False
+        return None
     uses_output_alone = all(user.target is operator.getitem and user.args[1] == 0 for user in _used(node))
-    return len(_shape(mask)) == 4 and _shape(mask)[1] == 1 and uses_output_alone
+    return (keys, values) if len(_shape(mask)) == 4 and _shape(mask)[1] == 1 and uses_output_alone else None
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+def _rewrite(graph: fx.Graph, node: fx.Node, keys: fx.Node, values: fx.Node) -> None:
     query: Any = node.args[0]
     mask: Any = node.kwargs["attn_mask"]
-    keys, values = (_before_repeating(one) for one in node.args[1:3])
     rows, heads, width, size = _shape(query)
     shared = _shape(keys)[1]
     group = heads // shared

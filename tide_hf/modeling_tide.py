@@ -12,19 +12,20 @@ from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .adapters import base_inside
-from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
-from .errors import BaseModelMismatchError, RoutersFileError, describe
+from .errors import BaseModelMismatchError, RoutersFileError, describe, first_line
+from .exit_points import BlockPoint, ExitPoint
 from .router_files import (
+    STAGING,
     bad_router_pt,
     check_weights,
     copy_published,
     explained,
     file_problem,
-    first_line,
+    finish_save,
     read_router_pt,
     refuse_shards,
     routers_not_saved,
@@ -35,93 +36,6 @@ from .unembed import hash_distance, unembed_hash
 
 WHERE = ("cache_dir", "revision", "subfolder", "token")  # of what from_pretrained is told, what says where files are
 MAX_HASH_DISTANCE = 0.15  # quantising a head to 4 bits moves about 3% of the bits, another model's head half of them
-
-
-class ExitRouter(nn.Module):
-    """Scores how sure it is that a token may leave (TIDE, arXiv 2603.21365, section 3).
-
-    Args:
-        hidden_size: Width D of the hidden states.
-        bottleneck_dim: Width of the hidden layer.
-    """
-
-    def __init__(self, hidden_size: int, bottleneck_dim: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(hidden_size, bottleneck_dim)
-        self.up = nn.Linear(bottleneck_dim, 1)
-        nn.init.zeros_(self.up.weight)  # a fresh router is undecided: its score is one half
-        nn.init.zeros_(self.up.bias)
-
-    def logits(self, last_hidden_state: Tensor) -> Tensor:
-        """(..., D) states after the final norm -> (...) router logits in float32."""
-        state = nn.functional.silu(self.down(last_hidden_state.to(self.down.weight.dtype)))
-        return self.up(state).squeeze(-1).float()
-
-    def forward(self, last_hidden_state: Tensor) -> Tensor:
-        """(..., D) states after the final norm -> (...) exit scores in [0, 1], float32."""
-        return torch.sigmoid(self.logits(last_hidden_state))
-
-
-class ExitHead(nn.Module):
-    """Translates an early hidden state into one that the base model's final norm and head can read.
-
-    `"identity"` passes it on (the published system). `"linear"` adds an affine map of it, `h + A h + b`, with A of
-    full rank or of rank r (as in Tuned Lens, arXiv 2303.08112).
-
-    Args:
-        hidden_size: Width D of the hidden states.
-        strategy: `"identity"` or `"linear"`.
-        rank: Rank of A; `None` for full.
-    """
-
-    def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:
-        super().__init__()
-        self.translator: nn.Module | None = None
-        if strategy == "linear":
-            last = nn.Linear(hidden_size if rank is None else rank, hidden_size)
-            nn.init.zeros_(last.weight)  # a fresh head is the identity
-            nn.init.zeros_(last.bias)
-            self.translator = last if rank is None else nn.Sequential(nn.Linear(hidden_size, rank, bias=False), last)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., D) before the final norm -> (..., D) before the final norm, same dtype."""
-        if self.translator is None:
-            return hidden_states
-        first = next(self.translator.parameters())
-        return hidden_states + self.translator(hidden_states.to(first.dtype)).to(hidden_states.dtype)
-
-
-class ExitPoint(nn.Module):
-    """Router and exit head of one exit layer."""
-
-    def __init__(self, config: TIDEConfig) -> None:
-        super().__init__()
-        self.router = ExitRouter(config.hidden_size, config.router_bottleneck_dim)
-        self.head = ExitHead(config.hidden_size, config.exit_strategy, config.translator_rank)
-
-
-class BlockPoint(nn.Module):
-    """A block head, and how far to trust its confidence.
-
-    A draft step computes the block's distribution in any case, and how sure it is of its top token tells far better
-    whether that is right than a router on its state does. Two numbers make a probability of it (Platt 1999).
-    """
-
-    def __init__(self, config: TIDEConfig) -> None:
-        super().__init__()
-        self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
-        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of its logit
-
-    def score(self, log_probabilities: Tensor) -> Tensor:
-        """(...) log-probabilities of the top tokens -> (...) probabilities that they are the full model's."""
-        scale, shift = self.confidence.float()
-        return torch.sigmoid(scale * logit_of(log_probabilities) + shift)
-
-
-def logit_of(log_probabilities: Tensor) -> Tensor:
-    """(...) logarithms of p -> (...) logarithms of p / (1 - p), of finite size, in float32."""
-    log_probabilities = log_probabilities.float().clamp(max=-1e-6)
-    return log_probabilities - torch.log(-torch.expm1(log_probabilities))
 
 
 class TIDERouters(PreTrainedModel):
@@ -250,6 +164,7 @@ class TIDERouters(PreTrainedModel):
         """
         kwargs.update(use_safetensors=True, output_loading_info=True)
         refuse_shards(name_or_path, kwargs.get("subfolder", ""))
+        finish_save(Path(name_or_path, kwargs.get("subfolder", "")))
         with explained(name_or_path):
             routers, info = super().from_pretrained(name_or_path, **kwargs)
         wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
@@ -277,14 +192,14 @@ class TIDERouters(PreTrainedModel):
         """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=STAGING) as staging:
             try:
                 super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
             except SafetensorError as error:  # which is no OSError, and comes of a full disk as well
-                raise routers_not_saved(folder, first_line(error)) from error
+                raise routers_not_saved(folder, f"'{first_line(error)}'") from error
             self.config.weights_sha256 = weights_digest(Path(staging, SAFE_WEIGHTS_NAME))
             self.config.save_pretrained(staging)
-            written = sorted(Path(staging).iterdir(), key=lambda file: file.name == "config.json")  # config last
+            written = sorted(Path(staging).iterdir(), key=lambda file: file.name == CONFIG_NAME)  # last
             for file in written:
                 os.replace(file, folder / file.name)
         if kwargs.pop("push_to_hub", False):

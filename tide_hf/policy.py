@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,11 +35,13 @@ class CostTable:
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
         head_share: Share of the output head in a pass's weights, likewise.
+        widths: Those of verify passes, where others are filled up; none where a pass has the width that it is asked to.
     """
 
-    def __init__(self, num_layers: int, head_share: float = 0.0) -> None:
+    def __init__(self, num_layers: int, head_share: float = 0.0, widths: Sequence[int] = ()) -> None:
         self.num_layers = num_layers
         self.head_share = head_share
+        self.widths = tuple(widths)
         self._samples: dict[CostKey, deque[float]] = {}  # in plain passes
         self._medians: dict[CostKey, float] = {}
         self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
@@ -47,7 +51,7 @@ class CostTable:
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
-        table = CostTable(self.num_layers, self.head_share)
+        table = CostTable(self.num_layers, self.head_share, self.widths)
         if self._plain_ms:
             table._plain_ms.append(self._plain)
             table._plain_passes = 1
@@ -80,6 +84,10 @@ class CostTable:
 
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
+        if self.widths:
+            if width > self.widths[-1]:
+                return math.inf
+            width = step_width(width, self.widths)
         key = ("verify", width)
         if key not in self._estimates:
             wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
@@ -142,6 +150,11 @@ class CostTable:
             return below[1] + PRIOR_SLOPE * (width - below[0])
         share = (width - below[0]) / (above[0] - below[0])
         return below[1] + share * (above[1] - below[1])
+
+
+def step_width(tokens: int, widths: Sequence[int]) -> int:
+    """The width, of those that there are, of the verify pass that serves for so many tokens."""
+    return next(width for width in widths if width >= tokens)
 
 
 class AcceptanceTable:

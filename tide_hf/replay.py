@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .errors import first_line
+
 WARM_UPS = 2  # in which libraries choose kernels and take their working memory
 HOST_READS = (
     torch.ops.aten._local_scalar_dense,
@@ -33,10 +35,13 @@ class Replay:
         function: The function.
         pool: Memory that graphs share, for the next one.
         refused: Why there is no graph; `None` where there is one, or none was asked for.
+        kept: What has to live as long as this does.
     """
 
-    def __init__(self, function: Callable[[], Any], pool: Any = None, refused: str | None = None) -> None:
-        self.run, self.pool, self.refused = function, pool, refused
+    def __init__(
+        self, function: Callable[[], Any], pool: Any = None, refused: str | None = None, kept: Any = None
+    ) -> None:
+        self.run, self.pool, self.refused, self._kept = function, pool, refused, kept
 
 
 class HostReads(TorchDispatchMode):
@@ -84,6 +89,17 @@ def _in_masking(frame: FrameType | None) -> bool:
     return False
 
 
+def restorer(state: list[Tensor]) -> Callable[[], None]:
+    """Note what tensors hold; return what puts it back into them."""
+    before = [tensor.clone() for tensor in state]
+
+    def put_back() -> None:
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+
+    return put_back
+
+
 def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
     """Capture a function in a CUDA graph.
 
@@ -96,12 +112,7 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
     Returns:
         What runs it; as it is where it cannot be captured, and then with the reason.
     """
-    before = [tensor.clone() for tensor in state]
-
-    def put_back() -> None:
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
-
+    put_back = restorer(state)
     with torch.cuda.device(device):
         reads = HostReads(device)
         stream = torch.cuda.Stream()
@@ -123,7 +134,7 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
                 found = function()
         except RuntimeError as error:  # of CUDA: something that a capture does not allow
             put_back()
-            return Replay(function, pool, str(error).strip().partition("\n")[0])
+            return Replay(function, pool, first_line(error))
 
     def replay() -> Any:
         graph.replay()

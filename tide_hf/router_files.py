@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from .errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, describe
+from .errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, describe, first_line
+
+STAGING = ".saving-"  # what the folders are called that saves write to
 
 # What reading a damaged file by torch, pickle and zipfile fails with.
 DAMAGE = (
@@ -47,9 +51,9 @@ def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
     except TIDEError:
         raise
     except OSError as error:
-        raise routers_not_found(name_or_path, first_line(error)) from error
+        raise routers_not_found(name_or_path, f"'{first_line(error)}'") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise RoutersFileError(file_problem(name_or_path, first_line(error))) from error
+        raise RoutersFileError(file_problem(name_or_path, f"'{first_line(error)}'")) from error
 
 
 def routers_not_saved(folder: Path, got: str) -> RoutersNotSavedError:
@@ -84,6 +88,32 @@ def refuse_shards(name_or_path: str | os.PathLike[str], subfolder: str = "") -> 
     """
     for index in Path(name_or_path, subfolder).glob("*.index.json"):
         raise RoutersFileError(file_problem(name_or_path, f"{index.name}, which points to other files"))
+
+
+def finish_save(folder: str | os.PathLike[str]) -> None:
+    """Put the config of a save in its place that was killed when its weights were in theirs.
+
+    The config goes last. Where it never went, it still lies in the folder that the save wrote to.
+
+    Args:
+        folder: Of routers; anything else stays as it is.
+    """
+    weights, config = Path(folder, SAFE_WEIGHTS_NAME), Path(folder, CONFIG_NAME)
+    for left in Path(folder).glob(f"{STAGING}*/{CONFIG_NAME}"):
+        try:
+            digest = weights_digest(weights)
+            if _weights_of(left) == digest != _weights_of(config):
+                copy = left.with_suffix(".copy")
+                shutil.copy(left, copy)
+                os.replace(copy, config)
+        except (OSError, ValueError):  # a save that goes on, or a folder that takes no file: what is there is checked
+            continue
+
+
+def _weights_of(config: Path) -> str | None:
+    """What a config says of its weights."""
+    said = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
+    return said.get("weights_sha256") if isinstance(said, dict) else None
 
 
 def weights_digest(file: str | os.PathLike[str]) -> str:
@@ -122,7 +152,7 @@ def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
         damaged = _damaged_part(path)
         state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
     except DAMAGE as error:
-        raise bad_router_pt(path, first_line(error)) from error
+        raise bad_router_pt(path, f"'{first_line(error)}'") from error
     if damaged is not None:
         raise bad_router_pt(path, f"a file whose part {damaged} is damaged")
     if not isinstance(state, dict):
@@ -159,11 +189,6 @@ def bad_router_pt(path: str | os.PathLike[str], got: str) -> RoutersFileError:
             do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
         )
     )
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return f"'{(str(error).splitlines() or [type(error).__name__])[0]}'"
 
 
 def file_problem(path: str | os.PathLike[str], got: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .modeling_tide import ExitPoint
+from .exit_points import ExitPoint
 from .ops import PLAIN, Ops
 from .structure import DecoderStructure
 

@@ -46,6 +46,7 @@ class SelfSpeculativeDecoder:
     """
 
     on_steps = False  # of fixed shape
+    widths: tuple[int, ...] = ()  # of verify passes, where others are filled up
     fills_block_late = True  # a single row's K/V of the block, when it is about to draft
 
     def __init__(
@@ -333,7 +334,7 @@ class ShallowLayers:
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of a batch of `num_rows` in this call's engine."""
-        return self.decoder.attachment.costs_of(num_rows, self.decoder.engine)
+        return self.decoder.attachment.costs_of(num_rows, self.decoder.engine, self.decoder.widths)
 
     def rollback(self) -> None:
         """Take the draft tokens' K/V out of the shallow layers."""

@@ -7,7 +7,6 @@ it, so a chain of drafts and the pass that verifies them need the host only to s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,11 +206,6 @@ class StepBuffers:
             steps = torch.arange(width, device=self.device) + fed
             inputs["position_ids"] = self.positions[:, None] + steps
         return self.parts.model(**inputs, return_dict=True)
-
-
-def step_width(tokens: int, widths: Sequence[int] = WIDTHS) -> int:
-    """The width of the verify pass that serves for so many tokens."""
-    return next(width for width in widths if width >= tokens)
 
 
 def slots_for_now(filled: int, most: int) -> int:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..block_head import block_config_of
 from ..errors import UnsupportedModelError
-from ..modeling_tide import BlockPoint, logit_of
+from ..exit_points import BlockPoint, logit_of
 from ..structure import DecoderStructure, input_device
 from ..unembed import DraftUnembed, Unembed
 from .block_training import BlockTrainer, DocumentBatch

@@ -14,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..padding import left_padded
 from ..structure import input_device
 
-SHARE = 0.25  # of all prompts; a half taught a block much about chats, and cost it as much on maths and stories
+SHARE = 0.25  # of all prompts: a guess, since half of them taught a block much about chats and cost it more on tasks
 LONGEST = 48  # tokens; what is longer is cut
 PLACEHOLDER = "\ue000"  # private use: no template has it
-SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,23 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     return UserTurn(*turn) if found and all(turn) else None
 
 
-def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, pad: int, ends: set[int]) -> list[list[int]]:
+def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, config: GenerationConfig) -> list[list[int]]:
     """Let the model write users' turns.
 
     Args:
         model: The base model, at full depth.
         turn: What stands around them.
         count: How many are begun; empty ones are left out.
-        pad: Padding token.
-        ends: Tokens that end an answer.
+        config: How to write; a turn ends at one of its list of `eos_token_id`.
 
     Returns:
         Whole prompts, ready for an answer.
     """
-    inputs: dict[str, Any] = left_padded([turn.before] * count, pad=pad, device=input_device(model))
-    stops = {*ends, turn.behind[0]}
-    settings = {"max_new_tokens": LONGEST, "eos_token_id": sorted(stops), "pad_token_id": pad, **SAMPLING}
-    written = model.generate(**inputs, generation_config=GenerationConfig(**settings))
+    settings: Any = config
+    inputs: dict[str, Any] = left_padded([turn.before] * count, device=input_device(model))
+    written = model.generate(**inputs, generation_config=config)
     prompts = []
     for row in written[:, len(turn.before) :].tolist():
-        length = next((i for i, token in enumerate(row) if token in stops), len(row))
+        length = next((i for i, token in enumerate(row) if token in settings.eos_token_id), len(row))
         prompts += [turn.before + row[:length] + turn.behind] if length else []
     return prompts

@@ -212,11 +212,12 @@ class Pipeline:
     def _do(self, description: str, names: Sequence[str], make: Callable[[int], None]) -> None:
         """Do this process's share of the units that have not been done, and wait for the others."""
         mine = self.processes.share(range(len(names)))
-        for i in self.steps.track(description, mine, len(mine)):
-            if self.work.has(names[i]):
-                self.resumed_units += 1
-            else:
-                make(i)
+        with self.processes.threads_for(len(names)):
+            for i in self.steps.track(description, mine, len(mine)):
+                if self.work.has(names[i]):
+                    self.resumed_units += 1
+                else:
+                    make(i)
         self.processes.wait()
 
     def _fit_head(self, store: StateStore, layer: int, tokens: torch.Tensor, heads_left: int) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -51,6 +52,21 @@ class Processes:
     def share(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """The units that are this process's to do: every `count`-th."""
         return units[self.rank :: self.count]
+
+    @contextmanager
+    def threads_for(self, num_units: int) -> Iterator[None]:
+        """On a CPU, let the processes that have something to do use the threads of those that do not.
+
+        Args:
+            num_units: What there is to do at the moment.
+        """
+        before = torch.get_num_threads()
+        here = min(self.count, int(os.environ.get("LOCAL_WORLD_SIZE", self.count)))
+        torch.set_num_threads(before * max(1, here // max(1, num_units)))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def wait(self) -> None:
         """Go on when all processes have come this far."""

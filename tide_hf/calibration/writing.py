@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..padding import left_padded, pad_token
 from ..structure import input_device
 from .data import Document, encode_messages, seeded
-from .own_prompts import UserTurn, write_prompts
+from .own_prompts import LONGEST, TEMPERATURE, UserTurn, write_prompts
+from .shared_heads import shared_heads
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
 
@@ -114,9 +115,12 @@ def write_documents(
     config = _generation_config(model, pad, max_length, batch.temperature)
     ends = end_tokens(config.eos_token_id)
     device = input_device(model)
-    with seeded(batch.seed, device):
-        own = write_prompts(model, batch.turn, batch.num_own, pad, ends) if batch.turn is not None else []
-        prompts = [*batch.prompts, *own]
+    with seeded(batch.seed, device), shared_heads(model):
+        prompts = list(batch.prompts)
+        if (turn := batch.turn) is not None:
+            of_users = _generation_config(model, pad, LONGEST, TEMPERATURE)
+            of_users.eos_token_id = sorted({*ends, turn.behind[0]})
+            prompts += write_prompts(model, turn, batch.num_own, of_users)
         if not prompts:
             return []
         inputs = left_padded(prompts, pad=pad, device=device)

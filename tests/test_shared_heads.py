@@ -1,0 +1,71 @@
+"""Attention for writing text: the same numbers without copies of K/V."""
+
+import pytest
+import torch
+from families import ATTENTION, VOCAB, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tide_hf.calibration.shared_heads import shared_heads
+
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class KeyHeads(TorchDispatchMode):
+    """Notes how many heads of K the attention of single queries is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is KERNEL and kwargs.get("attn_mask") is not None:
+            self.found.add(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def last_logits(model):
+    """Of a step behind six tokens in two rows, one of them padded."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, VOCAB, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :2] = 0
+    read = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
+    with KeyHeads() as heads:
+        logits = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=read.past_key_values).logits
+    return logits, heads.found
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+def test_every_family_computes_what_it_did(family):
+    model = tiny_model(family)
+    before = model.config._attn_implementation
+    expected, _ = last_logits(model)
+    with shared_heads(model):
+        found, _ = last_logits(model)
+    torch.testing.assert_close(found, expected)
+    assert model.config._attn_implementation == before
+
+
+def test_heads_are_not_copied_where_they_are_shared(tiny_llama):
+    model = tiny_llama()
+    shared, heads = model.config.num_key_value_heads, model.config.num_attention_heads
+    assert shared < heads
+    assert last_logits(model)[1] == {heads}
+    with shared_heads(model):
+        assert last_logits(model)[1] == {shared}
+    assert last_logits(model)[1] == {heads}
+
+
+def test_the_models_own_attention_comes_back_after_an_error(tiny_llama):
+    model = tiny_llama()
+    with pytest.raises(RuntimeError, match="enough"), shared_heads(model):
+        raise RuntimeError("enough")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_attends_otherwise_stays_as_it_is(tiny_llama):
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    with shared_heads(model):
+        assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "eager"

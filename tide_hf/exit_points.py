@@ -1,0 +1,96 @@
+"""What stands at an exit layer: a router, an exit head; and the block head with its confidence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .block_head import BlockHead
+from .configuration_tide import TIDEConfig
+
+
+class ExitRouter(nn.Module):
+    """Scores how sure it is that a token may leave (TIDE, arXiv 2603.21365, section 3).
+
+    Args:
+        hidden_size: Width D of the hidden states.
+        bottleneck_dim: Width of the hidden layer.
+    """
+
+    def __init__(self, hidden_size: int, bottleneck_dim: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden_size, bottleneck_dim)
+        self.up = nn.Linear(bottleneck_dim, 1)
+        nn.init.zeros_(self.up.weight)  # a fresh router is undecided: its score is one half
+        nn.init.zeros_(self.up.bias)
+
+    def logits(self, last_hidden_state: Tensor) -> Tensor:
+        """(..., D) states after the final norm -> (...) router logits in float32."""
+        state = nn.functional.silu(self.down(last_hidden_state.to(self.down.weight.dtype)))
+        return self.up(state).squeeze(-1).float()
+
+    def forward(self, last_hidden_state: Tensor) -> Tensor:
+        """(..., D) states after the final norm -> (...) exit scores in [0, 1], float32."""
+        return torch.sigmoid(self.logits(last_hidden_state))
+
+
+class ExitHead(nn.Module):
+    """Translates an early hidden state into one that the base model's final norm and head can read.
+
+    `"identity"` passes it on (the published system). `"linear"` adds an affine map of it, `h + A h + b`, with A of
+    full rank or of rank r (as in Tuned Lens, arXiv 2303.08112).
+
+    Args:
+        hidden_size: Width D of the hidden states.
+        strategy: `"identity"` or `"linear"`.
+        rank: Rank of A; `None` for full.
+    """
+
+    def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:
+        super().__init__()
+        self.translator: nn.Module | None = None
+        if strategy == "linear":
+            last = nn.Linear(hidden_size if rank is None else rank, hidden_size)
+            nn.init.zeros_(last.weight)  # a fresh head is the identity
+            nn.init.zeros_(last.bias)
+            self.translator = last if rank is None else nn.Sequential(nn.Linear(hidden_size, rank, bias=False), last)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) before the final norm -> (..., D) before the final norm, same dtype."""
+        if self.translator is None:
+            return hidden_states
+        first = next(self.translator.parameters())
+        return hidden_states + self.translator(hidden_states.to(first.dtype)).to(hidden_states.dtype)
+
+
+class ExitPoint(nn.Module):
+    """Router and exit head of one exit layer."""
+
+    def __init__(self, config: TIDEConfig) -> None:
+        super().__init__()
+        self.router = ExitRouter(config.hidden_size, config.router_bottleneck_dim)
+        self.head = ExitHead(config.hidden_size, config.exit_strategy, config.translator_rank)
+
+
+class BlockPoint(nn.Module):
+    """A block head, and how far to trust its confidence.
+
+    A draft step computes the block's distribution in any case, and how sure it is of its top token tells far better
+    whether that is right than a router on its state does. Two numbers make a probability of it (Platt 1999).
+    """
+
+    def __init__(self, config: TIDEConfig) -> None:
+        super().__init__()
+        self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
+        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of its logit
+
+    def score(self, log_probabilities: Tensor) -> Tensor:
+        """(...) log-probabilities of the top tokens -> (...) probabilities that they are the full model's."""
+        scale, shift = self.confidence.float()
+        return torch.sigmoid(scale * logit_of(log_probabilities) + shift)
+
+
+def logit_of(log_probabilities: Tensor) -> Tensor:
+    """(...) logarithms of p -> (...) logarithms of p / (1 - p), of finite size, in float32."""
+    log_probabilities = log_probabilities.float().clamp(max=-1e-6)
+    return log_probabilities - torch.log(-torch.expm1(log_probabilities))
