@@ -3,8 +3,8 @@
 For every tolerance that the routers' calibration could certify a threshold for, prompts that it did not see are
 answered in `early_exit` at that threshold. The full model then reads each answer once, and a token disagrees where the
 full model would have chosen another one after the same tokens. Two sets of prompts: new draws of the kind that the
-calibration answered, for which the promise is made, and the decode benchmark's own, which are of another kind. Writes
-JSON, prints a Markdown table.
+calibration answered (prompts that the model writes among them), for which the promise is made, and the decode
+benchmark's own, which are of another kind. Writes JSON, prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch import Tensor
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import weight_sharing_copy
 from tide_hf.calibration.figures import mean_interval
+from tide_hf.calibration.own_prompts import SHARE as OWN_SHARE
+from tide_hf.calibration.own_prompts import find_user_turn
 from tide_hf.calibration.threshold import clopper_pearson
-from tide_hf.calibration.writing import draw_prompts, encode_prompt
+from tide_hf.calibration.writing import draw_prompts, encode_prompt, plan_writing, write_documents
 from tide_hf.loading import shipped_routers
 from tide_hf.padding import left_padded
 from tide_hf.provenance import provenance
@@ -40,6 +42,15 @@ def unseen_prompts(num_documents: int, seed: int, count: int) -> list[str]:
     others = [prompt for prompt in draw_prompts(10**5, seed + 1) if prompt not in known]
     random.Random(seed).shuffle(others)
     return others[:count]
+
+
+def own_prompts(model: Any, tokenizer: Any, seed: int, count: int) -> list[list[int]]:
+    """Let the model write prompts as it does for a calibration with `seed`, but others; none where it cannot."""
+    turn = find_user_turn(tokenizer)
+    if turn is None or count == 0:
+        return []
+    (batch,) = plan_writing([], count, seed + 1, turn, count)
+    return [one.tokens[: one.first + 1] for one in write_documents(model, tokenizer, batch, max_length=1)]
 
 
 @torch.no_grad()
@@ -110,11 +121,13 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, An
     routers = TIDERouters.from_pretrained(options.routers or shipped_routers(options.model))
     calibration = routers.config.calibration
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers)
-    own = [text for texts in read_prompts().values() for text in texts]
-    new = unseen_prompts(calibration["num_documents"], calibration["seed"], options.prompts)
+    seed = calibration["seed"]
+    new = own_prompts(model, tokenizer, seed, round(OWN_SHARE * options.prompts))
+    others = unseen_prompts(calibration["num_documents"], seed, options.prompts - len(new))
+    benchmark = [text for texts in read_prompts().values() for text in texts][: options.prompts]
     sets = {
-        name: [encode_prompt(tokenizer, text) for text in texts[: options.prompts]]
-        for name, texts in {"new draws": new, "decode benchmark": own}.items()
+        "new draws": new + [encode_prompt(tokenizer, text) for text in others],
+        "decode benchmark": [encode_prompt(tokenizer, text) for text in benchmark],
     }
     record = provenance(model) | {"max_new_tokens": options.max_new_tokens, "confidence": CONFIDENCE}
     certified = [row for row in calibration.get("tolerances", []) if row["exit_threshold"] is not None]
