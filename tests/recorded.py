@@ -9,7 +9,7 @@ import transformers.masking_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tide_hf.replay import HostReads, Replay
+from tide_hf.replay import HostReads, Replay, restorer
 
 
 class Recording(TorchDispatchMode):
@@ -54,7 +54,7 @@ class Recorder:
         self.function_calls = 0
 
     def __call__(self, function: Any, state: list, device: Any, pool: Any) -> Replay:
-        before = [tensor.clone() for tensor in state]
+        put_back = restorer(state)
         recording, reads = Recording(), HostReads(device)
         is_tracing = transformers.masking_utils.is_tracing
         transformers.masking_utils.is_tracing = lambda *_: True  # as while a stream is captured
@@ -64,8 +64,7 @@ class Recorder:
         finally:
             transformers.masking_utils.is_tracing = is_tracing
         self.function_calls += 1
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
+        put_back()
         if reads.found is not None:
             return Replay(function, refused=f"its forward needs the host ({reads.found})")
         self.recordings.append(recording)

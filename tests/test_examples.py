@@ -5,38 +5,10 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import decode, disagreement, gpu, precision
+from examples.benchmarks import disagreement, gpu, precision
 from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.writing import draw_prompts
-
-
-def test_the_decode_benchmark_writes_its_record_and_a_table(tiny_model_folder, tmp_path, capsys):
-    output = tmp_path / "decode.json"
-    routers = TIDERouters.for_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), exit_layers=[1])
-    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.5}}}
-    routers.save_pretrained(tmp_path / "routers")
-    options = {"--routers": tmp_path / "routers", "--max-new-tokens": 4, "--repeats": 1, "--prompts": 1, "--threads": 1}
-    arguments = [str(part) for pair in options.items() for part in pair]
-    decode.main(["--model", str(tiny_model_folder), "--output", str(output), *arguments])
-    record = json.loads(output.read_text())
-    assert len(record["categories"]) == 8
-    for results in record["categories"].values():
-        assert [result["name"] for result in results] == [
-            "generate",
-            "prompt_lookup_num_tokens=10",
-            "self_speculative, n-grams only",
-            "self_speculative, heads only",
-            "self_speculative",
-            "assistant_early_exit=2",
-        ]
-    for results in [*record["categories"].values(), record["batches"]["8"], record["sampling"]]:
-        assert all(prompt["equal"] for result in results for prompt in result["prompts"])
-    assert [len(part) for part in (record["batches"]["8"], record["sampling"])] == [4, 2]
-    table = capsys.readouterr().out
-    assert table.count("8/8") == 6
-    assert decode.table(record) in table
-    assert output.with_suffix(".md").read_text().strip() == decode.table(record)
 
 
 def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
@@ -59,27 +31,11 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
     assert all(line == {"left_out": "no time left"} for line in found["lines"].values())
 
 
-def test_the_readme_shows_the_committed_results():
-    record = json.loads((FOLDER / "results" / "decode.json").read_text())
-    readme = (FOLDER.parent.parent / "README.md").read_text()
-    assert f"\n\n{decode.table(record)}\n\n" in readme
-    for fact in (record["cpu"], f"{record['torch_threads']} threads", record["dtype"], record["date"][:10]):
-        assert fact in readme
-
-
 def test_the_readme_shows_the_committed_disagreements():
     record = json.loads((FOLDER / "results" / "disagreement.json").read_text())
     assert f"\n\n{disagreement.table(record)}\n\n" in (FOLDER.parent.parent / "README.md").read_text()
     for row in record["tolerances"]:
         assert row["measured"]["new draws"]["mean_of_prompts"] <= row["tolerance"]
-
-
-def test_no_speed_for_other_tokens():
-    plain = {"name": "generate", "prompts": [{"speedup": 1.0, "equal": True}]}
-    wrong = {"name": "wrong", "prompts": [{"speedup": 2.0, "equal": False}]}
-    record = {"dtype": "float32", "categories": {"chat": [plain, wrong]}, "batch": [plain], "sampling": [plain]}
-    assert "| wrong | differs | differs | 0/1 | - | - |" in decode.table(record)
-    assert "| wrong | 2.00 | 2.00 | 0/1 | - | - |" in decode.table(record | {"dtype": "bfloat16"})
 
 
 def test_the_disagreement_study_counts_what_the_full_model_would_not_have_said(tiny_model_folder, tmp_path, capsys):

@@ -94,17 +94,3 @@ def test_the_configuration_reference_names_every_field_option_and_argument_with_
     assert {name: attach[name].default for name in arguments if name in attach} | {
         "routers_revision": None
     } == arguments
-
-
-def test_the_first_figures_are_those_of_the_committed_results():
-    table = (ROOT / "examples" / "benchmarks" / "results" / "decode.md").read_text(encoding="utf-8").splitlines()
-    columns, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table if "|" in line]
-    columns = [""] * (len(rows[0]) - len(columns)) + columns
-    found = {row[0]: (row[columns.index("mean")], row[columns.index("equal")]) for row in rows}
-    first = README.partition("```")[0]
-    for name, said in {
-        "generate": "| plain `generate` | {} | {} |",
-        "prompt_lookup_num_tokens=10": "| transformers' prompt lookup | {} | {} |",
-        "self_speculative": "| **with tide_hf** | **{}** | **{}** |",
-    }.items():
-        assert said.format(*found[name]) in first

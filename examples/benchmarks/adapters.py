@@ -123,10 +123,14 @@ def ngrams(bench: Bench) -> Contender:
 
 def heads(bench: Bench) -> Contender:
     """Ours with the n-grams switched off."""
-    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers())
+    return Contender(HEADS, _drafting_with_heads(bench, "eager"))
+
+
+def _drafting_with_heads(bench: Bench, engine: str) -> Any:
+    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers(), engine=engine)
     make = model._tide.make_drafter
     model._tide.make_drafter = lambda *args: _without_ngrams(make(*args))
-    return Contender(HEADS, model)
+    return model
 
 
 def _without_ngrams(drafter: Any) -> Any:
@@ -150,6 +154,11 @@ def compiled_ngrams(bench: Bench) -> Contender:
     """Ours without routers, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
     return Contender(f"{NGRAMS}, compiled", model)
+
+
+def compiled_heads(bench: Bench) -> Contender:
+    """Ours with the n-grams switched off, compiled."""
+    return Contender(f"{HEADS}, compiled", _drafting_with_heads(bench, "compiled"))
 
 
 def compiled_plain(bench: Bench) -> Contender:
@@ -178,6 +187,7 @@ WAYS = {
     "self_speculative": Way(self_speculative),
     "compiled_plain": Way(compiled_plain),
     "compiled_ngrams": Way(compiled_ngrams),
+    "compiled_heads": Way(compiled_heads),
     "compiled": Way(compiled),
     "early_exit": Way(approximate("early_exit")),
     "post_hoc": Way(approximate("post_hoc")),

@@ -86,7 +86,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_result(file: Path, suite: str) -> dict[str, Any]:
-    """One record whose token checks hold; decode speeds of before there were suites can be read as well.
+    """One record whose token checks hold.
 
     Raises:
         ConfigurationError: It cannot be read, or failed its token check.
@@ -134,13 +134,11 @@ def origin(record: dict[str, Any]) -> str:
     """Model, machine and commit that figures come from, in a sentence."""
     where = record["cpu"] if record["device"] == "cpu" else record["device"]
     threads = f" on {record['torch_threads']} threads" if record["device"] == "cpu" else ""
-    settings = (
-        f"config `{record['config']}`, {record['seconds'] / 60:.0f} minutes" if "config" in record else "older form"
-    )
     return (
         f"{record['model']} in {record['dtype']}{threads}, {where}, {record['date'][:10]}, "
         f"commit {(record['commit'] or 'unknown')[:7]}, torch {record['versions']['torch']}, "
-        f"transformers {record['versions']['transformers']}; {settings}."
+        f"transformers {record['versions']['transformers']}; config `{record['config']}`, "
+        f"{record['seconds'] / 60:.0f} minutes."
     )
 
 

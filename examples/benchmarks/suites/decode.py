@@ -24,6 +24,13 @@ from ..checks import Check, checks_of_results
 from ..common import markdown, read_prompts
 from ..measuring import in_words, result_speedups
 
+SUMMARY = {
+    "generate": "plain `generate`",
+    "prompt_lookup_num_tokens=10": "transformers' prompt lookup",
+    "generate, static cache, compiled": "transformers' static cache, compiled",
+    "self_speculative": "with tide_hf",
+    "self_speculative, compiled": 'with tide_hf, `engine="compiled"`',
+}
 LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "self_speculative")
 
 
@@ -129,14 +136,9 @@ def _records(results: list[Result]) -> list[dict[str, Any]]:
     return [result.to_dict() for result in results]
 
 
-def batches_of(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Results by size of the batch; older records hold one of eight."""
-    return record["batches"] if "batches" in record else {"8": record["batch"]}
-
-
 def table(record: dict[str, Any]) -> str:
     """Means of per-prompt ratios to plain decoding, and how many answers were equal; the lossless ways alone."""
-    others = {f"batch of {size}": results for size, results in batches_of(record).items()}
+    others = {f"batch of {size}": results for size, results in record["batches"].items()}
     others |= {"temperature 1.5": record["sampling"]} if "sampling" in record else {}
     parts = record["categories"] | others
     names = _names(parts, lossless=True)
@@ -151,6 +153,21 @@ def table(record: dict[str, Any]) -> str:
         own = [cells[part] for part in record["categories"]]
         rows.append([name, *own, _mean(everything, record["dtype"]), equal, *(cells[part] for part in others)])
     return markdown(["", *record["categories"], "mean", "equal", *others], rows)
+
+
+def summary_table(record: dict[str, Any]) -> str:
+    """The means of a few ways, in words of their own."""
+    rows = []
+    for name, words in SUMMARY.items():
+        found = [one for results in record["categories"].values() for one in results if one["name"] == name]
+        prompts = [prompt for one in found for prompt in one["prompts"]]
+        if prompts:
+            cells = [_mean(prompts, record["dtype"]), f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"]
+            is_ours = name.startswith("self_speculative")
+            rows.append([f"**{cell}**" if is_ours else cell for cell in [words, *cells]])
+    threads = f"{record['torch_threads']} CPU threads" if record["device"] == "cpu" else record["device"]
+    model = record["model"].rpartition("/")[2]
+    return markdown([f"{model}, {record['dtype']}, {threads}", "speed", "answers equal"], rows)
 
 
 def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool) -> list[str]:
@@ -194,7 +211,7 @@ def approximate_table(record: dict[str, Any]) -> str:
 def spread_table(record: dict[str, Any]) -> str:
     """Median, 10th and 90th percentile of the ratios of interleaved pairs, and of the time to the first token."""
     parts = {"one at a time": [result for results in record["categories"].values() for result in results]}
-    parts |= {f"batch of {size}": results for size, results in batches_of(record).items()}
+    parts |= {f"batch of {size}": results for size, results in record["batches"].items()}
     parts |= {"first token": record["first_token"]} if "first_token" in record else {}
     names = list(dict.fromkeys(result["name"] for results in parts.values() for result in results))
     rows = [[name, *(_part_cell(results, name, record["dtype"]) for results in parts.values())] for name in names]
@@ -220,12 +237,13 @@ def _cut(prompt: dict[str, Any], runs: int) -> dict[str, Any]:
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """All tables by name."""
-    return {"speed": table(record), "spread": spread_table(record), "approximate": approximate_table(record)}
+    found = {"summary": summary_table(record), "speed": table(record)}
+    return found | {"spread": spread_table(record), "approximate": approximate_table(record)}
 
 
 def checks(record: dict[str, Any]) -> list[Check]:
     """The token checks that a report relies on."""
-    parts = {**record["categories"], **{f"batch of {size}": part for size, part in batches_of(record).items()}}
+    parts = {**record["categories"], **{f"batch of {size}": part for size, part in record["batches"].items()}}
     for name in ("first_token", "sampling"):
         parts |= {name: record[name]} if name in record else {}
     return [check for part, results in parts.items() for check in checks_of_results(part, results, record["dtype"])]
