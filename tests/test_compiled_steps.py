@@ -13,12 +13,12 @@ from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
+from test_shared_heads import KeyHeads
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, compiled_steps
 from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.compiled_steps import CompiledSteps, StepCompiler, _traced, compile_graph
-from tide_hf.grouped_attention import share_heads
 from tide_hf.operation_log import OperationLog
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
@@ -347,31 +347,22 @@ def test_other_modes_and_caches_run_layer_by_layer(tiny_llama):
     assert model._tide.compiled_layers.num_compiled > 0
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_heads_that_share_kv_attend_without_copies(width):
-    torch.manual_seed(0)
-    query, keys, values = torch.randn(2, 6, width, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
-    mask = torch.rand(2, 1, width, 20) > 0.3
+def test_heads_that_share_kv_attend_without_copies(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    routers, found = routers_for(model, 1), set()
 
-    def attend(query, keys, values, mask):
-        repeated = [part[:, :, None].expand(2, 2, 3, 20, 8).reshape(2, 6, 20, 8) for part in (keys, values)]
-        found = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
-        return found.transpose(1, 2).contiguous()
+    def watched(graph, _inputs):
+        def run(*inputs):
+            with KeyHeads() as heads:
+                output = graph(*inputs)
+            found.update(heads.found)
+            return output
 
-    graph = make_fx(attend, tracing_mode="fake")(query, keys, values, mask)
-    assert share_heads(graph.graph) == 1
-    graph.recompile()
-    assert "clone.default(expand" not in graph.code
-    torch.testing.assert_close(graph(query, keys, values, mask), attend(query, keys, values, mask))
+        return run
 
-
-def test_heads_with_masks_of_their_own_are_left_alone():
-    query, keys = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 20, 8)
-    bias = torch.randn(1, 4, 2, 20)
-
-    def attend(query, keys, bias):
-        repeated = keys[:, :, None].expand(1, 2, 2, 20, 8).reshape(1, 4, 20, 8)
-        return torch.nn.functional.scaled_dot_product_attention(query, repeated, repeated, attn_mask=bias)
-
-    graph = make_fx(attend, tracing_mode="fake")(query, keys, bias)
-    assert share_heads(graph.graph) == 0
+    attach(model, routers, compile_graph=watched)
+    draft_with_heads(model, exit_layer=1)
+    model.generate(**prompts(pads=2), **OPTIONS)
+    assert found == {model.config.num_key_value_heads}
+    configs = model.config, routers.block.head.layer.self_attn.config
+    assert {config._attn_implementation for config in configs} == {"sdpa"}

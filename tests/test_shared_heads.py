@@ -1,17 +1,17 @@
-"""Attention for writing text: the same numbers without copies of K/V."""
+"""Attention over shared K/V heads: the same numbers without copies."""
 
 import pytest
 import torch
 from families import ATTENTION, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tide_hf.calibration.shared_heads import shared_heads
+from tide_hf.shared_heads import shared_heads
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class KeyHeads(TorchDispatchMode):
-    """Notes how many heads of K the attention of single queries is given."""
+    """Notes how many heads of K attention under a mask is given."""
 
     def __init__(self):
         super().__init__()
@@ -24,10 +24,10 @@ class KeyHeads(TorchDispatchMode):
 
 
 @torch.no_grad()
-def last_logits(model):
-    """Of a step behind six tokens in two rows, one of them padded."""
+def last_logits(model, width=1):
+    """Of a step over `width` tokens behind six in two rows, one of them padded."""
     torch.manual_seed(1)
-    ids, mask = torch.randint(3, VOCAB, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    ids, mask = torch.randint(3, VOCAB, (2, 6 + width)), torch.ones(2, 6 + width, dtype=torch.long)
     mask[0, :2] = 0
     read = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
     with KeyHeads() as heads:
@@ -35,25 +35,37 @@ def last_logits(model):
     return logits, heads.found
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("family", ATTENTION)
-def test_every_family_computes_what_it_did(family):
+def test_every_family_computes_what_it_did(family, width):
     model = tiny_model(family)
     before = model.config._attn_implementation
-    expected, _ = last_logits(model)
+    expected, _ = last_logits(model, width)
     with shared_heads(model):
-        found, _ = last_logits(model)
+        found, _ = last_logits(model, width)
     torch.testing.assert_close(found, expected)
     assert model.config._attn_implementation == before
 
 
-def test_heads_are_not_copied_where_they_are_shared(tiny_llama):
+@pytest.mark.parametrize("width", [1, 3])
+def test_heads_are_not_copied_where_they_are_shared(tiny_llama, width):
     model = tiny_llama()
     shared, heads = model.config.num_key_value_heads, model.config.num_attention_heads
     assert shared < heads
-    assert last_logits(model)[1] == {heads}
+    assert last_logits(model, width)[1] == {heads}
     with shared_heads(model):
-        assert last_logits(model)[1] == {shared}
-    assert last_logits(model)[1] == {heads}
+        assert last_logits(model, width)[1] == {shared}
+    assert last_logits(model, width)[1] == {heads}
+
+
+def test_the_mask_is_not_copied_where_that_is_the_larger_copy(tiny_llama):
+    model = tiny_llama()
+    config = model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    width = 2 * config.num_attention_heads * config.head_dim // group
+    with shared_heads(model):
+        assert last_logits(model, width)[1] == {config.num_key_value_heads}
+        assert last_logits(model, width + 1)[1] == {config.num_attention_heads}
 
 
 def test_the_models_own_attention_comes_back_after_an_error(tiny_llama):

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
 from .errors import first_line
-from .grouped_attention import share_heads
 from .operation_log import OperationLog
 from .packed_linear import LinearGate, linear_gates
 from .replay import Replay, restorer
+from .shared_heads import shared_heads
 from .skipping import LayerGate
 from .step_buffers import StepBuffers
 from .warm_up import WarmUp
@@ -56,7 +56,7 @@ class Region:
     """
 
     def __init__(self, function: Callable[..., Tensor], constants: list[Tensor], like: Tensor) -> None:
-        self.function, self.constants = function, constants
+        self.function, self.constants = function, [tensor.detach() for tensor in constants]
         self.shape, self.dtype = like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
@@ -173,19 +173,18 @@ class StepCompiler:
 
         with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
             layer(*inputs)
-        if log.key in self._alike:
-            compiled, order = self._alike[log.key]
-            return Region(compiled, [log.constants[i].detach() for i in order], like)
-        traced = _traced(layer, *inputs)
-        share_heads(traced.graph)
-        graph, constants = _lifted(traced)
+        operations = log.key
+        if operations in self._alike:
+            compiled, order = self._alike[operations]
+            return Region(compiled, [log.constants[i] for i in order], like)
+        graph, constants = _lifted(_traced(layer, *inputs))
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
         if kind not in self._compiled:
             self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):
-            self._alike[log.key] = self._compiled[kind], [known[id(tensor)] for tensor in constants]
-        return Region(self._compiled[kind], [tensor.detach() for tensor in constants], like)
+            self._alike[operations] = self._compiled[kind], [known[id(tensor)] for tensor in constants]
+        return Region(self._compiled[kind], constants, like)
 
 
 class CompiledSteps(CapturedSteps):
@@ -221,8 +220,11 @@ class CompiledSteps(CapturedSteps):
         return super().buffers(*args, **kwargs)
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
-        replay = self.layers.replay_of(function, buffers.state())
-        gates = linear_gates(buffers.parts.structure)
+        parts = buffers.parts
+        block = parts.routers.block if parts.routers is not None else None
+        with shared_heads(parts.model, block.head if block is not None else None):
+            replay = self.layers.replay_of(function, buffers.state())
+        gates = linear_gates(parts.structure)
         self._packed = {gate: gate.kept for gate in gates if gate.kept is not None}
         return replay
 

@@ -12,10 +12,10 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..padding import left_padded, pad_token
+from ..shared_heads import shared_heads
 from ..structure import input_device
 from .data import Document, encode_messages, seeded
 from .own_prompts import LONGEST, TEMPERATURE, UserTurn, write_prompts
-from .shared_heads import shared_heads
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
 

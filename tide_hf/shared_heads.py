@@ -1,8 +1,8 @@
-"""Attention for writing text in large batches: query heads that share K/V read them where they are.
+"""Attention on CPUs in which query heads that share K/V read them where they are.
 
 Where there is a mask, transformers' `sdpa` copies K/V for every query head that shares them, in every layer and step.
-Over 96 rows that took longer than all products of matrices; query heads may as well stand behind each other as further
-queries of one head, under the same mask.
+Over 96 rows that took longer than all products of matrices, and over K/V of a fixed size it copies all of them for each
+token. Query heads may as well stand behind each other as further queries of one head, under the same mask.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .block_head import BlockHead
+
 NAME = "tide_shared_heads"
 UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
 
 
 @contextmanager
-def shared_heads(model: PreTrainedModel) -> Iterator[None]:
+def shared_heads(model: PreTrainedModel, block: BlockHead | None = None) -> Iterator[None]:
     """Let a model on a CPU that attends by `sdpa` attend in this way; restore it afterwards.
 
     Args:
         model: Any model; one that attends otherwise stays as it is.
+        block: A block that runs with it, if any.
     """
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         yield
         return
-    model.set_attn_implementation(NAME)
     try:
+        _set(model, block, NAME)
         yield
     finally:
-        model.set_attn_implementation("sdpa")
+        _set(model, block, "sdpa")
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What `sdpa_attention_forward` does, in a form that suits single queries under a mask.
+    """What `sdpa_attention_forward` does, in a form that suits few queries under a mask.
 
     Args:
         module: The attention.
@@ -55,15 +58,24 @@ def attend(
         (rows, width, heads, head_size), and no weights.
     """
     rows, heads, width, size = query.shape
-    group = heads // key.shape[1]
+    shared = key.shape[1]
+    group = heads // shared
     is_usual = attention_mask is not None and attention_mask.shape[1] == 1 and key.shape == value.shape
-    if width > 1 or group == 1 or not is_usual or any(kwargs.get(name) is not None for name in UNUSUAL):
+    is_narrow = group * width <= 2 * heads * size  # it is the mask that is copied: no more of it than of K/V
+    if group == 1 or not is_usual or not is_narrow or any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    joined = query.reshape(rows, -1, group, size)
+    joined = query.reshape(rows, shared, group * width, size)
     mask: Any = attention_mask
-    mask = mask.expand(-1, -1, group, -1)
-    output = scaled_dot_product_attention(joined, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
-    return output.reshape(rows, 1, heads, size), None
+    output = scaled_dot_product_attention(
+        joined, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=kwargs.get("scaling")
+    )
+    return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous(), None
+
+
+def _set(model: PreTrainedModel, block: BlockHead | None, name: str) -> None:
+    model.set_attn_implementation(name)
+    if block is not None:
+        block.use_attention_of(model.config.get_text_config())
 
 
 AttentionInterface.register(NAME, attend)
