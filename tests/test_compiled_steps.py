@@ -266,7 +266,7 @@ def test_sizes_of_buffers_are_few():
     assert capacity_for(1, slots_for_now(8000, 8192)) == 8192
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_weights_that_change_in_place_are_packed_anew(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     steps = attach(model, pack_weights=True)

@@ -4,14 +4,27 @@ import copy
 
 import pytest
 import torch
+from drafters import HeadDrafter
+from families import VOCAB
+from test_block_head import routers_for
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, packed_linear
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
-from tide_hf.packed_linear import FEWEST_ROWS, PACKED_ROWS, TRANSPOSED_ROWS, LinearGate, linear_gates
+from tide_hf.packed_linear import PROBED_ROWS, LinearGate, PackedWeight, linear_gates, pays
 from tide_hf.skipping import LayerRun, active
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this PyTorch has no MKL")
+DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+PROMPT = torch.arange(8)[None]
+OPTIONS = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    """Whatever this machine is, packed weights are the faster ones but for 64 to 255 rows."""
+    found = {(dtype, torch.get_num_threads()): [True, True, True, False, True] for dtype in DTYPES}
+    monkeypatch.setattr(packed_linear, "_paying", found)
 
 
 @pytest.fixture
@@ -28,15 +41,54 @@ def make_linear(size_in, size_out, bias):
     return linear
 
 
-@pytest.mark.parametrize("rows", [1, 3, FEWEST_ROWS, 5, PACKED_ROWS, PACKED_ROWS + 1, TRANSPOSED_ROWS, 60])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 17, 64, 65, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size_in", "size_out", "bias"), [(1, 3, True), (127, 65, False), (64, 33, True)])
-def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, size_out, bias):
-    linear = make_linear(size_in, size_out, bias)
-    for state in (torch.randn(1, rows, size_in), torch.randn(rows, 2, size_in)[:, :1]):
+def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, size_out, bias, dtype):
+    linear = make_linear(size_in, size_out, bias).to(dtype)
+    for state in (torch.randn(1, rows, size_in).to(dtype), torch.randn(rows, 2, size_in).to(dtype)[:, :1]):
         native = linear.forward.native(state)
         assert linear(state).shape == native.shape
-        torch.testing.assert_close(linear(state), native, atol=1e-5, rtol=1e-5)
-    assert (linear.forward._packed is not None) == (FEWEST_ROWS <= rows <= PACKED_ROWS)
+        assert linear(state).is_contiguous()
+        atol = 1e-5 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(linear(state), native, atol=atol, rtol=atol)
+    assert (linear.forward.kept is not None) == (not 64 <= rows < 256)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_what_pays_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
+    probed = []
+    monkeypatch.setattr(packed_linear, "_paying", {})
+    monkeypatch.setattr(packed_linear, "_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster))
+    assert [pays(torch.float32, rows) for rows in (0, 1, 3, 63, 9999)] == [False, *[is_faster] * 4]
+    assert len(probed) == 2 * len(PROBED_ROWS)
+    assert not pays(torch.float64, 4)
+    assert len(probed) == 2 * len(PROBED_ROWS)
+
+
+def test_a_measurement_decides():
+    assert packed_linear._is_faster(torch.float32, 4) in (True, False)
+
+
+def test_models_that_share_a_weight_share_what_is_packed(attached):
+    linear = make_linear(32, 32, bias=False)
+    other = nn.Linear(32, 32, bias=False)
+    other.weight = linear.weight
+    other.forward = LinearGate(other)
+    state = torch.randn(5, 32)
+    assert torch.equal(linear(state), other(state))
+    assert isinstance(linear.forward.kept, PackedWeight)
+    assert linear.forward.kept is other.forward.kept
+    linear.forward.release()
+    assert torch.equal(other(state), linear(state))
+    linear.weight.data.add_(1.0)
+    other.forward.release_if_changed()
+    torch.testing.assert_close(other(state), other.forward.native(state), atol=1e-5, rtol=1e-5)
+
+
+def test_the_op_without_packed_weights_is_the_plain_one():
+    state, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
+    assert torch.equal(torch.ops.tide_hf.packed_linear(state, weight, bias), nn.functional.linear(state, weight, bias))
 
 
 def test_outside_tide_s_passes_nothing_is_packed(attached):
@@ -46,8 +98,27 @@ def test_outside_tide_s_passes_nothing_is_packed(attached):
     with torch.enable_grad():
         linear(torch.randn(5, 16)).sum().backward()
     linear(torch.randn(0, 16))
-    assert linear.forward._packed is None
+    assert linear.forward.kept is None
     assert linear.weight.grad is not None
+
+
+def test_the_block_and_the_draft_vocabulary_are_packed_as_well(tiny_llama):
+    model = tiny_llama()
+    expected = model.generate(PROMPT, **OPTIONS)
+    routers = routers_for(model, 1)
+    routers.draft_vocab = torch.arange(0, VOCAB, 2)
+    for _ in range(2):  # of models that share routers
+        TIDEModelForCausalLM.attach(copy.deepcopy(model), routers)
+    TIDEModelForCausalLM.attach(model, routers)
+    model._tide.make_drafter = lambda _, texts, shallow: HeadDrafter(texts, shallow, 1, 3)
+    assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
+    linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
+    linears.append(model._tide.draft_unembed().head)
+    assert all(linear.forward.kept is not None and linear.forward.replaced is None for linear in linears)
+    model.tide_release()
+    assert all(linear.forward.kept is None for linear in linears[:-1])
+    TIDEModelForCausalLM.detach(model)
+    assert not any("forward" in linear.__dict__ for linear in linears[:-1])
 
 
 @pytest.mark.parametrize("change", ["replaced", "in place", "data"])
@@ -66,15 +137,13 @@ def test_changed_weights_are_packed_anew(attached, change):
 
 def test_generate_notices_an_adapter_that_was_merged(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
-    prompt = torch.arange(8)[None]  # eight rows: the prompt's own pass uses packed weights
-    options = {"max_new_tokens": 8, "do_sample": False}
-    before = model.generate(prompt, **options)
-    assert any(gate._packed is not None for gate in linear_gates(model._tide.structure))
+    before = model.generate(PROMPT, **OPTIONS)
+    assert any(gate.kept is not None for gate in linear_gates(model._tide.structure))
     for gate in linear_gates(model._tide.structure):
         gate.module.weight.data.mul_(-1.0)
-    after = model.generate(prompt, **options)
+    after = model.generate(PROMPT, **OPTIONS)
     assert not torch.equal(before, after)
-    assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(prompt, **options))
+    assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(PROMPT, **OPTIONS))
 
 
 def test_a_copy_packs_its_own_weights(attached):
@@ -82,16 +151,16 @@ def test_a_copy_packs_its_own_weights(attached):
     twin = copy.deepcopy(attached)
     gates = list(linear_gates(twin._tide.structure))
     assert gates
-    assert all(gate._packed is None for gate in gates)
+    assert all(gate.kept is None for gate in gates)
     assert gates[0].module is twin.model.layers[0].self_attn.q_proj
 
 
 def test_release_gives_the_memory_back_and_detach_the_layers(attached):
     attached(input_ids=torch.arange(8)[None])
     gates = list(linear_gates(attached._tide.structure))
-    assert all(gate._packed is not None for gate in gates)
+    assert all(gate.kept is not None for gate in gates)
     attached.tide_release()
-    assert all(gate._packed is None for gate in gates)
+    assert all(gate.kept is None for gate in gates)
     TIDEModelForCausalLM.detach(attached)
     assert not any("forward" in module.__dict__ for module in attached.modules())
 
@@ -113,7 +182,7 @@ def test_auto_leaves_a_full_memory_alone(tiny_llama, monkeypatch):
 
 
 def test_what_cannot_be_packed_is_refused_only_if_asked_for(tiny_llama):
-    model = tiny_llama().to(torch.bfloat16)
+    model = tiny_llama().to(torch.float16)
     with pytest.raises(UnsupportedOptionError, match=r"weights cannot be packed.*dtype=torch\.float32"):
         TIDEModelForCausalLM.attach(model, pack_weights=True)
     assert not isinstance(model, TIDEModelForCausalLM)

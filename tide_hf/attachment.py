@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .block_head import BlockHead
 from .captured_steps import CapturedSteps
 from .compiled_layers import CompiledLayers
 from .compiled_steps import CompiledSteps
@@ -16,7 +17,7 @@ from .engine_choice import EngineChooser
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .exit_points import ExitPoint
 from .modeling_tide import TIDERouters
-from .packed_linear import linear_gates
+from .packed_linear import linear_gates, linears_in, open_linear_gates
 from .policy import CostTable
 from .skipping import LayerRun
 from .structure import DecoderStructure
@@ -109,6 +110,11 @@ class Attachment:
         """Router and head at `exit_layer`."""
         return self.require_routers("an exit head")[exit_layer]
 
+    @property
+    def block_head(self) -> BlockHead | None:
+        """The block, if there is one."""
+        return self.routers.block.head if self.routers is not None and self.routers.block is not None else None
+
     def draft_unembed(self) -> DraftUnembed:
         """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""
         vocab = self.routers.draft_vocab if self.routers is not None else None
@@ -116,12 +122,14 @@ class Attachment:
             return DraftUnembed(self.unembed)
         if self._draft_unembed is None or not self._draft_unembed.is_current():
             self._draft_unembed = DraftUnembed(self.unembed, vocab)
+            if vocab is not None and any(linear_gates(self.structure)):
+                open_linear_gates(linears_in(self._draft_unembed.head), anywhere=True)
         return self._draft_unembed
 
     def release(self) -> None:
         """Give back the memory that is kept between calls."""
         self._draft_unembed = None
-        for gate in linear_gates(self.structure):
+        for gate in linear_gates(self.structure, self.block_head):
             gate.release()
         self.compiled_layers.release()
         self.compiled_steps.release()

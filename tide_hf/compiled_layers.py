@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .errors import first_line
 from .fixed_cache import FixedLayer
-from .packed_linear import FEWEST_ROWS, PACKED_ROWS, TRANSPOSED_ROWS, LinearGate, linear_over_few_rows
+from .packed_linear import LinearGate, pays
 from .skipping import Gate, LayerGate, input_state
 from .warm_up import WarmUp
 
@@ -72,9 +72,8 @@ class CompiledLayers:
         if is_in_torch_dispatch_mode():  # somebody looks at every operation
             return gate.native(*args, **kwargs)
         twin = self._twin_of(layer)
-        if FEWEST_ROWS <= num_tokens <= PACKED_ROWS:
-            for linear in self._packed_linears[layer]:
-                linear.packed = linear.gate.packed()
+        for linear in self._packed_linears[layer]:
+            linear.prepare(num_tokens)
         call = placed(None, place, args, kwargs)
         graphs, start = _graphs_compiled(), perf_counter()
         try:
@@ -175,16 +174,20 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.gate = gate
         self._parameters = gate.module._parameters  # shared, so that weights that are replaced are replaced here
-        self.packed: Tensor | None = None
+        self.is_packed = False
+
+    def prepare(self, rows: int) -> None:
+        """Have packed weights, where a pass over so many rows is to use them."""
+        self.is_packed = pays(self.gate.module.weight.dtype, rows)  # type: ignore[arg-type]
+        if self.is_packed:
+            self.gate.pack()
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        rows = input.numel() // input.shape[-1]
         weight: Any = self.weight
         bias: Any = self.bias
-        if rows < FEWEST_ROWS or rows > TRANSPOSED_ROWS:
-            return functional.linear(input, weight, bias)
-        return linear_over_few_rows(input, weight, bias, self.packed)
+        linear: Any = torch.ops.tide_hf.packed_linear if self.is_packed else functional.linear
+        return linear(input, weight, bias)
 
 
 def _run_layer(

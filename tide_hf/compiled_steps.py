@@ -27,7 +27,7 @@ from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
 from .errors import first_line
 from .operation_log import OperationLog
-from .packed_linear import LinearGate, linear_gates
+from .packed_linear import LinearGate, PackedWeight, linear_gates
 from .replay import Replay, restorer
 from .shared_heads import shared_heads
 from .skipping import LayerGate
@@ -211,7 +211,7 @@ class CompiledSteps(CapturedSteps):
     def release(self) -> None:
         """Give buffers and graphs back."""
         super().release()
-        self._packed: dict[LinearGate, Tensor | None] = {}
+        self._packed: dict[LinearGate, PackedWeight | None] = {}
 
     def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
         """As `CapturedSteps.buffers`; graphs with packed weights that were packed anew are forgotten as well."""
@@ -221,10 +221,10 @@ class CompiledSteps(CapturedSteps):
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
         parts = buffers.parts
-        block = parts.routers.block if parts.routers is not None else None
-        with shared_heads(parts.model, block.head if block is not None else None):
+        block = parts.routers.block.head if parts.routers is not None and parts.routers.block is not None else None
+        with shared_heads(parts.model, block):
             replay = self.layers.replay_of(function, buffers.state())
-        gates = linear_gates(parts.structure)
+        gates = linear_gates(parts.structure, block, parts.draft_unembed.head)
         self._packed = {gate: gate.kept for gate in gates if gate.kept is not None}
         return replay
 

@@ -73,7 +73,7 @@ class TIDEGenerationMixin:
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
         check_adapters(self, attachment.structure)
-        for gate in linear_gates(attachment.structure):
+        for gate in linear_gates(attachment.structure, attachment.block_head):
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)

@@ -13,7 +13,7 @@ from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
 from .modeling_tide import TIDERouters
 from .ops import USE_KERNELS, load_kernels
-from .packed_linear import linears_to_pack, open_linear_gates, remove_linear_gates
+from .packed_linear import linears_in, linears_to_pack, open_linear_gates, remove_linear_gates
 from .skipping import open_gates, remove_gates
 from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
@@ -70,9 +70,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
             ignore_base_mismatch: Use routers that were made for another model of the same shape.
-            pack_weights: Keep a second copy of float32 weights on a CPU in the layout that makes passes over four to
-                eight tokens (or rows) cost little more than one. `"auto"`: where it takes at most a quarter of the
-                free memory when TIDE is attached. The copy is made when it is first of use.
+            pack_weights: Keep a second copy of float32 and bfloat16 weights on a CPU, in oneDNN's own layout, which
+                makes passes over several tokens (or rows) cost little more than one, and on some CPUs a pass over one
+                cost less; where it does is measured. `"auto"`: where it takes at most a quarter of the free memory
+                when TIDE is attached. The copy is made when it is first of use.
             use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
                 See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model.
             engine: What runs the layers: `"eager"`; `"compiled"`, which compiles them by `torch.compile` when it
@@ -178,6 +179,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         linears = linears_to_pack(structure, pack_weights)
         cls.detach(model)
         open_linear_gates(linears)
+        if linears and attachment.block_head is not None:
+            open_linear_gates(linears_in(*attachment.block_head.modules()), anywhere=True)
         open_gates(structure)
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
@@ -198,7 +201,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if _is_attached(base):
             attachment = base._tide
             remove_gates(attachment.structure)
-            remove_linear_gates(attachment.structure)
+            remove_linear_gates(attachment.structure, attachment.block_head)
             base.__class__ = attachment.base_class
             del base._tide, base.last_exit_stats
         return model

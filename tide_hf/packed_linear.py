@@ -1,15 +1,19 @@
-"""Linear layers over a handful of rows on a CPU, where a verify pass would otherwise cost two plain ones.
+"""Linear layers on a CPU whose weights are kept in oneDNN's own layout.
 
-In float32 PyTorch's linear calls MKL's matrix product, which from four rows on copies the weights into a layout of its
-own at every call: reading them costs once what a token costs, copying them once more. Up to `PACKED_ROWS` rows run on
-weights that were copied once and kept; up to `TRANSPOSED_ROWS` rows run as weight times input, where MKL copies the
-input instead. Results differ from the plain call's by float32 rounding, as those of passes of another width do.
+PyTorch's linear hands weights to MKL, or in bfloat16 to oneDNN, as they are stored. From a few rows on either copies
+them into a layout of its own at every call, which costs a verify pass once more what a token costs; and there are CPUs
+on which MKL reads them slowly even for one row. Weights that were copied once and kept cost neither. For which numbers
+of rows that pays on this machine is measured at first use. Results differ from the plain call's by rounding, as those
+of passes of another width do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from time import perf_counter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
@@ -20,11 +24,31 @@ from .errors import UnsupportedOptionError, describe
 from .skipping import Gate, active_run
 from .structure import DecoderStructure
 
-FEWEST_ROWS = 4  # fewer take another way through MKL, which reads the weights as they are
-PACKED_ROWS = 8
-TRANSPOSED_ROWS = 48
+PROBED_ROWS = (1, 4, 16, 64, 256)  # what holds for one of them holds up to the next
+PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
 SAMPLED_WEIGHTS = 64
 MEMORY_SHARE = 0.25  # of the free memory that "auto" may fill with packed weights
+
+
+class PackedWeight:
+    """A weight in oneDNN's layout.
+
+    Args:
+        weight: (out, in), which it keeps alive.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.version, self.sample = weight, weight._version, _sample(weight)
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), None)
+
+    def is_of(self, weight: Tensor, sampled: bool = False) -> bool:
+        """Whether it still is that weight; `sampled` looks at values, which `.data` can change without notice."""
+        is_same = self.weight is weight and self.version == weight._version
+        return is_same and (not sampled or torch.equal(self.sample, _sample(weight)))
+
+
+_known: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()  # by address; models may share weights
+_paying: dict[tuple[torch.dtype, int], list[bool]] = {}  # by dtype and threads, for each of PROBED_ROWS
 
 
 class LinearGate(Gate):
@@ -32,102 +56,102 @@ class LinearGate(Gate):
 
     Args:
         linear: The layer.
+        anywhere: Whether it is one of TIDE's own, which runs in nothing but TIDE's passes.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, anywhere: bool = False) -> None:
         super().__init__(linear)
-        self._size = linear.in_features
-        self._packed: Tensor | None = None
-        self._source: tuple[Tensor, int, Tensor] | None = None  # the weight, its version, and a sample of it
+        self._size, self._anywhere = linear.in_features, anywhere
+        self._packed: PackedWeight | None = None
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
-        """Run the layer; natively outside TIDE's passes and for other numbers of rows."""
-        rows = input.numel() // self._size
+        """Run the layer; natively outside TIDE's passes and for numbers of rows for which packing does not pay."""
         weight: Any = self.module.weight
-        if rows < FEWEST_ROWS:  # by far the most frequent case, told apart with the least work
-            return functional.linear(input, weight, self.module.bias)  # type: ignore[arg-type]
         if (
-            rows > TRANSPOSED_ROWS
-            or active_run() is None
+            (active_run() is None and not self._anywhere)
             or torch.is_grad_enabled()
-            or input.dtype is not torch.float32
+            or not pays(input.dtype, input.numel() // self._size)
+            or input.dtype is not weight.dtype
             or not _is_plain(weight)
         ):
             return self.native(input)
-        packed = self.packed() if rows <= PACKED_ROWS else None
-        return linear_over_few_rows(input, weight, self.module.bias, packed)  # type: ignore[arg-type]
+        self.pack()
+        return torch.ops.tide_hf.packed_linear.default(input, weight, self.module.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles pack their own weights."""
-        return {**self.__dict__, "_packed": None, "_source": None}
+        return {**self.__dict__, "_packed": None}
 
     @property
-    def kept(self) -> Tensor | None:
-        """The packed weights, if there are any; packed anew they are another tensor."""
+    def kept(self) -> PackedWeight | None:
+        """The packed weights, if there are any; packed anew they are another object."""
         return self._packed
 
     def release(self) -> None:
         """Give the memory of the packed weights back."""
-        self._packed = self._source = None
+        self._packed = None
 
     def release_if_changed(self) -> None:
         """Forget packed weights whose originals were replaced or written to, also by way of `.data`."""
         weight: Any = self.module.weight
-        if self._source is not None and not self._is_packed(weight, sampled=True):
+        if self._packed is not None and not self._packed.is_of(weight, sampled=True):
             self.release()
 
-    def packed(self) -> Tensor:
-        """The packed weights; they are packed now if they are not yet, or have changed."""
+    def pack(self) -> None:
+        """Have packed weights; they are packed now if they are not yet, or have changed."""
         weight: Any = self.module.weight
-        if self._packed is None or not self._is_packed(weight):
-            self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), PACKED_ROWS)
-            self._source = (weight, weight._version, _sample(weight))
-        return self._packed
-
-    def _is_packed(self, weight: Tensor, sampled: bool = False) -> bool:
-        if self._source is None:
-            return False
-        source, version, sample = self._source
-        return source is weight and version == weight._version and (not sampled or torch.equal(sample, _sample(weight)))
+        if self._packed is None or not self._packed.is_of(weight):
+            known = _known.get(weight.data_ptr())
+            self._packed = known if known is not None and known.is_of(weight, sampled=True) else PackedWeight(weight)
+            _known[weight.data_ptr()] = self._packed
 
 
-def linear_over_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """Apply a linear layer to more rows than MKL multiplies by as they are, and at most `TRANSPOSED_ROWS`.
-
-    Args:
-        input: (..., in) float32.
-        weight: (out, in).
-        bias: (out,) or `None`.
-        packed: `weight` in MKL's layout, for up to `PACKED_ROWS` rows; without it MKL copies the input instead.
-
-    Returns:
-        (..., out).
-    """
-    flat = input.reshape(-1, input.shape[-1])
-    rows = flat.shape[0]
-    if packed is None or rows > PACKED_ROWS:
-        output = torch.mm(weight, flat.t()).t().contiguous()
-        output = output if bias is None else output + bias
-    else:
-        padded = functional.pad(flat, (0, 0, 0, PACKED_ROWS - rows))
-        is_traced = type(padded) is not Tensor or torch.compiler.is_compiling()
-        product = torch.ops.tide_hf.packed_linear if is_traced else _packed_linear
-        output = product(padded, packed, weight, bias)[:rows]
-    return output.reshape(*input.shape[:-1], -1)
+def pays(dtype: torch.dtype, rows: int) -> bool:
+    """Whether packed weights are the faster ones for so many rows on this machine; measured once."""
+    key = dtype, torch.get_num_threads()
+    if key not in _paying:
+        _paying[key] = [_is_faster(dtype, probed) for probed in PROBED_ROWS] if _can_pack(dtype) else []
+    at = sum(probed <= rows for probed in PROBED_ROWS) - 1
+    return 0 <= at < len(_paying[key]) and _paying[key][at]
 
 
-def _packed_linear(input: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkl._mkl_linear(input, packed, weight, bias, PACKED_ROWS)
+@torch.inference_mode()
+def _is_faster(dtype: torch.dtype, rows: int) -> bool:
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(PROBED_WEIGHTS)]
+    packed = [torch.ops.mkldnn._reorder_linear_weight.default(weight, None) for weight in weights]
+    input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype)
+    plain = _seconds(lambda weight: functional.linear(input, weight), weights)
+    return _seconds(lambda weight: _apply(input, weight, None), packed) < plain
 
 
-# An op of our own, since Inductor takes MKL's for one whose packed weights are constants.
+def _seconds(function: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    """The least that going through all weights took; the first time is not counted."""
+    found = []
+    for _ in range(3):
+        start = perf_counter()
+        for weight in weights:
+            function(weight)
+        found.append(perf_counter() - start)
+    return min(found[1:])
+
+
+def _apply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
+
+
+def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    known = _known.get(weight.data_ptr())
+    return functional.linear(input, weight, bias) if known is None else _apply(input, known.packed, bias)
+
+
+# An op that finds packed weights by the address of the plain ones: those have no form that a graph could be handed.
 _ops = torch.library.Library("tide_hf", "DEF")
-_ops.define("packed_linear(Tensor input, Tensor packed, Tensor weight, Tensor? bias) -> Tensor")
+_ops.define("packed_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 _ops.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tide_hf::packed_linear", lib=_ops)
-def _shape_of_packed_linear(input: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _shape_of_packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
@@ -144,59 +168,69 @@ def linears_to_pack(structure: DecoderStructure, pack_weights: bool | str) -> li
     """
     if pack_weights is False:
         return []
-    linears = list(_linears(structure))
-    has_mkl = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
-    if pack_weights is True and not (has_mkl and linears):
+    linears = linears_in(*_modules(structure))
+    if pack_weights is True and not linears:
+        has_any = _can_pack(torch.float32)
         raise UnsupportedOptionError(
             describe(
                 "weights cannot be packed",
-                got="no nn.Linear with float32 weights on the CPU" if has_mkl else "a PyTorch without MKL",
-                expected="float32 nn.Linear layers on a CPU, and a PyTorch built with MKL",
+                got="no nn.Linear with such weights on the CPU" if has_any else "a PyTorch without oneDNN",
+                expected="nn.Linear layers in float32 on a CPU, or in bfloat16 where oneDNN has it",
                 do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
             )
         )
     fits = sum(linear.weight.nbytes for linear in linears) <= psutil.virtual_memory().available * MEMORY_SHARE
-    return linears if has_mkl and (fits or pack_weights is True) else []
+    return linears if fits or pack_weights is True else []
 
 
-def open_linear_gates(linears: list[nn.Linear]) -> None:
-    """Put a gate in front of each linear layer."""
+def open_linear_gates(linears: list[nn.Linear], anywhere: bool = False) -> None:
+    """Put a gate in front of each linear layer that has none; `anywhere` as of [`LinearGate`]."""
     for linear in linears:
-        linear.forward = LinearGate(linear)  # type: ignore[method-assign]
+        if isinstance(linear.__dict__.get("forward"), LinearGate):  # of routers that two models share
+            continue
+        linear.forward = LinearGate(linear, anywhere)  # type: ignore[method-assign]
 
 
-def linear_gates(structure: DecoderStructure) -> Iterator[LinearGate]:
-    """The gates that are in place."""
-    for module in _modules(structure):
+def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
+    """The gates that are in place in the decoder, its head and `others`, such as a block head."""
+    for module in _modules(structure, *others):
         gate = module.__dict__.get("forward")
         if isinstance(gate, LinearGate):
             yield gate
 
 
-def remove_linear_gates(structure: DecoderStructure) -> None:
+def remove_linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> None:
     """Take the gates away, and the packed weights with them."""
-    for gate in list(linear_gates(structure)):
+    for gate in list(linear_gates(structure, *others)):
         del gate.module.forward
 
 
-def _modules(structure: DecoderStructure) -> Iterator[nn.Module]:
-    for layer in structure.layers:
-        yield from layer.modules()
-    yield structure.head
+def linears_in(*modules: nn.Module) -> list[nn.Linear]:
+    """The linear layers among `modules` whose weights can be packed.
+
+    Those of other layers may not stay where they are; accelerate puts its own forward on what it moves.
+    """
+    kinds = (LinearGate, type(None))
+    stay = [module for module in modules if isinstance(module.__dict__.get("forward"), kinds)]
+    return [module for module in stay if type(module) is nn.Linear and _is_plain(module.weight)]
 
 
-def _linears(structure: DecoderStructure) -> Iterator[nn.Linear]:
-    """Layers whose weights stay where they are; accelerate puts its own forward on those that it moves."""
-    for module in _modules(structure):
-        is_moved = not isinstance(module.__dict__.get("forward", None), (LinearGate, type(None)))
-        if type(module) is nn.Linear and not is_moved and _is_plain(module.weight):
-            yield module
+def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[nn.Module]:
+    for module in (*structure.layers, structure.head, *others):
+        yield from module.modules() if module is not None else ()
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether MKL can read it: quantised and distributed weights are subclasses of `Parameter`, or of `Tensor`."""
-    is_float32_on_cpu = weight.dtype is torch.float32 and weight.device.type == "cpu"
-    return is_float32_on_cpu and type(weight) is nn.Parameter and not weight.is_inference()
+    """Whether oneDNN can read it: quantised and distributed weights are subclasses of `Parameter`, or of `Tensor`."""
+    is_readable = weight.device.type == "cpu" and _can_pack(weight.dtype)
+    return is_readable and type(weight) is nn.Parameter and not weight.is_inference()
+
+
+@lru_cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _sample(weight: Tensor) -> Tensor:

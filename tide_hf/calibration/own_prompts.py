@@ -56,11 +56,11 @@ def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, config: Ge
     Returns:
         Whole prompts, ready for an answer.
     """
-    settings: Any = config
+    ends: Any = config.eos_token_id
     inputs: dict[str, Any] = left_padded([turn.before] * count, device=input_device(model))
     written = model.generate(**inputs, generation_config=config)
     prompts = []
     for row in written[:, len(turn.before) :].tolist():
-        length = next((i for i, token in enumerate(row) if token in settings.eos_token_id), len(row))
+        length = next((i for i, token in enumerate(row) if token in ends), len(row))
         prompts += [turn.before + row[:length] + turn.behind] if length else []
     return prompts

@@ -61,7 +61,9 @@ def _support(fact: dict[str, Any]) -> str:
 def _packing(fact: dict[str, Any]) -> str:
     if fact["packed"]:
         return f"yes, {fact['linear_layers']} linear layers, {fact['size_mb']:g} MB once they are first of use"
-    return "no; they take float32 weights on a CPU, a PyTorch with MKL, and four times their size in free memory"
+    return (
+        "no; they take float32 weights on a CPU, or bfloat16 where oneDNN has it, and four times their size in memory"
+    )
 
 
 def _kernel_lines(fact: dict[str, Any]) -> list[str]:
