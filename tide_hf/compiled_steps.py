@@ -195,7 +195,6 @@ class CompiledSteps(CapturedSteps):
     """
 
     kind = "compiled steps"
-    widths = (1, 2, 3, 8, 16)  # from four rows on float32 costs as much as for eight: see `packed_linear`
     reads_drafts = True  # it costs nothing
     grows = True  # attention over slots that are not filled costs what they would
 
