@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.block_head import block_config_of
+from tide_hf.calibration import mixed_precision
 from tide_hf.calibration.block_stage import EPOCHS, pad_documents
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document, plan_batches, token_batch
@@ -219,7 +220,9 @@ def test_documents_are_laid_side_by_side_in_their_own_order(tiny_llama):
     assert batch.early.shape == batch.final.shape == (2, 3, 32)
 
 
-def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama):
+@pytest.mark.parametrize("in_bfloat16", [False, True])
+def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama, monkeypatch, in_bfloat16):
+    monkeypatch.setattr(mixed_precision, "gains_by_bfloat16", lambda _: in_bfloat16)
     model = tiny_llama()
     structure = find_structure(model)
     unembed = Unembed(model, structure)
@@ -235,8 +238,24 @@ def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama):
     assert len(losses) == 30
     assert losses[-1] < 0.9 * losses[0]
     assert not any(parameter.requires_grad for parameter in routers.block.head.parameters())
+    assert {parameter.dtype for parameter in routers.block.head.parameters()} == {torch.float32}
+    with mixed_precision.mixed_precision(torch.device("cpu")):
+        states = trainer.states(batches[0])
+    assert (states.dtype is torch.bfloat16) == in_bfloat16
     steps = [step for step, _ in trainer.train(lambda: batches, len(batches), epochs=8, deadline=0.0)]
     assert steps == [1]  # a deadline that is over stops it at once
+
+
+def test_what_bfloat16_gains_is_measured_once_on_a_cpu(monkeypatch):
+    seconds = {torch.float32: 1.0, torch.bfloat16: 0.5}
+    for gains in (True, False):
+        mixed_precision.gains_by_bfloat16.cache_clear()
+        monkeypatch.setattr(mixed_precision, "_seconds", seconds.__getitem__)
+        assert mixed_precision.gains_by_bfloat16("cpu") == gains
+        seconds[torch.bfloat16] = 0.9
+        assert mixed_precision.gains_by_bfloat16("cpu") == gains
+    mixed_precision.gains_by_bfloat16.cache_clear()
+    assert not mixed_precision.gains_by_bfloat16("mps")
 
 
 def test_calibrate_makes_a_block_that_drafts(tiny_llama, tiny_tokenizer, tmp_path):

@@ -17,6 +17,7 @@ from ..block_head import BlockHead
 from ..skipping import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
 from ..structure import DecoderStructure, input_device
 from ..unembed import Unembed
+from .mixed_precision import mixed_precision
 
 LEARNING_RATE = 2e-3  # of the layer
 TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
@@ -133,7 +134,8 @@ class BlockTrainer:
 
     def _step(self, batch: DocumentBatch, optimizer: torch.optim.Optimizer) -> float:
         counted = batch.counted.to(batch.final.device)
-        student = self.taught(self.states(batch)[counted])
+        with mixed_precision(batch.final.device):
+            student = self.taught(self.states(batch)[counted])
         with torch.no_grad():
             teacher = self.taught(batch.final[counted].float())
         divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -71,8 +71,8 @@ class FrequentUnembed:
         self.positions[tokens.cpu()] = torch.arange(len(tokens))
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """(N, D) states before the final norm, float32 -> (N, V) log probabilities."""
-        return self._unembed(hidden_states).log_softmax(dim=-1)
+        """(N, D) states before the final norm, float32 -> (N, V) log probabilities, float32."""
+        return self._unembed(hidden_states).float().log_softmax(dim=-1)
 
 
 def can_distil(unembed: Unembed) -> bool:
