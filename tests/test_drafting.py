@@ -192,3 +192,28 @@ def test_a_call_starts_from_what_calls_like_it_found_and_comes_back_to_the_prior
     assert learned["exit layer 2"] > 0.4
     drafter.observe(0, Draft().add([9], "exit layer 2", 2), [9, 8], 1)
     assert learned["exit layer 2"] > 0.45
+
+
+class WrongShallow:
+    """A head whose every draft is wrong."""
+
+    block_layer, runs_ahead = None, False
+
+    def step(self, exit_layer, tokens):
+        return [1] * len(tokens), [0.9] * len(tokens)
+
+    def rollback(self):
+        pass
+
+
+def test_a_head_that_failed_a_few_times_is_tried_again_in_the_same_answer():
+    drafter = HybridDrafter([[5]], lambda rows: cheap(), {2: 0.3}, WrongShallow())
+    drafts = []
+    for token in range(100, 200):
+        (draft,) = drafter.draft([0], [15])
+        drafter.observe(0, draft, [token], 0)
+        drafts.append(bool(draft.tokens))
+    assert not all(drafts)
+    first = drafts.index(False)
+    assert any(drafts[first:])  # nothing is observed where nothing is drafted
+    assert sum(drafts) < 60

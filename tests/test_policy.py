@@ -215,3 +215,15 @@ def test_costs_that_are_not_used_are_forgotten_and_tried_again():
         costs.record(("verify", 1), 10.0)
     assert costs.draft(5) == 5.0
     assert costs.ready
+
+
+def test_what_is_forgotten_gives_way_to_the_prior():
+    table = AcceptanceTable({"a": 0.4, "b": 0.5})
+    table.record("a", 9, 0)
+    table.record("a", 9, 0)
+    low = table.probability("a")
+    assert low < 0.3
+    for _ in range(100):
+        table.forget("a", 0.9)
+    assert table.probability("a") == pytest.approx(0.4, abs=1e-3)
+    assert table.probability("b") == 0.5

@@ -20,6 +20,9 @@ from .policy import (
 UNREAD = -1  # stands for a draft token that is still on the device
 LEARNING = 0.1  # of what a round found, for the calls to come
 COMING_BACK = 0.05  # of the way to its prior, at each new call
+# What a round keeps of what was observed of the heads: a few drafts in a row that failed must not end drafting for the
+# rest of the answer, where nothing would be observed any more.
+HEAD_MEMORY = 0.95
 # What an n-gram match of this length is taken to be worth before the text has shown it.
 NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
 
@@ -131,6 +134,8 @@ class HybridDrafter:
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft from the best source, and go on with another where that pays; nothing where plain decoding is best."""
+        for exit_layer in self.heads:
+            self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
         limits = [min(limit, MAX_DRAFT) for limit in limits]
         costs = self.costs_of(len(rows))
         matches = [self.indexes[row].match() for row in rows]

@@ -162,26 +162,31 @@ class AcceptanceTable:
 
     Args:
         priors: Probability per source before anything was seen.
-        weight: How many observations a prior counts for.
+        weight: How many observations a prior counts for, at any time.
         decay: What earlier observations keep of their weight at each new one.
     """
 
     def __init__(self, priors: dict[str, float], weight: float = 4.0, decay: float = 0.97) -> None:
-        self._counts = {source: [prior * weight, weight] for source, prior in priors.items()}
-        self._decay = decay
+        self._priors = priors
+        self._counts = {source: [0.0, 0.0] for source in priors}
+        self._weight, self._decay = weight, decay
 
     def record(self, source: str, num_drafted: int, n_matches: int) -> None:
         """Add one verified draft. Tokens after the first rejected one say nothing."""
         trials = min(num_drafted, n_matches + 1)
+        self.forget(source, self._decay**trials)
         counts = self._counts[source]
-        keep = self._decay**trials
-        counts[0] = counts[0] * keep + n_matches
-        counts[1] = counts[1] * keep + trials
+        counts[0] += n_matches
+        counts[1] += trials
+
+    def forget(self, source: str, keep: float) -> None:
+        """Let what was observed of a source keep only a share of its weight."""
+        self._counts[source] = [keep * count for count in self._counts[source]]
 
     def probability(self, source: str) -> float:
         """Probability that the next draft token of `source` is accepted."""
         hits, trials = self._counts[source]
-        return hits / trials
+        return (self._priors[source] * self._weight + hits) / (self._weight + trials)
 
 
 @dataclass(frozen=True)
