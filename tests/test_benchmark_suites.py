@@ -297,7 +297,7 @@ def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
     assert reported(results, readme, "--check") == 0
 
 
-@pytest.mark.parametrize("config", ["engines", "heads"])
+@pytest.mark.parametrize("config", ["engines", "heads", "bfloat16"])
 def test_the_readme_shows_the_committed_results_of_smaller_configs(config):
     assert f"<!-- report: {config}-speed -->" in report.README.read_text(encoding="utf-8")
     assert reported(RESULTS / config, report.README, "--check") == 0

@@ -14,7 +14,7 @@ from tide_hf.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.packed_linear import PROBED_ROWS, LinearGate, PackedWeight, linear_gates, pays
 from tide_hf.skipping import LayerRun, active
 
-DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed_linear._can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 PROMPT = torch.arange(8)[None]
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
