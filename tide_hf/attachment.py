@@ -113,7 +113,7 @@ class Attachment:
     @property
     def block_head(self) -> BlockHead | None:
         """The block, if there is one."""
-        return self.routers.block.head if self.routers is not None and self.routers.block is not None else None
+        return self.routers.block_head if self.routers is not None else None
 
     def draft_unembed(self) -> DraftUnembed:
         """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""

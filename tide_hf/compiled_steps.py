@@ -220,7 +220,7 @@ class CompiledSteps(CapturedSteps):
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
         parts = buffers.parts
-        block = parts.routers.block.head if parts.routers is not None and parts.routers.block is not None else None
+        block = parts.routers.block_head if parts.routers is not None else None
         with shared_heads(parts.model, block):
             replay = self.layers.replay_of(function, buffers.state())
         gates = linear_gates(parts.structure, block, parts.draft_unembed.head)

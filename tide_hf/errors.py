@@ -81,6 +81,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def quoted(error: Exception) -> str:
+    """The same between quotation marks, for what was got."""
+    return f"'{first_line(error)}'"
+
+
 def describe(problem: str, *, got: object, expected: str, do: str) -> str:
     """Word an error the one way that this library words errors.
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError
 from transformers import AutoModelForCausalLM
 
-from .errors import first_line
+from .errors import quoted
 from .modeling_tide import TIDERouters
 from .router_files import routers_not_found
 
@@ -74,7 +74,7 @@ def why_not_found(error: Exception) -> str:
         return "no such folder, and no name that a repository could have"
     if type(error) is RepositoryNotFoundError:
         return "no such repository on the Hub, or a private one"
-    return f"'{first_line(error)}'"
+    return quoted(error)
 
 
 def shipped_routers(model: str) -> str | None:

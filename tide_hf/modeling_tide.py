@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .adapters import base_inside
+from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
-from .errors import BaseModelMismatchError, RoutersFileError, describe, first_line
+from .errors import BaseModelMismatchError, RoutersFileError, describe, quoted
 from .exit_points import BlockPoint, ExitPoint
 from .router_files import (
     STAGING,
@@ -66,6 +67,11 @@ class TIDERouters(PreTrainedModel):
     def exit_layers(self) -> list[int]:
         """The exit layers, ascending."""
         return list(self.config.exit_layers)
+
+    @property
+    def block_head(self) -> BlockHead | None:
+        """The block head, if there is one."""
+        return self.block.head if self.block is not None else None
 
     def __getitem__(self, exit_layer: int) -> ExitPoint:
         return self.exits[str(exit_layer)]  # type: ignore[return-value]
@@ -196,7 +202,7 @@ class TIDERouters(PreTrainedModel):
             try:
                 super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
             except SafetensorError as error:  # which is no OSError, and comes of a full disk as well
-                raise routers_not_saved(folder, f"'{first_line(error)}'") from error
+                raise routers_not_saved(folder, quoted(error)) from error
             self.config.weights_sha256 = weights_digest(Path(staging, SAFE_WEIGHTS_NAME))
             self.config.save_pretrained(staging)
             written = sorted(Path(staging).iterdir(), key=lambda file: file.name == CONFIG_NAME)  # last

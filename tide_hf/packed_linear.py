@@ -9,9 +9,8 @@ of passes of another width do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,9 +22,11 @@ from torch.nn import functional
 from .errors import UnsupportedOptionError, describe
 from .skipping import Gate, active_run
 from .structure import DecoderStructure
+from .timing import least_seconds
 
 PROBED_ROWS = (1, 4, 16, 64, 256)  # what holds for one of them holds up to the next
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
+REPEATS = 2
 SAMPLED_WEIGHTS = 64
 MEMORY_SHARE = 0.25  # of the free memory that "auto" may fill with packed weights
 
@@ -70,9 +71,9 @@ class LinearGate(Gate):
         if (
             (active_run() is None and not self._anywhere)
             or torch.is_grad_enabled()
-            or not pays(input.dtype, input.numel() // self._size)
             or input.dtype is not weight.dtype
             or not _is_plain(weight)
+            or not pays(input.dtype, input.numel() // self._size)  # last, since it measures at first
         ):
             return self.native(input)
         self.pack()
@@ -120,19 +121,8 @@ def _is_faster(dtype: torch.dtype, rows: int) -> bool:
     weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(PROBED_WEIGHTS)]
     packed = [torch.ops.mkldnn._reorder_linear_weight.default(weight, None) for weight in weights]
     input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype)
-    plain = _seconds(lambda weight: functional.linear(input, weight), weights)
-    return _seconds(lambda weight: _apply(input, weight, None), packed) < plain
-
-
-def _seconds(function: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    """The least that going through all weights took; the first time is not counted."""
-    found = []
-    for _ in range(3):
-        start = perf_counter()
-        for weight in weights:
-            function(weight)
-        found.append(perf_counter() - start)
-    return min(found[1:])
+    plain = least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
+    return least_seconds(lambda: [_apply(input, weight, None) for weight in packed], REPEATS) < plain
 
 
 def _apply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HTTPError  # of httpx, which huggingface_hub 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from . import __version__
-from .errors import ConfigurationError, HubError, describe, first_line
+from .errors import ConfigurationError, HubError, describe, quoted
 from .model_card import write_model_card
 from .modeling_tide import TIDERouters
 
@@ -96,7 +96,7 @@ def _upload(
         raise HubError(
             describe(
                 f"{repo_id} cannot be uploaded to",
-                got=f"'{first_line(error)}'",
+                got=quoted(error),
                 expected="the Hub within reach, and a token that may write there",
                 do="Check the name and the network, and log in with: hf auth login",
             )

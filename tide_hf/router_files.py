@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from .errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, describe, first_line
+from .errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, describe, quoted
 
 STAGING = ".saving-"  # what the folders are called that saves write to
 
@@ -51,9 +51,9 @@ def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
     except TIDEError:
         raise
     except OSError as error:
-        raise routers_not_found(name_or_path, f"'{first_line(error)}'") from error
+        raise routers_not_found(name_or_path, quoted(error)) from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise RoutersFileError(file_problem(name_or_path, f"'{first_line(error)}'")) from error
+        raise RoutersFileError(file_problem(name_or_path, quoted(error))) from error
 
 
 def routers_not_saved(folder: Path, got: str) -> RoutersNotSavedError:
@@ -152,7 +152,7 @@ def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
         damaged = _damaged_part(path)
         state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
     except DAMAGE as error:
-        raise bad_router_pt(path, f"'{first_line(error)}'") from error
+        raise bad_router_pt(path, quoted(error)) from error
     if damaged is not None:
         raise bad_router_pt(path, f"a file whose part {damaged} is damaged")
     if not isinstance(state, dict):

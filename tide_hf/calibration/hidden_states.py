@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import CalibrationError, describe, first_line
+from ..errors import CalibrationError, describe, quoted
 from ..structure import DecoderStructure, input_device
 from ..unembed import Unembed
 from .data import TokenBatch
@@ -142,7 +142,7 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
         try:
             head(state if structure.projection is None else structure.projection(state))
         except (RuntimeError, NotImplementedError) as error:
-            problem = f"{type(head).__name__} with {head.weight.dtype} weights ('{first_line(error)}')"
+            problem = f"{type(head).__name__} with {head.weight.dtype} weights ({quoted(error)})"
     if problem is not None:
         raise CalibrationError(
             describe(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from time import perf_counter
 
 import torch
 
-SIZE = 1024
+from ..timing import least_seconds
+
+SIZE, REPEATS = 1024, 3
 GAIN = 1.5  # for less than that the rounding is not worth it
 
 
@@ -31,9 +32,4 @@ def gains_by_bfloat16(device_type: str) -> bool:
 
 def _seconds(dtype: torch.dtype) -> float:
     factor = torch.full((SIZE, SIZE), 0.5, dtype=dtype)
-    found = []
-    for _ in range(4):
-        start = perf_counter()
-        factor @ factor
-        found.append(perf_counter() - start)
-    return min(found[1:])
+    return least_seconds(lambda: factor @ factor, REPEATS)
