@@ -14,6 +14,7 @@ from families import ATTENTION, VOCAB, tiny_model
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
 from test_shared_heads import KeyHeads
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, compiled_steps
@@ -208,6 +209,15 @@ def test_what_was_compiled_once_is_found_on_disk():
     counted = torch._dynamo.utils.counters["inductor"]
     assert counted["fxgraph_cache_bypass"] == 0
     assert counted["fxgraph_cache_hit"] >= 1
+
+
+def test_graphs_are_made_for_one_shape():
+    inputs = [torch.randn(3, 517)]
+    graph = make_fx(lambda tensor: (tensor.sin() + 1).cos(), tracing_mode="fake")(*inputs)
+    found, (code,) = run_and_get_code(lambda: compile_graph(copy.deepcopy(graph), inputs)(*inputs))
+    torch.testing.assert_close(found, graph(*inputs))
+    assert "empty_strided_cpu((3, 517)" in code
+    assert ".size()" not in code
 
 
 def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):

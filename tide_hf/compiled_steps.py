@@ -40,10 +40,12 @@ _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph by Inductor, which looks into its cache on disk only where shapes could have names."""
-    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
-        return inductor_compile(graph, inputs)
+def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile a graph by Inductor, for inputs of these shapes alone."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one it would not look into its cache on disk
+    fixed: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    with tracing(TracingContext(mode)):
+        return inductor_compile(graph, fixed)
 
 
 class Region:
