@@ -107,14 +107,15 @@ FAMILIES: dict[str, dict] = {
 }
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
+SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # which transformers allows it
 
 
-def tiny_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:
     """A random model whose head is its own and whose weights are large, so that its greedy text is varied."""
     torch.manual_seed(seed)
     settings = {**FAMILIES[family], "tie_word_embeddings": False, **overrides}
     config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:

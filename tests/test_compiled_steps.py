@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENTION, VOCAB, tiny_model
+from families import ATTENTION, SDPA, VOCAB, tiny_model
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
 from test_shared_heads import KeyHeads
@@ -54,9 +54,11 @@ def draft_with_heads(model, exit_layer=3, width=3):
     return made
 
 
-@pytest.mark.parametrize("family", ATTENTION)
-def test_every_familys_tokens_are_the_base_models(family):
-    model = tiny_model(family)
+@pytest.mark.parametrize(
+    ("family", "attention"), [*((family, "eager") for family in ATTENTION), *((family, "sdpa") for family in SDPA)]
+)
+def test_every_familys_tokens_are_the_base_models(family, attention):
+    model = tiny_model(family, attention=attention)
     kinds = ("right", "wrong at the last position")
     steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, kinds, width=4)
     assert (steps.refused is not None) == (family in MIXTURES)
@@ -266,6 +268,21 @@ def small_buffers(monkeypatch):
 
     monkeypatch.setattr(StepBuffers, "take_over", note)
     return grown
+
+
+@pytest.mark.parametrize("family", [family for family in SDPA if family not in (*MIXTURES, "falcon")])
+def test_slots_that_nothing_was_written_to_are_not_read(family, monkeypatch):
+    model = tiny_model(family, attention="sdpa")
+    load = StepBuffers.load
+
+    def spoil(self, source, length, mask, deep):
+        load(self, source, length, mask, deep)
+        for layer in self.cache.layers:
+            layer.keys[:, :, length:] = layer.values[:, :, length:] = float("nan")
+
+    monkeypatch.setattr(StepBuffers, "load", spoil)
+    steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, ("wrong at the last position",), width=4)
+    assert steps.replays > 0
 
 
 def test_sizes_of_buffers_are_few():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from families import ATTENTION, VOCAB, tiny_model
+from families import SDPA, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tide_hf.shared_heads import shared_heads
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FILLED = torch.ops.tide_hf.attend_filled
 
 
 class KeyHeads(TorchDispatchMode):
@@ -18,7 +19,8 @@ class KeyHeads(TorchDispatchMode):
         self.found = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is KERNEL and kwargs.get("attn_mask") is not None:
+        is_masked = func.overloadpacket is KERNEL and kwargs.get("attn_mask") is not None
+        if is_masked or func.overloadpacket is FILLED:
             self.found.add(args[1].shape[1])
         return func(*args, **(kwargs or {}))
 
@@ -36,15 +38,14 @@ def last_logits(model, width=1):
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize("family", SDPA)
 def test_every_family_computes_what_it_did(family, width):
-    model = tiny_model(family)
-    before = model.config._attn_implementation
+    model = tiny_model(family, attention="sdpa")
     expected, _ = last_logits(model, width)
     with shared_heads(model):
         found, _ = last_logits(model, width)
     torch.testing.assert_close(found, expected)
-    assert model.config._attn_implementation == before
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("width", [1, 3])

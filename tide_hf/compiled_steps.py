@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
 from .errors import first_line
+from .joined_linears import join_linears
 from .operation_log import OperationLog
-from .packed_linear import LinearGate, PackedWeight, linear_gates
+from .packed_linear import LinearGate, PackedWeight, copies_fit, linear_gates, packed
 from .replay import Replay, restorer
-from .shared_heads import shared_heads
+from .shared_heads import filled_up_to, shared_heads
 from .skipping import LayerGate
 from .step_buffers import StepBuffers
 from .warm_up import WarmUp
@@ -55,10 +56,14 @@ class Region:
         function: Takes `inputs` and `constants`, and returns the layer's hidden states.
         constants: Weights, K/V and what else stays where it is.
         like: Hidden states as it returns them.
+        joined: Which constants are weights of one product.
     """
 
-    def __init__(self, function: Callable[..., Tensor], constants: list[Tensor], like: Tensor) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], constants: list[Tensor], like: Tensor, joined: list[list[int]]
+    ) -> None:
         self.function, self.constants = function, [tensor.detach() for tensor in constants]
+        self.packed = [packed(*(constants[i] for i in places)) for places in joined]
         self.shape, self.dtype = like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
@@ -89,12 +94,17 @@ class StepCompiler:
 
     Args:
         compile_graph: Makes a function of a graph and its inputs.
+
+    Attributes:
+        joins: Whether there is memory for one more copy of weights that are packed.
     """
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
         self.compile_graph = compile_graph
         self._compiled: dict[tuple, Callable[..., Any]] = {}
-        self._alike: dict[tuple, tuple[Callable[..., Any], list[int]]] = {}  # compiled, and which constants it takes
+        # Compiled, which constants it takes, and which of those are joined.
+        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[list[int]]]] = {}
+        self.joins = False
         self._regions: list[Region | None] | None = None  # while a step is learnt
         self._to_place: Iterator[Region | None] | None = None  # while it is traced
 
@@ -170,23 +180,25 @@ class StepCompiler:
         def layer(*tensors: Tensor) -> Tensor:
             *rest, slots, start = tensors
             call = rebuild(rest)
-            output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
+            with filled_up_to(slots[-1] + 1):
+                output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
             return gate.state_of(output).contiguous()
 
         with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
             layer(*inputs)
         operations = log.key
         if operations in self._alike:
-            compiled, order = self._alike[operations]
-            return Region(compiled, [log.constants[i] for i in order], like)
+            compiled, order, joined = self._alike[operations]
+            return Region(compiled, [log.constants[i] for i in order], like, joined)
         graph, constants = _lifted(_traced(layer, *inputs))
+        joined = join_linears(graph, constants) if self.joins else []
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
         if kind not in self._compiled:
             self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):
-            self._alike[operations] = self._compiled[kind], [known[id(tensor)] for tensor in constants]
-        return Region(self._compiled[kind], constants, like)
+            self._alike[operations] = self._compiled[kind], [known[id(tensor)] for tensor in constants], joined
+        return Region(self._compiled[kind], constants, like, joined)
 
 
 class CompiledSteps(CapturedSteps):
@@ -223,9 +235,11 @@ class CompiledSteps(CapturedSteps):
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
         parts = buffers.parts
         block = parts.routers.block_head if parts.routers is not None else None
+        gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
+        if not self._packed:  # else it was asked before, and what was packed then has taken memory
+            self.layers.joins = copies_fit(gate.module for gate in gates)
         with shared_heads(parts.model, block):
             replay = self.layers.replay_of(function, buffers.state())
-        gates = linear_gates(parts.structure, block, parts.draft_unembed.head)
         self._packed = {gate: gate.kept for gate in gates if gate.kept is not None}
         return replay
 

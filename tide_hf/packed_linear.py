@@ -9,7 +9,7 @@ of passes of another width do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,27 +28,33 @@ PROBED_ROWS = (1, 4, 16, 64, 256)  # what holds for one of them holds up to the 
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
 REPEATS = 2
 SAMPLED_WEIGHTS = 64
-MEMORY_SHARE = 0.25  # of the free memory that "auto" may fill with packed weights
+MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
 
 class PackedWeight:
-    """A weight in oneDNN's layout.
+    """A weight in oneDNN's layout, or the weights of layers that have one input, behind each other.
 
     Args:
-        weight: (out, in), which it keeps alive.
+        *weights: (out, in) each, which it keeps alive.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.version, self.sample = weight, weight._version, _sample(weight)
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), None)
+    def __init__(self, *weights: Tensor) -> None:
+        self.weights = weights
+        self.versions, self.samples = [weight._version for weight in weights], [_sample(weight) for weight in weights]
+        whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(whole, None)
 
-    def is_of(self, weight: Tensor, sampled: bool = False) -> bool:
-        """Whether it still is that weight; `sampled` looks at values, which `.data` can change without notice."""
-        is_same = self.weight is weight and self.version == weight._version
-        return is_same and (not sampled or torch.equal(self.sample, _sample(weight)))
+    def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
+        """Whether it still is those weights; `sampled` looks at values, which `.data` can change without notice."""
+        versions = [weight._version for weight in weights]
+        if versions != self.versions or any(one is not other for one, other in zip(weights, self.weights, strict=True)):
+            return False
+        return not sampled or all(map(torch.equal, self.samples, map(_sample, weights)))
 
 
-_known: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()  # by address; models may share weights
+_known: WeakValueDictionary[tuple[int, ...], PackedWeight] = (
+    WeakValueDictionary()
+)  # by addresses; models may share them
 _paying: dict[tuple[torch.dtype, int], list[bool]] = {}  # by dtype and threads, for each of PROBED_ROWS
 
 
@@ -102,9 +108,16 @@ class LinearGate(Gate):
         """Have packed weights; they are packed now if they are not yet, or have changed."""
         weight: Any = self.module.weight
         if self._packed is None or not self._packed.is_of(weight):
-            known = _known.get(weight.data_ptr())
-            self._packed = known if known is not None and known.is_of(weight, sampled=True) else PackedWeight(weight)
-            _known[weight.data_ptr()] = self._packed
+            self._packed = packed(weight)
+
+
+def packed(*weights: Tensor) -> PackedWeight:
+    """Weights packed together, or what others that have the same weights have packed."""
+    key = tuple(weight.data_ptr() for weight in weights)
+    known = _known.get(key)
+    if known is None or not known.is_of(*weights, sampled=True):
+        _known[key] = known = PackedWeight(*weights)
+    return known
 
 
 def pays(dtype: torch.dtype, rows: int) -> bool:
@@ -130,19 +143,31 @@ def _apply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    known = _known.get(weight.data_ptr())
+    known = _known.get((weight.data_ptr(),))
     return functional.linear(input, weight, bias) if known is None else _apply(input, known.packed, bias)
 
 
-# An op that finds packed weights by the address of the plain ones: those have no form that a graph could be handed.
+def _joined_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+    known = _known.get(tuple([weight.data_ptr() for weight in weights]))
+    return functional.linear(input, torch.cat(weights), bias) if known is None else _apply(input, known.packed, bias)
+
+
+# Ops that find packed weights by the address of the plain ones: those have no form that a graph could be handed.
 _ops = torch.library.Library("tide_hf", "DEF")
 _ops.define("packed_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 _ops.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+_ops.define("joined_linear(Tensor input, Tensor[] weights, Tensor? bias) -> Tensor")
+_ops.impl("joined_linear", _joined_linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tide_hf::packed_linear", lib=_ops)
-def _shape_of_packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+def _like_packed_linear(input: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+    return _like_joined_linear(input, [weight], _bias)
+
+
+@torch.library.register_fake("tide_hf::joined_linear", lib=_ops)
+def _like_joined_linear(input: Tensor, weights: list[Tensor], _bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
 def linears_to_pack(structure: DecoderStructure, pack_weights: bool | str) -> list[nn.Linear]:
@@ -169,8 +194,12 @@ def linears_to_pack(structure: DecoderStructure, pack_weights: bool | str) -> li
                 do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
             )
         )
-    fits = sum(linear.weight.nbytes for linear in linears) <= psutil.virtual_memory().available * MEMORY_SHARE
-    return linears if fits or pack_weights is True else []
+    return linears if pack_weights is True or copies_fit(linears) else []
+
+
+def copies_fit(linears: Iterable[Any]) -> bool:
+    """Whether a copy of the weights of linear layers takes at most a quarter of the free memory."""
+    return sum(linear.weight.nbytes for linear in linears) <= psutil.virtual_memory().available * MEMORY_SHARE
 
 
 def open_linear_gates(linears: list[nn.Linear], anywhere: bool = False) -> None:

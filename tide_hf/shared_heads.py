@@ -2,15 +2,18 @@
 
 Where there is a mask, transformers' `sdpa` copies K/V for every query head that shares them, in every layer and step.
 Over 96 rows that took longer than all products of matrices, and over K/V of a fixed size it copies all of them for each
-token. Query heads may as well stand behind each other as further queries of one head, under the same mask.
+token. Query heads may as well stand behind each other as further queries of one head, under the same mask. Of K/V of a
+fixed size those slots that nothing was written to yet can be left out, where it is said how many are filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -21,6 +24,19 @@ from .block_head import BlockHead
 
 NAME = "tide_shared_heads"
 UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
+
+
+_filled: ContextVar[Tensor | None] = ContextVar("filled", default=None)
+
+
+@contextmanager
+def filled_up_to(end: Tensor) -> Iterator[None]:
+    """Let attention by [`attend`] read no slots from `end` on, () int64 on the CPU; its mask has to hide them."""
+    token = _filled.set(end)
+    try:
+        yield
+    finally:
+        _filled.reset(token)
 
 
 @contextmanager
@@ -62,14 +78,43 @@ def attend(
     group = heads // shared
     is_usual = attention_mask is not None and attention_mask.shape[1] == 1 and key.shape == value.shape
     is_narrow = group * width <= 2 * heads * size  # it is the mask that is copied: no more of it than of K/V
-    if group == 1 or not is_usual or not is_narrow or any(kwargs.get(name) is not None for name in UNUSUAL):
+    has_gain = _filled.get() is not None or group > 1
+    if not (has_gain and is_usual and is_narrow) or any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     joined = query.reshape(rows, shared, group * width, size)
     mask: Any = attention_mask
-    output = scaled_dot_product_attention(
-        joined, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=kwargs.get("scaling")
-    )
+    output = _attended(joined, key, value, mask.repeat(1, 1, group, 1), kwargs.get("scaling"))
     return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous(), None
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    end = _filled.get()
+    if end is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    if mask.dtype is torch.bool:  # or each call would make it into numbers once more
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale)
+
+
+# An op, since how much of K/V it reads is known in each run alone.
+_ops = torch.library.Library("tide_hf", "FRAGMENT")
+_ops.define("attend_filled(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float? scale) -> Tensor")
+
+
+def _attend_filled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor, scale: float | None) -> Tensor:
+    slots = int(end)
+    key, value, mask = key[:, :, :slots], value[:, :, :slots], mask[..., :slots]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).contiguous()
+
+
+_ops.impl("attend_filled", _attend_filled, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::attend_filled", lib=_ops)
+def _like_query(
+    query: Tensor, _key: Tensor, _value: Tensor, _mask: Tensor, _end: Tensor, _scale: float | None
+) -> Tensor:
+    return query.new_empty(query.shape)
 
 
 def _set(model: PreTrainedModel, block: BlockHead | None, name: str) -> None:

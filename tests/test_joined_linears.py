@@ -1,0 +1,125 @@
+"""Linear layers that read the same states as one product: the same numbers, from weights that are still the model's."""
+
+import pytest
+import torch
+from drafters import use_drafter
+from families import ATTENTION, tiny_model
+from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
+from test_compiled_steps import MIXTURES, as_traced, attach, draft_with_heads
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tide_hf import TIDEModelForCausalLM, packed_linear
+from tide_hf.joined_linears import join_linears
+from tide_hf.packed_linear import PackedWeight, packed
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+ONE, JOINED = torch.ops.tide_hf.packed_linear.default, torch.ops.tide_hf.joined_linear.default
+ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    """Whatever this machine is, packed weights are the faster ones."""
+    monkeypatch.setattr(packed_linear, "_paying", {(torch.float32, torch.get_num_threads()): [True] * 5})
+
+
+class Graphs:
+    """Stands in for Inductor; notes how many layers each product is of."""
+
+    def __init__(self):
+        self.products = []
+
+    def __call__(self, graph, _inputs):
+        self.products += [len(node.args[1]) for node in graph.graph.nodes if node.target is JOINED]
+        return as_traced(graph, _inputs)
+
+
+def attach_packed(model, routers=None, compile_graph=as_traced):
+    return attach(model, routers, compile_graph, pack_weights=True)
+
+
+@pytest.mark.parametrize("family", [family for family in ATTENTION if family not in MIXTURES])
+def test_every_familys_tokens_are_the_base_models(family):
+    graphs = Graphs()
+    steps = check_drafts(
+        tiny_model(family),
+        prompts(pads=2),
+        lambda model, routers: attach_packed(model, routers, graphs),
+        draft_with_heads,
+        ("right", "wrong at the last position"),
+        width=4,
+    )
+    assert steps.refused is None
+    assert bool(graphs.products) == (family not in ALONE)
+
+
+def test_what_is_before_attention_and_what_is_in_the_mlp(tiny_llama):
+    model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+    attach_packed(model, compile_graph=graphs)
+    model.generate(**prompts(), **OPTIONS)
+    assert set(graphs.products) == {3, 2}
+
+
+def test_there_has_to_be_memory_for_one_more_copy(tiny_llama, monkeypatch):
+    model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+    expected = model.generate(**prompts(), **OPTIONS)
+    monkeypatch.setattr(packed_linear, "MEMORY_SHARE", 0.0)
+    steps = attach_packed(model, compile_graph=graphs)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.replays > 0
+    assert not graphs.products
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+def test_weights_that_change_are_joined_anew(tiny_llama, change):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach_packed(model)
+    use_drafter(model, "random", [[5] * NEW], width=4)
+    before = model.generate(**prompts(), **OPTIONS)
+    assert steps.replays > 0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.self_attn.k_proj.weight
+            (weight if change == "in place" else weight.data).mul_(-1.0)
+    after = model.generate(**prompts(), **OPTIONS)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS))
+
+
+def test_their_memory_is_given_back(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_packed(model)
+    model.generate(**prompts(), **OPTIONS)
+    weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
+    key = tuple(weight.data_ptr() for weight in weights)
+    assert packed_linear._known[key].is_of(*weights)
+    model.tide_release()
+    assert key not in packed_linear._known
+
+
+@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs"])
+def test_layers_of_one_input_become_one_product(case):
+    weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
+    if case in ("with biases", "one bias"):
+        biases = [torch.randn(4), torch.randn(3) if case == "with biases" else None]
+
+    def layers(state, *constants):
+        inputs = [state, state + 1 if case == "two inputs" else state]
+        found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], strict=True)]
+        return torch.cat(found, dim=-1)
+
+    state, constants = torch.randn(1, 2, 6), [*weights, *(bias for bias in biases if bias is not None)]
+
+    def function(state, *given):
+        rest = iter(given[2:])
+        return layers(state, *given[:2], *(bias if bias is None else next(rest) for bias in biases))
+
+    graph = make_fx(function, tracing_mode="fake")(state, *constants)
+    joined = join_linears(graph, constants)
+    assert joined == ([[0, 1]] if case in ("alike", "with biases") else [])
+    assert sum(node.target is ONE for node in graph.graph.nodes) == (0 if joined else 2)
+    kept = packed(*weights)
+    torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))
+    assert isinstance(kept, PackedWeight)
+    del kept
+    torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products
