@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, compiled_steps
 from tide_hf.compiled_layers import CompiledLayers
-from tide_hf.compiled_steps import CompiledSteps, StepCompiler, _traced, compile_graph
+from tide_hf.compiled_steps import VALUES_PER_THREAD, CompiledSteps, StepCompiler, _traced, compile_graph
 from tide_hf.operation_log import OperationLog
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
@@ -220,6 +220,14 @@ def test_graphs_are_made_for_one_shape():
     torch.testing.assert_close(found, graph(*inputs))
     assert "empty_strided_cpu((3, 517)" in code
     assert ".size()" not in code
+
+
+@pytest.mark.parametrize("size", [1000, 64 * VALUES_PER_THREAD])
+def test_threads_share_what_is_large_alone(size):
+    inputs = [torch.randn(size)]
+    graph = make_fx(lambda tensor: tensor.sin() + 2, tracing_mode="fake")(*inputs)
+    _, (code,) = run_and_get_code(lambda: compile_graph(graph, inputs)(*inputs))
+    assert ("#pragma omp parallel" in code) == (size > VALUES_PER_THREAD and torch.get_num_threads() > 1)
 
 
 def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):

@@ -35,6 +35,8 @@ from .skipping import LayerGate
 from .step_buffers import StepBuffers
 from .warm_up import WarmUp
 
+VALUES_PER_THREAD = 16384  # for fewer, waiting for another thread takes longer than what it would do
+
 logger = logging.getLogger(__name__)
 
 _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
@@ -46,7 +48,7 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
     mode = FakeTensorMode(shape_env=ShapeEnv())  # without one it would not look into its cache on disk
     fixed: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
     with tracing(TracingContext(mode)):
-        return inductor_compile(graph, fixed)
+        return inductor_compile(graph, fixed, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
 
 
 class Region:
