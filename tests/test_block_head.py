@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.block_head import block_config_of
-from tide_hf.calibration import mixed_precision
+from tide_hf.calibration import block_training, mixed_precision
 from tide_hf.calibration.block_stage import EPOCHS, pad_documents
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document, plan_batches, token_batch
@@ -244,6 +244,44 @@ def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama, monkeypa
     assert (states.dtype is torch.bfloat16) == in_bfloat16
     steps = [step for step, _ in trainer.train(lambda: batches, len(batches), epochs=8, deadline=0.0)]
     assert steps == [1]  # a deadline that is over stops it at once
+
+
+def test_second_drafts_are_learnt_behind_right_first_ones():
+    counted = torch.tensor([[False, True, True, True], [True, True, False, True]])
+    teacher = torch.eye(3)[[0, 1, 2, 0, 1, 2]]
+    student = torch.eye(3)[[0, 0, 2, 0, 2, 2]]  # wrong at its second and its fifth
+    assert block_training._behind_right(counted, student, teacher).tolist() == [
+        [False, False, True, False],
+        [False, True, False, False],
+    ]
+
+
+def test_training_on_its_own_guesses_makes_second_drafts_better(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    structure = find_structure(model)
+    unembed = Unembed(model, structure)
+    torch.manual_seed(0)
+    documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
+    batches = list(document_batches(model, 1, documents, 8))
+    monkeypatch.setattr(mixed_precision, "gains_by_bfloat16", lambda _: False)
+    monkeypatch.setattr(block_training, "_behind_right", lambda counted, *_: counted)  # a random model is seldom right
+
+    def second_loss(share):
+        monkeypatch.setattr(block_training, "SECOND_SHARE", share)
+        torch.manual_seed(0)
+        routers = routers_for(model, 1)
+        trainer = BlockTrainer(model, structure, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
+        trainer.start(batches)
+        list(trainer.train(lambda: batches, len(batches), epochs=30))
+        with torch.no_grad():
+            losses = [
+                block_training._loss(*(trainer.taught(states)[batch.counted] for states in (guesses, batch.final)))
+                for batch in batches
+                for guesses in [trainer.states(batch, trainer.states(batch))]
+            ]
+        return float(sum(losses))
+
+    assert second_loss(4.0) < 0.97 * second_loss(0.0)
 
 
 def test_what_bfloat16_gains_is_measured_once_on_a_cpu(monkeypatch):

@@ -14,13 +14,10 @@ from families import ATTENTION, SDPA, VOCAB, tiny_model
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
 from test_shared_heads import KeyHeads
-from torch._inductor.utils import run_and_get_code
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, compiled_steps
 from tide_hf.compiled_layers import CompiledLayers
-from tide_hf.compiled_steps import VALUES_PER_THREAD, CompiledSteps, StepCompiler, _traced, compile_graph
-from tide_hf.operation_log import OperationLog
+from tide_hf.compiled_steps import CompiledSteps, StepCompiler, _traced
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
 MIXTURES = (
@@ -167,27 +164,6 @@ def test_a_layer_that_differs_is_not_taken_for_another(tiny_llama, what):
     assert steps.refused is None
 
 
-def test_logs_tell_apart_what_differs():
-    one, other = torch.rand(3), torch.rand(3)
-
-    def key(function, *inputs):
-        with OperationLog(list(inputs)) as log:
-            function(*inputs)
-        return log.key
-
-    assert key(lambda x: x + one, other) == key(lambda x: x + other, one)
-    expected = key(lambda x: x * 2.0 + one, other)
-    for function in (
-        lambda x: x * 2.5 + one,
-        lambda x: x * 2.0 + x,
-        lambda x: x * 2.0 - one,
-        lambda x: x * 2.0 + one[:1],
-        lambda x: x * 2.0 + one.double(),
-        lambda x: one * 2.0 + x,
-    ):
-        assert key(function, other) != expected
-
-
 @pytest.mark.parametrize("family", ["llama", "falcon"])
 def test_compiled_by_inductor(family):
     model = tiny_model(family)
@@ -200,34 +176,6 @@ def test_compiled_by_inductor(family):
     steps = model._tide.compiled_steps
     assert steps.refused is None
     assert steps.replays > 0
-
-
-def test_what_was_compiled_once_is_found_on_disk():
-    inputs = [torch.randn(3, 5)]
-    graph = make_fx(lambda tensor: (tensor.sin() + 1).cos(), tracing_mode="fake")(*inputs)
-    torch._dynamo.utils.counters.clear()
-    found = [compile_graph(copy.deepcopy(graph), list(inputs))(*inputs) for _ in range(2)]
-    torch.testing.assert_close(found, [graph(*inputs)] * 2)
-    counted = torch._dynamo.utils.counters["inductor"]
-    assert counted["fxgraph_cache_bypass"] == 0
-    assert counted["fxgraph_cache_hit"] >= 1
-
-
-def test_graphs_are_made_for_one_shape():
-    inputs = [torch.randn(3, 517)]
-    graph = make_fx(lambda tensor: (tensor.sin() + 1).cos(), tracing_mode="fake")(*inputs)
-    found, (code,) = run_and_get_code(lambda: compile_graph(copy.deepcopy(graph), inputs)(*inputs))
-    torch.testing.assert_close(found, graph(*inputs))
-    assert "empty_strided_cpu((3, 517)" in code
-    assert ".size()" not in code
-
-
-@pytest.mark.parametrize("size", [1000, 64 * VALUES_PER_THREAD])
-def test_threads_share_what_is_large_alone(size):
-    inputs = [torch.randn(size)]
-    graph = make_fx(lambda tensor: tensor.sin() + 2, tracing_mode="fake")(*inputs)
-    _, (code,) = run_and_get_code(lambda: compile_graph(graph, inputs)(*inputs))
-    assert ("#pragma omp parallel" in code) == (size > VALUES_PER_THREAD and torch.get_num_threads() > 1)
 
 
 def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):

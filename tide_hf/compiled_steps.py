@@ -55,14 +55,15 @@ class Region:
     """One decoder layer in one kind of step.
 
     Args:
-        function: Takes `inputs` and `constants`, and returns the layer's hidden states.
+        function: Takes `inputs` and `constants`, and returns the layer's hidden states; in a tuple, which Inductor
+            need not take apart and put together.
         constants: Weights, K/V and what else stays where it is.
         like: Hidden states as it returns them.
         joined: Which constants are weights of one product.
     """
 
     def __init__(
-        self, function: Callable[..., Tensor], constants: list[Tensor], like: Tensor, joined: list[list[int]]
+        self, function: Callable[..., Any], constants: list[Tensor], like: Tensor, joined: list[list[int]]
     ) -> None:
         self.function, self.constants = function, [tensor.detach() for tensor in constants]
         self.packed = [packed(*(constants[i] for i in places)) for places in joined]
@@ -79,7 +80,8 @@ _ops.define("layer(Tensor[] inputs, int region) -> Tensor")
 
 def _run_region(inputs: list[Tensor], region: int) -> Tensor:
     found = _regions[region]
-    return found.function(*inputs, *found.constants)
+    (state,) = found.function(*inputs, *found.constants)
+    return state
 
 
 _ops.impl("layer", _run_region, "CompositeExplicitAutograd")
@@ -179,12 +181,12 @@ class StepCompiler:
         inputs, rebuild = _tensors_of(gate, args, kwargs)
         stored = cache_at(place, args, kwargs).layers[gate.layer_idx]
 
-        def layer(*tensors: Tensor) -> Tensor:
+        def layer(*tensors: Tensor) -> tuple[Tensor]:
             *rest, slots, start = tensors
             call = rebuild(rest)
             with filled_up_to(slots[-1] + 1):
                 output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
-            return gate.state_of(output).contiguous()
+            return (gate.state_of(output).contiguous(),)
 
         with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
             layer(*inputs)

@@ -23,6 +23,9 @@ LEARNING_RATE = 2e-3  # of the layer
 TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
 WARMUP_STEPS, FLOOR = 20, 0.05
 MAX_GRADIENT = 1.0
+# A second draft leans on the block's own guess at the deep state, which is not the true one that the first has. So it
+# is trained on its guesses as well, where they had the token right (compare HASS, arXiv 2408.15766), with this weight.
+SECOND_SHARE = 0.5
 RIDGE_PENALTY = 1e-2
 
 
@@ -126,35 +129,48 @@ class BlockTrainer:
                 break
         self.head.requires_grad_(False)
 
-    def states(self, batch: DocumentBatch) -> Tensor:
-        """(rows, length, D) the block's guesses at the final states, each from the true states before it."""
-        inputs = self._inputs(batch)
+    def states(self, batch: DocumentBatch, deep: Tensor | None = None) -> Tensor:
+        """The block's guesses at the final states.
+
+        Args:
+            batch: The documents.
+            deep: (rows, length, D) states to guess from, each for the token behind it: by default the true ones.
+
+        Returns:
+            (rows, length, D).
+        """
+        inputs = self._inputs(batch, batch.final if deep is None else deep)
         call = self._call(batch).with_state(self.head.translate(*inputs))
         return self.head.state_of(self.gate.native(*call.args, **call.kwargs))
 
     def _step(self, batch: DocumentBatch, optimizer: torch.optim.Optimizer) -> float:
         counted = batch.counted.to(batch.final.device)
         with mixed_precision(batch.final.device):
-            student = self.taught(self.states(batch)[counted])
+            states = self.states(batch)
+            student = self.taught(states[counted])
         with torch.no_grad():
             teacher = self.taught(batch.final[counted].float())
-        divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
-        loss = 0.5 * (divergence + nn.functional.nll_loss(student, teacher.argmax(dim=-1)))
+        loss = total = _loss(student, teacher)
+        behind = _behind_right(counted, student, teacher)
+        if behind.any():
+            with mixed_precision(batch.final.device):
+                student = self.taught(self.states(batch, states.detach())[behind])
+            total = loss + SECOND_SHARE * _loss(student, teacher[behind[counted]])
         optimizer.zero_grad()
-        loss.backward()
+        total.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT)
         optimizer.step()
         return float(loss.detach())
 
     @torch.no_grad()
-    def _inputs(self, batch: DocumentBatch) -> tuple[Tensor, Tensor]:
+    def _inputs(self, batch: DocumentBatch, deep: Tensor) -> tuple[Tensor, Tensor]:
         dtype = self.model.dtype
-        early, deep = (self.unembed.normalize(states.to(dtype)).float() for states in (batch.early, batch.final))
+        early, deep = (self.unembed.normalize(states.to(dtype)).float() for states in (batch.early, deep))
         return early, nn.functional.pad(deep, (0, 0, 1, 0))[:, :-1]
 
     def _regression(self, batch: DocumentBatch) -> tuple[Tensor, Tensor]:
         seen = batch.attention_mask.bool().to(batch.final.device)
-        joined = torch.cat(self._inputs(batch), dim=-1)[seen]
+        joined = torch.cat(self._inputs(batch, batch.final), dim=-1)[seen]
         return torch.cat([joined, joined.new_ones(len(joined), 1)], dim=-1), batch.final[seen].float()
 
     @torch.no_grad()
@@ -190,6 +206,19 @@ def _gates(structure: DecoderStructure) -> Iterator[None]:
         yield
     finally:
         remove_gates(structure)
+
+
+def _loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Half the full model's distribution, half its top token; log probabilities, (N, V) each."""
+    divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return 0.5 * (divergence + nn.functional.nll_loss(student, teacher.argmax(dim=-1)))
+
+
+def _behind_right(counted: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+    """(rows, length) positions, of those that are counted, behind one whose top token the student has right."""
+    right = torch.zeros_like(counted)
+    right[counted] = student.argmax(dim=-1) == teacher.argmax(dim=-1)
+    return counted & nn.functional.pad(right, (1, 0))[:, :-1]
 
 
 def _schedule(step: int, progress: float) -> float:
