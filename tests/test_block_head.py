@@ -220,19 +220,28 @@ def test_documents_are_laid_side_by_side_in_their_own_order(tiny_llama):
     assert batch.early.shape == batch.final.shape == (2, 3, 32)
 
 
+def training_batches(model):
+    torch.manual_seed(0)
+    documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
+    return list(document_batches(model, 1, documents, 8))
+
+
+def started_trainer(model, routers, batches):
+    structure = find_structure(model)
+    unembed = Unembed(model, structure)
+    trainer = BlockTrainer(model, structure, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
+    trainer.start(batches)
+    return trainer
+
+
 @pytest.mark.parametrize("in_bfloat16", [False, True])
 def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama, monkeypatch, in_bfloat16):
     monkeypatch.setattr(mixed_precision, "gains_by_bfloat16", lambda _: in_bfloat16)
     model = tiny_llama()
-    structure = find_structure(model)
-    unembed = Unembed(model, structure)
-    torch.manual_seed(0)
-    documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
-    batches = list(document_batches(model, 1, documents, 8))
+    batches = training_batches(model)
     routers = routers_for(model, 1)
     model.requires_grad_(False)
-    trainer = BlockTrainer(model, structure, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
-    trainer.start(batches)
+    trainer = started_trainer(model, routers, batches)
     assert not any("forward" in module.__dict__ for module in model.modules())
     losses = [loss for _, loss in trainer.train(lambda: batches, len(batches), epochs=30)]
     assert len(losses) == 30
@@ -258,20 +267,14 @@ def test_second_drafts_are_learnt_behind_right_first_ones():
 
 def test_training_on_its_own_guesses_makes_second_drafts_better(tiny_llama, monkeypatch):
     model = tiny_llama()
-    structure = find_structure(model)
-    unembed = Unembed(model, structure)
-    torch.manual_seed(0)
-    documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
-    batches = list(document_batches(model, 1, documents, 8))
+    batches = training_batches(model)
     monkeypatch.setattr(mixed_precision, "gains_by_bfloat16", lambda _: False)
     monkeypatch.setattr(block_training, "_behind_right", lambda counted, *_: counted)  # a random model is seldom right
 
     def second_loss(share):
         monkeypatch.setattr(block_training, "SECOND_SHARE", share)
         torch.manual_seed(0)
-        routers = routers_for(model, 1)
-        trainer = BlockTrainer(model, structure, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
-        trainer.start(batches)
+        trainer = started_trainer(model, routers_for(model, 1), batches)
         list(trainer.train(lambda: batches, len(batches), epochs=30))
         with torch.no_grad():
             losses = [

@@ -214,7 +214,7 @@ class CompiledSteps(CapturedSteps):
 
     kind = "compiled steps"
     reads_drafts = True  # it costs nothing
-    grows = True  # attention over slots that are not filled costs what they would
+    grows = True  # the few sizes serve all calls; slots that are not filled would take memory, and a mask over them
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]] = compile_graph) -> None:
         self._compile_graph = compile_graph
@@ -232,7 +232,7 @@ class CompiledSteps(CapturedSteps):
 
     def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
         """As `CapturedSteps.buffers`; graphs with packed weights that were packed anew are forgotten as well."""
-        if any(gate.kept is not packed for gate, packed in self._packed.items()):
+        if any(gate.kept is not kept for gate, kept in self._packed.items()):
             self.release()
         return super().buffers(*args, **kwargs)
 

@@ -52,9 +52,8 @@ class PackedWeight:
         return not sampled or all(map(torch.equal, self.samples, map(_sample, weights)))
 
 
-_known: WeakValueDictionary[tuple[int, ...], PackedWeight] = (
-    WeakValueDictionary()
-)  # by addresses; models may share them
+# By addresses; models may share them.
+_known: WeakValueDictionary[tuple[int, ...], PackedWeight] = WeakValueDictionary()
 _paying: dict[tuple[torch.dtype, int], list[bool]] = {}  # by dtype and threads, for each of PROBED_ROWS
 
 
@@ -132,10 +131,10 @@ def pays(dtype: torch.dtype, rows: int) -> bool:
 @torch.inference_mode()
 def _is_faster(dtype: torch.dtype, rows: int) -> bool:
     weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(PROBED_WEIGHTS)]
-    packed = [torch.ops.mkldnn._reorder_linear_weight.default(weight, None) for weight in weights]
+    reordered = [torch.ops.mkldnn._reorder_linear_weight.default(weight, None) for weight in weights]
     input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype)
     plain = least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
-    return least_seconds(lambda: [_apply(input, weight, None) for weight in packed], REPEATS) < plain
+    return least_seconds(lambda: [_apply(input, weight, None) for weight in reordered], REPEATS) < plain
 
 
 def _apply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

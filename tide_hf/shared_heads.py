@@ -78,17 +78,19 @@ def attend(
     group = heads // shared
     is_usual = attention_mask is not None and attention_mask.shape[1] == 1 and key.shape == value.shape
     is_narrow = group * width <= 2 * heads * size  # it is the mask that is copied: no more of it than of K/V
-    has_gain = _filled.get() is not None or group > 1
+    end = _filled.get()
+    has_gain = end is not None or group > 1
     if not (has_gain and is_usual and is_narrow) or any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     joined = query.reshape(rows, shared, group * width, size)
     mask: Any = attention_mask
-    output = _attended(joined, key, value, mask.repeat(1, 1, group, 1), kwargs.get("scaling"))
+    output = _attended(joined, key, value, mask.repeat(1, 1, group, 1), end, kwargs.get("scaling"))
     return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous(), None
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    end = _filled.get()
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor | None, scale: float | None
+) -> Tensor:
     if end is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if mask.dtype is torch.bool:  # or each call would make it into numbers once more
