@@ -80,7 +80,7 @@ def test_merged_it_stays_attached_and_says_the_same(tmp_path):
     packs = any(pays(torch.float32, rows) for rows in (1, short.numel()))
     expected = model.generate(short, **OPTIONS)
     attached(model).generate(short, **OPTIONS)
-    assert any(gate.kept is not None for gate in linear_gates(model._tide.structure)) == packs
+    assert any(gate.kept for gate in linear_gates(model._tide.structure)) == packs
     merged = model.merge_and_unload()
     assert isinstance(merged, TIDEModelForCausalLM)
     assert not isinstance(merged, PeftModel)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, packed_linear
 from tide_hf.joined_linears import join_linears
-from tide_hf.packed_linear import PackedWeight, packed
+from tide_hf.packed_linear import Int8Weight, PackedWeight, packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ONE, JOINED = torch.ops.tide_hf.packed_linear.default, torch.ops.tide_hf.joined_linear.default
@@ -20,7 +20,9 @@ ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one pro
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones."""
-    monkeypatch.setattr(packed_linear, "_paying", {(torch.float32, torch.get_num_threads()): [True] * 5})
+    kinds = (PackedWeight, Int8Weight)
+    found = {(kind, torch.float32, torch.get_num_threads()): [True] * 5 for kind in kinds}
+    monkeypatch.setattr(packed_linear, "_paying", found)
 
 
 class Graphs:
@@ -91,13 +93,13 @@ def test_their_memory_is_given_back(tiny_llama):
     attach_packed(model)
     model.generate(**prompts(), **OPTIONS)
     weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
-    key = tuple(weight.data_ptr() for weight in weights)
+    key = (PackedWeight, *[weight.data_ptr() for weight in weights])
     assert packed_linear._known[key].is_of(*weights)
     model.tide_release()
     assert key not in packed_linear._known
 
 
-@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs"])
+@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one in 8 bits"])
 def test_layers_of_one_input_become_one_product(case):
     weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
     if case in ("with biases", "one bias"):
@@ -105,7 +107,8 @@ def test_layers_of_one_input_become_one_product(case):
 
     def layers(state, *constants):
         inputs = [state, state + 1 if case == "two inputs" else state]
-        found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], strict=True)]
+        int8 = [False, case == "one in 8 bits"]
+        found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], int8, strict=True)]
         return torch.cat(found, dim=-1)
 
     state, constants = torch.randn(1, 2, 6), [*weights, *(bias for bias in biases if bias is not None)]
@@ -116,7 +119,7 @@ def test_layers_of_one_input_become_one_product(case):
 
     graph = make_fx(function, tracing_mode="fake")(state, *constants)
     joined = join_linears(graph, constants)
-    assert joined == ([[0, 1]] if case in ("alike", "with biases") else [])
+    assert joined == ([([0, 1], False)] if case in ("alike", "with biases") else [])
     assert sum(node.target is ONE for node in graph.graph.nodes) == (0 if joined else 2)
     kept = packed(*weights)
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))

@@ -11,7 +11,7 @@ from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, packed_linear
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
-from tide_hf.packed_linear import PROBED_ROWS, LinearGate, PackedWeight, linear_gates, pays
+from tide_hf.packed_linear import PROBED_ROWS, Int8Weight, LinearGate, PackedWeight, drafting, linear_gates, pays
 from tide_hf.skipping import LayerRun, active
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed_linear._can_pack(dtype)]
@@ -23,7 +23,8 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones but for 64 to 255 rows."""
-    found = {(dtype, torch.get_num_threads()): [True, True, True, False, True] for dtype in DTYPES}
+    keys = [(kind, dtype, torch.get_num_threads()) for kind in (PackedWeight, Int8Weight) for dtype in DTYPES]
+    found = {key: [True, True, True, False, True] for key in keys}
     monkeypatch.setattr(packed_linear, "_paying", found)
 
 
@@ -43,7 +44,7 @@ def make_linear(size_in, size_out, bias):
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 8, 17, 64, 65, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(1, 3, True), (127, 65, False), (64, 33, True)])
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
 def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, size_out, bias, dtype):
     linear = make_linear(size_in, size_out, bias).to(dtype)
     for state in (torch.randn(1, rows, size_in).to(dtype), torch.randn(rows, 2, size_in).to(dtype)[:, :1]):
@@ -52,7 +53,7 @@ def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, 
         assert linear(state).is_contiguous()
         atol = 1e-5 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(linear(state), native, atol=atol, rtol=atol)
-    assert (linear.forward.kept is not None) == (not 64 <= rows < 256)
+    assert bool(linear.forward.kept) == (not 64 <= rows < 256)
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
@@ -69,7 +70,47 @@ def test_what_pays_is_measured_once_for_each_number_of_rows(monkeypatch, is_fast
 
 
 def test_a_measurement_decides():
-    assert packed_linear._is_faster(torch.float32, 4) in (True, False)
+    assert packed_linear._is_faster(torch.float32, 4, PackedWeight) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "faster"), [((3.0, 2.0, 1.0), True), ((1.0, 3.0, 2.0), False), ((3.0, 1.0, 2.0), False)]
+)
+def test_8_bits_have_to_be_faster_than_both(monkeypatch, seconds, faster):
+    left = iter(seconds)
+    monkeypatch.setattr(packed_linear, "least_seconds", lambda *_: next(left))
+    assert packed_linear._is_faster(torch.float32, 4, Int8Weight) == faster
+    assert next(left, None) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
+def test_in_drafts_weights_are_read_in_8_bits(attached, size_in, size_out, bias, dtype):
+    linear = make_linear(size_in, size_out, bias).to(dtype)
+    with torch.no_grad():
+        linear.weight[-1] = 0.0
+    state = torch.randn(2, 1, size_in).to(dtype)
+    with drafting(in_int8=True):
+        found = linear(state)
+    assert list(linear.forward.kept) == [Int8Weight]
+    assert found.dtype is dtype
+    native = linear.forward.native(state)
+    assert found.shape == native.shape
+    # Half a step of a 127th, twice for the scale's own rounding, for each input; then what bfloat16 makes of it.
+    tolerance = float((linear.weight.abs().amax() / 127 * state.abs().sum(dim=-1)).max()) + 0.02 * float(
+        native.abs().max()
+    )
+    assert 0 < float((found - native).abs().max()) <= tolerance
+    with drafting(in_int8=False):
+        torch.testing.assert_close(linear(state), native, atol=1e-2, rtol=1e-2)
+    assert set(linear.forward.kept) == {Int8Weight, PackedWeight}
+
+
+def test_rows_that_the_product_would_read_beyond_are_not_rounded(attached):
+    linear = make_linear(24, 3, bias=False)
+    with drafting(in_int8=True):
+        linear(torch.randn(1, 24))
+    assert list(linear.forward.kept) == [PackedWeight]
 
 
 def test_models_that_share_a_weight_share_what_is_packed(attached):
@@ -79,8 +120,8 @@ def test_models_that_share_a_weight_share_what_is_packed(attached):
     other.forward = LinearGate(other)
     state = torch.randn(5, 32)
     assert torch.equal(linear(state), other(state))
-    assert isinstance(linear.forward.kept, PackedWeight)
-    assert linear.forward.kept is other.forward.kept
+    assert isinstance(linear.forward.kept[PackedWeight], PackedWeight)
+    assert linear.forward.kept == other.forward.kept
     linear.forward.release()
     assert torch.equal(other(state), linear(state))
     linear.weight.data.add_(1.0)
@@ -90,7 +131,10 @@ def test_models_that_share_a_weight_share_what_is_packed(attached):
 
 def test_the_op_without_packed_weights_is_the_plain_one():
     state, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
-    assert torch.equal(torch.ops.tide_hf.packed_linear(state, weight, bias), nn.functional.linear(state, weight, bias))
+    plain = nn.functional.linear(state, weight, bias)
+    for int8 in (False, True):
+        assert torch.equal(torch.ops.tide_hf.packed_linear(state, weight, bias, int8), plain)
+        assert torch.equal(torch.ops.tide_hf.joined_linear(state, [weight], bias, int8), plain)
 
 
 def test_outside_tide_s_passes_nothing_is_packed(attached):
@@ -100,7 +144,7 @@ def test_outside_tide_s_passes_nothing_is_packed(attached):
     with torch.enable_grad():
         linear(torch.randn(5, 16)).sum().backward()
     linear(torch.randn(0, 16))
-    assert linear.forward.kept is None
+    assert not linear.forward.kept
     assert linear.weight.grad is not None
 
 
@@ -116,9 +160,9 @@ def test_the_block_and_the_draft_vocabulary_are_packed_as_well(tiny_llama):
     assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
     linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
     linears.append(model._tide.draft_unembed().head)
-    assert all(linear.forward.kept is not None and linear.forward.replaced is None for linear in linears)
+    assert all(linear.forward.kept and linear.forward.replaced is None for linear in linears)
     model.tide_release()
-    assert all(linear.forward.kept is None for linear in linears[:-1])
+    assert not any(linear.forward.kept for linear in linears[:-1])
     TIDEModelForCausalLM.detach(model)
     assert not any("forward" in linear.__dict__ for linear in linears[:-1])
 
@@ -140,7 +184,7 @@ def test_changed_weights_are_packed_anew(attached, change):
 def test_generate_notices_an_adapter_that_was_merged(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     before = model.generate(PROMPT, **OPTIONS)
-    assert any(gate.kept is not None for gate in linear_gates(model._tide.structure))
+    assert any(gate.kept for gate in linear_gates(model._tide.structure))
     for gate in linear_gates(model._tide.structure):
         gate.module.weight.data.mul_(-1.0)
     after = model.generate(PROMPT, **OPTIONS)
@@ -153,16 +197,16 @@ def test_a_copy_packs_its_own_weights(attached):
     twin = copy.deepcopy(attached)
     gates = list(linear_gates(twin._tide.structure))
     assert gates
-    assert all(gate.kept is None for gate in gates)
+    assert not any(gate.kept for gate in gates)
     assert gates[0].module is twin.model.layers[0].self_attn.q_proj
 
 
 def test_release_gives_the_memory_back_and_detach_the_layers(attached):
     attached(input_ids=torch.arange(8)[None])
     gates = list(linear_gates(attached._tide.structure))
-    assert all(gate.kept is not None for gate in gates)
+    assert all(gate.kept for gate in gates)
     attached.tide_release()
-    assert all(gate.kept is None for gate in gates)
+    assert not any(gate.kept for gate in gates)
     TIDEModelForCausalLM.detach(attached)
     assert not any("forward" in module.__dict__ for module in attached.modules())
 

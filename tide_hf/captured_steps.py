@@ -170,7 +170,7 @@ class CapturedSteps:
             return logits
 
         start, before = perf_counter(), memory_of(buffers.device)
-        step.replay = replay = self._replay_of(function, buffers)
+        step.replay = replay = self._replay_of(function, buffers, kind)
         self._pool = replay.pool
         if replay.refused is not None and self.refused is None:
             self.refused = replay.refused
@@ -181,7 +181,7 @@ class CapturedSteps:
         logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_made, where, seconds, used / 1e6)
         return step
 
-    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str) -> Replay:
         with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
             return self.make_replay(function, buffers.state(), buffers.device, self._pool)
 

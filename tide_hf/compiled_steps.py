@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
 from .errors import first_line
-from .joined_linears import join_linears
+from .joined_linears import Product, join_linears
 from .operation_log import OperationLog
-from .packed_linear import LinearGate, PackedWeight, copies_fit, linear_gates, packed
+from .packed_linear import Int8Weight, LinearGate, PackedWeight, copies_fit, drafting, linear_gates, packed
 from .replay import Replay, restorer
 from .shared_heads import filled_up_to, shared_heads
 from .skipping import LayerGate
@@ -59,14 +59,17 @@ class Region:
             need not take apart and put together.
         constants: Weights, K/V and what else stays where it is.
         like: Hidden states as it returns them.
-        joined: Which constants are weights of one product.
+        joined: Products of several layers' weights, which are among the constants.
     """
 
     def __init__(
-        self, function: Callable[..., Any], constants: list[Tensor], like: Tensor, joined: list[list[int]]
+        self, function: Callable[..., Any], constants: list[Tensor], like: Tensor, joined: list[Product]
     ) -> None:
         self.function, self.constants = function, [tensor.detach() for tensor in constants]
-        self.packed = [packed(*(constants[i] for i in places)) for places in joined]
+        self.packed = [
+            packed(*(constants[i] for i in places), kind=Int8Weight if int8 else PackedWeight)
+            for places, int8 in joined
+        ]
         self.shape, self.dtype = like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
@@ -100,15 +103,15 @@ class StepCompiler:
         compile_graph: Makes a function of a graph and its inputs.
 
     Attributes:
-        joins: Whether there is memory for one more copy of weights that are packed.
+        has_room: Whether there is memory for one more copy of weights that are packed.
     """
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
         self.compile_graph = compile_graph
         self._compiled: dict[tuple, Callable[..., Any]] = {}
         # Compiled, which constants it takes, and which of those are joined.
-        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[list[int]]]] = {}
-        self.joins = False
+        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[Product]]] = {}
+        self.has_room = False
         self._regions: list[Region | None] | None = None  # while a step is learnt
         self._to_place: Iterator[Region | None] | None = None  # while it is traced
 
@@ -195,7 +198,7 @@ class StepCompiler:
             compiled, order, joined = self._alike[operations]
             return Region(compiled, [log.constants[i] for i in order], like, joined)
         graph, constants = _lifted(_traced(layer, *inputs))
-        joined = join_linears(graph, constants) if self.joins else []
+        joined = join_linears(graph, constants) if self.has_room else []
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
         if kind not in self._compiled:
             self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
@@ -228,23 +231,23 @@ class CompiledSteps(CapturedSteps):
     def release(self) -> None:
         """Give buffers and graphs back."""
         super().release()
-        self._packed: dict[LinearGate, PackedWeight | None] = {}
+        self._packed: dict[tuple[LinearGate, type[PackedWeight]], PackedWeight] = {}
 
     def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
         """As `CapturedSteps.buffers`; graphs with packed weights that were packed anew are forgotten as well."""
-        if any(gate.kept is not kept for gate, kept in self._packed.items()):
+        if any(gate.kept.get(form) is not kept for (gate, form), kept in self._packed.items()):
             self.release()
         return super().buffers(*args, **kwargs)
 
-    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers) -> Replay:
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str) -> Replay:
         parts = buffers.parts
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
         if not self._packed:  # else it was asked before, and what was packed then has taken memory
-            self.layers.joins = copies_fit(gate.module for gate in gates)
-        with shared_heads(parts.model, block):
+            self.layers.has_room = copies_fit(gate.module for gate in gates)
+        with shared_heads(parts.model, block), drafting(in_int8=kind == "draft" and self.layers.has_room):
             replay = self.layers.replay_of(function, buffers.state())
-        self._packed = {gate: gate.kept for gate in gates if gate.kept is not None}
+        self._packed = {(gate, form): kept for gate in gates for form, kept in gate.kept.items()}
         return replay
 
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 
-def join_linears(graph: fx.GraphModule, constants: list[Tensor]) -> list[list[int]]:
+class Product(NamedTuple):
+    """Of several layers' weights.
+
+    Attributes:
+        places: Of the weights, among the constants.
+        int8: Whether it is of weights in 8 bits.
+    """
+
+    places: list[int]
+    int8: bool
+
+
+def join_linears(graph: fx.GraphModule, constants: list[Tensor]) -> list[Product]:
     """Make one product of layers with packed weights that have one input, such as those before attention.
 
     Args:
@@ -16,29 +29,34 @@ def join_linears(graph: fx.GraphModule, constants: list[Tensor]) -> list[list[in
         constants: What its last placeholders stand for.
 
     Returns:
-        For each product, the places of its weights among the constants.
+        The products.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     places = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
-    found: dict[tuple[fx.Node, bool], list[fx.Node]] = defaultdict(list)
+    found: dict[tuple[fx.Node, bool, bool], list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         if node.target is torch.ops.tide_hf.packed_linear.default and node.args[1] in places:
-            found[node.args[0], node.args[2] is None].append(node)
-    products = [linears for linears in found.values() if len(linears) > 1]
-    joined = []
-    for linears in products:
-        weights = [places[linear.args[1]] for linear in linears]
-        _join(graph.graph, linears, [constants[place].shape[0] for place in weights])
-        joined.append(weights)
+            found[node.args[0], node.args[2] is None, _is_int8(node)].append(node)
+    products = []
+    for (_, _, int8), linears in found.items():
+        if len(linears) > 1:
+            products.append(Product([places[linear.args[1]] for linear in linears], int8))
+            _join(graph.graph, linears, [constants[place].shape[0] for place in products[-1].places])
     graph.recompile()
-    return joined
+    return products
+
+
+def _is_int8(linear: fx.Node) -> bool:
+    return bool(linear.args[3]) if len(linear.args) > 3 else False  # a graph leaves out what is as declared
 
 
 def _join(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
     inputs, weights, biases = ([linear.args[i] for linear in linears] for i in range(3))
     with graph.inserting_before(linears[0]):
         bias = None if biases[0] is None else graph.call_function(torch.ops.aten.cat.default, (biases,))
-        whole = graph.call_function(torch.ops.tide_hf.joined_linear.default, (inputs[0], weights, bias))
+        whole = graph.call_function(
+            torch.ops.tide_hf.joined_linear.default, (inputs[0], weights, bias, _is_int8(linears[0]))
+        )
         end = 0
         for linear, size in zip(linears, sizes, strict=True):
             start, end = end, end + size

@@ -1,0 +1,116 @@
+"""Drafts on weights in 8 bits: no pass that verifies reads them, whatever they hold."""
+
+import pytest
+import torch
+from drafters import use_drafter
+from families import tiny_model
+from test_block_head import block_layer_of, routers_for
+from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, linear_heads, prompts
+from test_compiled_steps import MIXTURES, draft_with_heads
+from test_joined_linears import attach_packed
+from torch import nn
+
+from tide_hf import TIDEModelForCausalLM, packed_linear
+from tide_hf.packed_linear import Int8Weight, PackedWeight, linear_gates
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    """Whatever this machine is, packed weights are the faster ones, and those in 8 bits are faster still."""
+    kinds = (PackedWeight, Int8Weight)
+    found = {(kind, torch.float32, torch.get_num_threads()): [True] * 5 for kind in kinds}
+    monkeypatch.setattr(packed_linear, "_paying", found)
+
+
+@pytest.fixture
+def applied(monkeypatch):
+    """The shapes of what was multiplied by weights in 8 bits, all of which hold something else."""
+    shapes, apply = [], Int8Weight.apply
+
+    def scrambled(self, input, bias):
+        shapes.append(tuple(input.shape))
+        return apply(self, input, bias).flip(-1) + 1.0
+
+    monkeypatch.setattr(Int8Weight, "apply", scrambled)
+    return shapes
+
+
+def attach_with(kind, model, exit_layer):
+    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
+    steps = attach_packed(model, routers)
+    draft_with_heads(model, exit_layer)
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["linear", "block"])
+@pytest.mark.parametrize("family", [family for family in FEW if family not in MIXTURES])
+def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach_with(kind, model, block_layer_of(family))
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.refused is None
+    assert applied
+    assert {shape[-2] if len(shape) > 2 else shape[0] for shape in applied} == {1}  # a draft's width
+
+
+def test_drafts_are_nearly_the_same(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_with("linear", model, 3)
+    model.generate(**prompts(), **OPTIONS)
+    gates = list(linear_gates(model._tide.structure))
+    rounded = [gate for gate in gates if Int8Weight in gate.kept]
+    assert len(rounded) == 3 * 7 + 1  # the layers that draft, and the head
+    for gate in rounded:
+        state = torch.randn(1, gate.module.in_features)
+        drafted, native = gate.kept[Int8Weight].apply(state, None), nn.functional.linear(state, gate.module.weight)
+        assert float((drafted - native).abs().max()) <= 0.02 * float(native.abs().max())
+
+
+def test_there_has_to_be_memory_for_them(tiny_llama, monkeypatch, applied):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    monkeypatch.setattr(packed_linear, "MEMORY_SHARE", 0.0)
+    steps = attach_with("linear", model, 3)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.replays > 0
+    assert not applied
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+def test_weights_that_change_are_rounded_anew(tiny_llama, change):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_with("linear", model, 3)
+    model.generate(**prompts(), **OPTIONS)
+    gate = next(linear_gates(model._tide.structure))
+    before, weight = gate.kept[Int8Weight], gate.module.weight
+    with torch.no_grad():
+        (weight if change == "in place" else weight.data).mul_(-1.0)
+    model.generate(**prompts(), **OPTIONS)
+    state = torch.randn(1, gate.module.in_features)
+    torch.testing.assert_close(gate.kept[Int8Weight].apply(state, None), -before.apply(state, None))
+
+
+def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach_with("linear", model, 3)
+    model.generate(**prompts(), **OPTIONS)
+    made, address = steps.warm_up.num_made, model.model.layers[0].mlp.up_proj.weight.data_ptr()
+    assert any(kind is Int8Weight and address in rest for kind, *rest in packed_linear._known)
+    model.generate(**prompts(), **OPTIONS, tide_engine="eager")
+    model.generate(**prompts(), **OPTIONS)
+    assert steps.warm_up.num_made == made
+    model.tide_release()
+    assert not any(gate.kept for gate in linear_gates(model._tide.structure))
+    assert not any(kind is Int8Weight and address in rest for kind, *rest in packed_linear._known)
+
+
+def test_without_drafts_nothing_is_rounded(tiny_llama, applied):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_packed(model)
+    use_drafter(model, "random", [[5] * NEW], width=4)
+    model.generate(**prompts(), **OPTIONS)
+    assert not applied
+    TIDEModelForCausalLM.detach(model)

@@ -1,0 +1,144 @@
+"""The published system's `router.pt`: what it becomes here, and which files are refused."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import torch
+from families import tiny_model
+
+from tide_hf import TIDERouters
+from tide_hf.errors import ConfigurationError, RoutersFileError
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+class _Code:
+    def __reduce__(self):
+        return os.mkdir, ("code-ran",)
+
+
+def published(hidden_size=32, bottleneck=16, positions=(1, 2)):
+    layers = {
+        position: {"down.weight": torch.randn(bottleneck, hidden_size), "up.weight": torch.randn(1, bottleneck)}
+        for position in positions
+    }
+    return {"hidden_dim": hidden_size, "bottleneck_dim": bottleneck, "router_layers": layers}
+
+
+def test_published_positions_become_exit_layers(model, tmp_path):
+    torch.save(published(), tmp_path / "router.pt")
+    routers = TIDERouters.from_router_pt(tmp_path / "router.pt", base_model=model)
+    assert routers.exit_layers == [2, 3]
+    assert routers.config.exit_strategy == "identity"
+    assert routers.config.exit_threshold == 0.85
+
+
+def test_a_router_pt_with_code_in_it_is_refused_and_the_code_does_not_run(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({**published(), "extra": _Code()}, tmp_path / "router.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(_Code()))
+    for name in ("router.pt", "plain.pt"):
+        with pytest.raises(
+            RoutersFileError, match=r"cannot be used as a published router.pt: got .*Expected hidden_dim"
+        ):
+            TIDERouters.from_router_pt(tmp_path / name, model)
+    assert not (tmp_path / "code-ran").exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        published(hidden_size=31),
+        {**published(), "bottleneck_dim": 8},
+        {"router_layers": {1: {}}, "bottleneck_dim": 16},
+        {"hidden_dim": 32},
+        {**published(), "router_layers": {"a": {}}},
+        [1, 2],
+        torch.zeros(3),
+    ],
+    ids=range(7),
+)
+def test_router_pt_of_the_wrong_shape(model, tmp_path, state):
+    torch.save(state, tmp_path / "router.pt")
+    with pytest.raises(RoutersFileError, match=r"got .*Expected hidden_dim, bottleneck_dim and router_layers"):
+        TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+
+
+def test_a_published_router_behind_the_last_layer_is_left_out(model, tmp_path):
+    last = model.config.num_hidden_layers - 1
+    torch.save(published(positions=(1, last)), tmp_path / "router.pt")
+    assert TIDERouters.from_router_pt(tmp_path / "router.pt", model).exit_layers == [2]
+
+
+def test_a_damaged_router_pt_is_refused(model, tmp_path):
+    torch.save(published(), tmp_path / "router.pt")
+    content = (tmp_path / "router.pt").read_bytes()
+    whole = TIDERouters.from_router_pt(tmp_path / "router.pt", model).state_dict()
+    weight = published()["router_layers"][1]["up.weight"].numpy().nbytes
+    for position in (*range(0, len(content), 97), content.index(b"hidden_dim"), len(content) // 2 + weight):
+        damaged = content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        for changed in (damaged, content[:position]):
+            (tmp_path / "router.pt").write_bytes(changed)
+            try:
+                routers = TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+            except RoutersFileError:
+                continue
+            found = routers.state_dict()  # padding and dates may change
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_router_pt_with_layers_out_of_range(model, tmp_path):
+    torch.save(published(positions=(1, 7)), tmp_path / "router.pt")
+    with pytest.raises(ConfigurationError, match="exit layer out of range"):
+        TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+
+
+WRITE_WITH_THE_PUBLISHED_PACKAGE = """
+import sys, torch
+from TIDE.router import RouterCheckpoint, TokenRouter
+torch.manual_seed(0)
+routers = {position: TokenRouter(32, 16) for position in (0, 2)}
+RouterCheckpoint(routers, 32, 16).save(sys.argv[1])
+states = torch.load(sys.argv[2], weights_only=True)
+torch.save({position: router(states).detach() for position, router in routers.items()}, sys.argv[3])
+"""
+
+
+def test_scores_equal_those_of_the_published_package(model, tmp_path):
+    """`tide-inference` 0.2.1 writes a router.pt and scores; ours are the same, one layer number higher."""
+    download = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+        + ["--no-binary", ":all:", "--dest", str(tmp_path), "tide-inference==0.2.1"],
+        env={**os.environ, "TIDE_NO_CUDA": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if download.returncode:
+        pytest.skip(f"tide-inference 0.2.1 cannot be had here: {download.stderr.splitlines()[-1:]}")
+    with tarfile.open(tmp_path / "tide_inference-0.2.1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    unembed = Unembed(model, find_structure(model))
+    states = torch.randn(5, 32)
+    normed = unembed.normalize(states)
+    torch.save(normed, tmp_path / "states.pt")
+    files = [str(tmp_path / name) for name in ("router.pt", "states.pt", "scores.pt")]
+    subprocess.run(
+        [sys.executable, "-c", WRITE_WITH_THE_PUBLISHED_PACKAGE, *files],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "tide_inference-0.2.1" / "python")},
+        check=True,
+    )
+    routers = TIDERouters.from_router_pt(files[0], base_model=model)
+    scores = torch.load(files[2], weights_only=True)
+    assert routers.exit_layers == [1, 3]
+    for position, expected in scores.items():
+        torch.testing.assert_close(routers[position + 1].router(normed), expected)
