@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.calibration import work_folder
 from tide_hf.errors import CalibrationError, UnsupportedModelError, UnsupportedOptionError
-from tide_hf.packed_linear import linear_gates, pays
+from tide_hf.packed_linear import linear_gates
+from tide_hf.packed_weights import pays
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}

@@ -10,8 +10,9 @@ from test_compiled_steps import MIXTURES, draft_with_heads
 from test_joined_linears import attach_packed
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, packed_linear
-from tide_hf.packed_linear import Int8Weight, PackedWeight, linear_gates
+from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
+from tide_hf.packed_linear import linear_gates
+from tide_hf.packed_weights import Int8Weight, PackedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -21,7 +22,7 @@ def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones, and those in 8 bits are faster still."""
     kinds = (PackedWeight, Int8Weight)
     found = {(kind, torch.float32, torch.get_num_threads()): [True] * 5 for kind in kinds}
-    monkeypatch.setattr(packed_linear, "_paying", found)
+    monkeypatch.setattr(packed_weights, "_paying", found)
 
 
 @pytest.fixture
@@ -98,13 +99,13 @@ def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
     steps = attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
     made, address = steps.warm_up.num_made, model.model.layers[0].mlp.up_proj.weight.data_ptr()
-    assert any(kind is Int8Weight and address in rest for kind, *rest in packed_linear._known)
+    assert any(kind is Int8Weight and address in rest for kind, *rest in packed_weights._known)
     model.generate(**prompts(), **OPTIONS, tide_engine="eager")
     model.generate(**prompts(), **OPTIONS)
     assert steps.warm_up.num_made == made
     model.tide_release()
     assert not any(gate.kept for gate in linear_gates(model._tide.structure))
-    assert not any(kind is Int8Weight and address in rest for kind, *rest in packed_linear._known)
+    assert not any(kind is Int8Weight and address in rest for kind, *rest in packed_weights._known)
 
 
 def test_without_drafts_nothing_is_rounded(tiny_llama, applied):

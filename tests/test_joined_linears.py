@@ -8,9 +8,9 @@ from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
 from test_compiled_steps import MIXTURES, as_traced, attach, draft_with_heads
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tide_hf import TIDEModelForCausalLM, packed_linear
+from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
 from tide_hf.joined_linears import join_linears
-from tide_hf.packed_linear import Int8Weight, PackedWeight, packed
+from tide_hf.packed_weights import Int8Weight, PackedWeight, packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ONE, JOINED = torch.ops.tide_hf.packed_linear.default, torch.ops.tide_hf.joined_linear.default
@@ -22,7 +22,7 @@ def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones."""
     kinds = (PackedWeight, Int8Weight)
     found = {(kind, torch.float32, torch.get_num_threads()): [True] * 5 for kind in kinds}
-    monkeypatch.setattr(packed_linear, "_paying", found)
+    monkeypatch.setattr(packed_weights, "_paying", found)
 
 
 class Graphs:
@@ -94,9 +94,9 @@ def test_their_memory_is_given_back(tiny_llama):
     model.generate(**prompts(), **OPTIONS)
     weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
     key = (PackedWeight, *[weight.data_ptr() for weight in weights])
-    assert packed_linear._known[key].is_of(*weights)
+    assert packed_weights._known[key].is_of(*weights)
     model.tide_release()
-    assert key not in packed_linear._known
+    assert key not in packed_weights._known
 
 
 @pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one in 8 bits"])

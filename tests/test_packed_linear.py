@@ -9,12 +9,13 @@ from families import VOCAB
 from test_block_head import routers_for
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, packed_linear
+from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
-from tide_hf.packed_linear import PROBED_ROWS, Int8Weight, LinearGate, PackedWeight, drafting, linear_gates, pays
+from tide_hf.packed_linear import LinearGate, drafting, linear_gates
+from tide_hf.packed_weights import PROBED_ROWS, Int8Weight, PackedWeight, pays
 from tide_hf.skipping import LayerRun, active
 
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed_linear._can_pack(dtype)]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed_weights.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 PROMPT = torch.arange(8)[None]
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
@@ -25,7 +26,7 @@ def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones but for 64 to 255 rows."""
     keys = [(kind, dtype, torch.get_num_threads()) for kind in (PackedWeight, Int8Weight) for dtype in DTYPES]
     found = {key: [True, True, True, False, True] for key in keys}
-    monkeypatch.setattr(packed_linear, "_paying", found)
+    monkeypatch.setattr(packed_weights, "_paying", found)
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, 
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_what_pays_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
     probed = []
-    monkeypatch.setattr(packed_linear, "_paying", {})
+    monkeypatch.setattr(packed_weights, "_paying", {})
     monkeypatch.setattr(
-        packed_linear, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
+        packed_weights, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
     )
     assert [pays(torch.float32, rows) for rows in (0, 1, 3, 63, 9999)] == [False, *[is_faster] * 4]
     assert len(probed) == 2 * len(PROBED_ROWS)
@@ -70,7 +71,7 @@ def test_what_pays_is_measured_once_for_each_number_of_rows(monkeypatch, is_fast
 
 
 def test_a_measurement_decides():
-    assert packed_linear._is_faster(torch.float32, 4, PackedWeight) in (True, False)
+    assert packed_weights._is_faster(torch.float32, 4, PackedWeight) in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,8 @@ def test_a_measurement_decides():
 )
 def test_8_bits_have_to_be_faster_than_both(monkeypatch, seconds, faster):
     left = iter(seconds)
-    monkeypatch.setattr(packed_linear, "least_seconds", lambda *_: next(left))
-    assert packed_linear._is_faster(torch.float32, 4, Int8Weight) == faster
+    monkeypatch.setattr(packed_weights, "least_seconds", lambda *_: next(left))
+    assert packed_weights._is_faster(torch.float32, 4, Int8Weight) == faster
     assert next(left, None) is None
 
 

@@ -23,7 +23,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .errors import first_line
 from .fixed_cache import FixedLayer
-from .packed_linear import LinearGate, pays
+from .packed_linear import LinearGate
+from .packed_weights import pays
 from .skipping import Gate, LayerGate, input_state
 from .warm_up import WarmUp
 

@@ -28,7 +28,8 @@ from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, pla
 from .errors import first_line
 from .joined_linears import Product, join_linears
 from .operation_log import OperationLog
-from .packed_linear import Int8Weight, LinearGate, PackedWeight, copies_fit, drafting, linear_gates, packed
+from .packed_linear import LinearGate, copies_fit, drafting, linear_gates
+from .packed_weights import Int8Weight, PackedWeight, packed
 from .replay import Replay, restorer
 from .shared_heads import filled_up_to, shared_heads
 from .skipping import LayerGate
