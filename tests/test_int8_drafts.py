@@ -12,7 +12,7 @@ from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
 from tide_hf.packed_linear import linear_gates
-from tide_hf.packed_weights import Int8Weight, PackedWeight
+from tide_hf.packed_weights import PROBED_ROWS, Int8Weight, PackedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones, and those in 8 bits are faster still."""
-    kinds = (PackedWeight, Int8Weight)
-    found = {(kind, torch.float32, torch.get_num_threads()): [True] * 5 for kind in kinds}
+    kinds, threads = (PackedWeight, Int8Weight), torch.get_num_threads()
+    found = {(kind, torch.float32, threads, rows): True for kind in kinds for rows in PROBED_ROWS}
     monkeypatch.setattr(packed_weights, "_paying", found)
 
 

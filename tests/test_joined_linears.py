@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
 from tide_hf.joined_linears import join_linears
-from tide_hf.packed_weights import Int8Weight, PackedWeight, packed
+from tide_hf.packed_weights import PROBED_ROWS, Int8Weight, PackedWeight, packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ONE, JOINED = torch.ops.tide_hf.packed_linear.default, torch.ops.tide_hf.joined_linear.default
@@ -20,8 +20,8 @@ ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one pro
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones."""
-    kinds = (PackedWeight, Int8Weight)
-    found = {(kind, torch.float32, torch.get_num_threads()): [True] * 5 for kind in kinds}
+    kinds, threads = (PackedWeight, Int8Weight), torch.get_num_threads()
+    found = {(kind, torch.float32, threads, rows): True for kind in kinds for rows in PROBED_ROWS}
     monkeypatch.setattr(packed_weights, "_paying", found)
 
 

@@ -75,7 +75,7 @@ class Int8Weight(PackedWeight):
 
 # By kind and addresses; models may share them.
 _known: WeakValueDictionary[tuple[Any, ...], PackedWeight] = WeakValueDictionary()
-_paying: dict[tuple[type[PackedWeight], torch.dtype, int], list[bool]] = {}  # by threads, for each of PROBED_ROWS
+_paying: dict[tuple[type[PackedWeight], torch.dtype, int, int], bool] = {}  # by threads and one of PROBED_ROWS
 
 
 def packed(*weights: Tensor, kind: type[PackedWeight] = PackedWeight) -> PackedWeight:
@@ -93,11 +93,13 @@ def _key_of(weights: Sequence[Tensor], kind: type[PackedWeight]) -> tuple[Any, .
 
 def pays(dtype: torch.dtype, rows: int, kind: type[PackedWeight] = PackedWeight) -> bool:
     """Whether weights of a kind are the faster ones for so many rows on this machine; measured once."""
-    key = kind, dtype, torch.get_num_threads()
+    if rows < PROBED_ROWS[0] or not can_pack(dtype):
+        return False
+    probed = max(known for known in PROBED_ROWS if known <= rows)
+    key = kind, dtype, torch.get_num_threads(), probed
     if key not in _paying:
-        _paying[key] = [_is_faster(dtype, probed, kind) for probed in PROBED_ROWS] if can_pack(dtype) else []
-    at = sum(probed <= rows for probed in PROBED_ROWS) - 1
-    return 0 <= at < len(_paying[key]) and _paying[key][at]
+        _paying[key] = _is_faster(dtype, probed, kind)
+    return _paying[key]
 
 
 @torch.inference_mode(False)  # tensors made in it have no versions
