@@ -8,11 +8,12 @@ from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, linear_heads, prompts
 from test_compiled_steps import MIXTURES, draft_with_heads
 from test_joined_linears import attach_packed
+from test_packed_linear import let_pay
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
 from tide_hf.packed_linear import linear_gates
-from tide_hf.packed_weights import PROBED_ROWS, Int8Weight, PackedWeight
+from tide_hf.packed_weights import Int8Weight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones, and those in 8 bits are faster still."""
-    kinds, threads = (PackedWeight, Int8Weight), torch.get_num_threads()
-    found = {(kind, torch.float32, threads, rows): True for kind in kinds for rows in PROBED_ROWS}
-    monkeypatch.setattr(packed_weights, "_paying", found)
+    let_pay(monkeypatch)
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from drafters import use_drafter
 from families import ATTENTION, tiny_model
 from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
 from test_compiled_steps import MIXTURES, as_traced, attach, draft_with_heads
+from test_packed_linear import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
 from tide_hf.joined_linears import join_linears
-from tide_hf.packed_weights import PROBED_ROWS, Int8Weight, PackedWeight, packed
+from tide_hf.packed_weights import PackedWeight, packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ONE, JOINED = torch.ops.tide_hf.packed_linear.default, torch.ops.tide_hf.joined_linear.default
@@ -20,9 +21,7 @@ ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one pro
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones."""
-    kinds, threads = (PackedWeight, Int8Weight), torch.get_num_threads()
-    found = {(kind, torch.float32, threads, rows): True for kind in kinds for rows in PROBED_ROWS}
-    monkeypatch.setattr(packed_weights, "_paying", found)
+    let_pay(monkeypatch)
 
 
 class Graphs:

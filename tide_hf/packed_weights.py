@@ -118,8 +118,7 @@ def _seconds_of(kind: type[PackedWeight], weights: list[Tensor], input: Tensor) 
 
 
 def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, int8: bool = False) -> Tensor:
-    known = _known.get(_key_of([weight], Int8Weight if int8 else PackedWeight))
-    return functional.linear(input, weight, bias) if known is None else known.apply(input, bias)
+    return _joined_linear(input, [weight], bias, int8)
 
 
 def _joined_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, int8: bool = False) -> Tensor:
