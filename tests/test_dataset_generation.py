@@ -140,7 +140,8 @@ def test_answers_by_other_settings_are_not_mixed(parts, tmp_path, changed, messa
         ({"question": "Why?"}, "keys question"),
         ({"prompt": ""}, "an empty prompt"),
         (7, "int"),
-        ({"messages": [{"role": "user"}, 3]}, "messages that the chat template refuses"),
+        ({"messages": [{"role": "user", "content": "Why?"}, 3]}, "messages without a role"),
+        ({"messages": [{"role": 1, "content": "Why?"}]}, "messages without a role"),
     ],
 )
 def test_a_row_that_cannot_be_answered_is_named_before_any_work(parts, tmp_path, row, got):
@@ -153,6 +154,13 @@ def test_messages_need_a_template(parts, tiny_model_folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
     tokenizer.chat_template = None
     with pytest.raises(DatasetError, match="got messages, and a tokenizer without chat template"):
+        generate_dataset(parts[0], tokenizer, prompts()[-1:], tmp_path, **OPTIONS)
+
+
+def test_messages_that_the_template_refuses(parts, tiny_model_folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DatasetError, match=r"got messages that the chat template refuses \(.*roles must alternate\)"):
         generate_dataset(parts[0], tokenizer, prompts()[-1:], tmp_path, **OPTIONS)
 
 

@@ -122,6 +122,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[i
     problem = f"keys {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
     if isinstance(prompt, str):
         tokens, problem = tokenizer(prompt)["input_ids"], "an empty prompt"
+    elif isinstance(messages, list) and not all(_is_message(message) for message in messages):
+        problem = "messages without a role"  # a template may print nothing for them, and say nothing
     elif isinstance(messages, list) and tokenizer.chat_template is not None:
         try:
             tokens = encode_messages(tokenizer, messages, add_generation_prompt=True)
@@ -139,6 +141,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[i
             )
         )
     return list(tokens)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
 def _check_options(batch_size: int, shard_size: int, options: dict[str, Any]) -> None:
