@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import KINDS, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextStreamer
+from transformers import DynamicCache, TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, speculation
 from tide_hf.errors import UnsupportedOptionError
@@ -137,55 +137,12 @@ def test_the_cache_after_each_round_is_that_of_the_accepted_tokens(family, thres
     assert (rounds[-1] > 3) == (threshold == 0.01 or family == "mistral")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 9, "eos_token_id": [5, 9, 11, 40, 41, 42, 43], "pad_token_id": 0},
-        {"num_return_sequences": 1, "bad_words_ids": [[7], [9, 10]]},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_in_a_batch(options):
-    check(tiny_model("llama"), prompts(4), **options)
-
-
 def test_num_return_sequences_and_sampling_in_a_batch():
     model = TIDEModelForCausalLM.attach(tiny_model("llama"))
     result = model.generate(**prompts(2), max_new_tokens=12, do_sample=True, num_return_sequences=3, eos_token_id=None)
     assert result.shape == (6, PROMPT + 12)
     assert torch.equal(result[0, :PROMPT], result[2, :PROMPT])
     assert not torch.equal(result[0], result[1])
-
-
-def test_a_criterion_without_padding_lets_rows_run_on():
-    class FirstRowsStopEarly(StoppingCriteria):
-        """Stops a row once it has as many tokens as its first token is worth, without naming a padding."""
-
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.tensor([input_ids.shape[1] >= PROMPT + 4 + int(row[3]) % 7 for row in input_ids])
-
-    model, inputs = tiny_model("llama"), prompts(4, "none")
-    check(model, inputs, stopping_criteria=[FirstRowsStopEarly()])
-
-
-def test_every_processor_sees_each_row_with_its_own_prefix():
-    class Recorder(LogitsProcessor):
-        def __init__(self):
-            self.seen = set()
-
-        def __call__(self, input_ids, scores):
-            self.seen |= {tuple(row.tolist()) for row in input_ids}
-            return scores
-
-    model, inputs = tiny_model("llama"), prompts(3)
-    plain, own = Recorder(), Recorder()
-    expected = model.generate(**inputs, logits_processor=[plain], **OPTIONS)
-    TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "mixed", expected[:, PROMPT:].tolist())
-    model.generate(**inputs, logits_processor=[own], **OPTIONS)
-    assert own.seen == plain.seen
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

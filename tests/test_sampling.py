@@ -8,8 +8,8 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.choosing import TokenChooser
 from tide_hf.drafting import Draft
-from tide_hf.speculation import SelfSpeculativeDecoder
 
 VOCAB, LENGTH, SAMPLES = 5, 3, 4000
 WARPERS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "eos_token_id": None}
@@ -97,13 +97,13 @@ def test_tokens_and_sequences_have_the_base_models_distribution(model):
 
 def test_a_broken_acceptance_rule_is_found_out(model, monkeypatch):
     """A second chance for the draft's token, as a wrong rule may give it, shows in the statistic."""
-    original = SelfSpeculativeDecoder._choose
+    original = TokenChooser.choose
 
-    def second_chance(self, row, logits):
-        token = original(self, row, logits)
-        return token if token == 2 else original(self, row, logits)
+    def second_chance(self, rows, logits):
+        tokens = original(self, rows, logits)
+        return tokens if tokens == [2] else original(self, rows, logits)
 
-    monkeypatch.setattr(SelfSpeculativeDecoder, "_choose", second_chance)
+    monkeypatch.setattr(TokenChooser, "choose", second_chance)
     token, sequence = excesses(model)
     assert token > 1
     assert sequence > 1

@@ -137,7 +137,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             super()._round(drafter)
             return
         batch, costs, start = self.batch, self.shallow.costs_of(len(self.batch)), perf_counter()
-        drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
+        drafts = drafter.draft([row.index for row in batch], [max(0, self.chooser.room(row) - 1) for row in batch])
         width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.widths)
         if not self.shallow.num_ahead:
             start = perf_counter()

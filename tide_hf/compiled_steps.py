@@ -254,7 +254,12 @@ class CompiledSteps(CapturedSteps):
 
 def _traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     """The operations of a function; whatever it asks of values is an error."""
-    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, torch_logger.disabled = torch_logger.disabled, True  # or it prints a traceback of what is caught here
+    try:
+        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    finally:
+        torch_logger.disabled = before
 
 
 def _tensors_of(

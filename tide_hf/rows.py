@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+BY_ROW = (MaxTimeCriteria, StopStringCriteria)  # other criteria that look at each row by itself
 
 
 @dataclass
@@ -92,14 +99,30 @@ class Stopping:
         pad = generation_config._pad_token_tensor
         self.pad_token_id = int(pad) if pad is not None else 0
 
+    @property
+    def by_row(self) -> bool:
+        """Whether all criteria are known to look at each row by itself."""
+        return all(type(criterion) in BY_ROW for criterion in self.others)
+
     def __call__(self, row: Row) -> bool:
         """Whether `row` ends with its last token."""
+        return self.together([row])[0]
+
+    def together(self, rows: list[Row]) -> list[bool]:
+        """Whether each row ends with its last token; criteria that see batches are asked about all of them at once."""
+        stops = [row.stopped_at is not None or self._ends(row) for row in rows]
+        if not self.others:
+            return stops
+        ids = torch.cat([row.ids for row in rows])
+        scores = tuple(torch.cat(step) for step in zip(*(row.scores for row in rows), strict=True)) or None
+        found = torch.tensor(stops, device=ids.device)
+        for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
+            found = found | criterion(ids, scores)
+        return found.tolist()
+
+    def _ends(self, row: Row) -> bool:
         stops = row.tokens[-1] in self.eos_tokens
         stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
         for of_rows in self.of_rows:
             stops |= of_rows.stops_row(row.index, row.tokens[-1])
-        if self.others:
-            ids, scores = row.ids, tuple(row.scores) or None
-            for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
-                stops |= bool(criterion(ids, scores).all())
         return stops

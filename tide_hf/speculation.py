@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .adapters import has_adapters_by_row
 from .attachment import Attachment
 from .block_drafting import block_run
+from .choosing import TokenChooser
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
 from .policy import CostTable
@@ -38,8 +39,8 @@ class SelfSpeculativeDecoder:
         attachment: What TIDE added to it.
         engine: What runs the layers; costs are kept apart by it.
         input_ids: (rows, prompt length).
-        logits_processor: Applied to every position's scores, once, in order, row by row.
-        stopping_criteria: Asked after every token, row by row.
+        logits_processor: Applied to every position's scores, once, in order.
+        stopping_criteria: Asked after every token.
         generation_config: Of this call.
         streamer: Gets the tokens one by one, as plain decoding gives them.
         model_kwargs: What `generate` prepared, the cache among it.
@@ -65,8 +66,6 @@ class SelfSpeculativeDecoder:
         self.attachment = attachment
         self.engine = engine
         self.input_ids = input_ids
-        self.logits_processor = logits_processor
-        self.stopping = Stopping(stopping_criteria, generation_config)
         self.config = generation_config
         self.streamer = streamer
         self.model_kwargs = model_kwargs
@@ -82,17 +81,19 @@ class SelfSpeculativeDecoder:
         )
         self.run = self.block or LayerRun(attachment.structure, cache)
         self.shallow = ShallowLayers(self)
-        returned = generation_config.return_dict_in_generate
-        self.keeps_scores = bool(returned and generation_config.output_scores)
-        self.keeps_logits = bool(returned and generation_config.output_logits)
-        # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, or the
-        # rows have adapters of their own.
+        self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
+        stopping = Stopping(stopping_criteria, generation_config)
+        is_returned = cache_is_returned(generation_config, cache)
+        choices = (logits_processor, stopping, generation_config, streamer, self.ranks, is_returned)
+        self.chooser = TokenChooser(self.rows, *choices)
+        # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others
+        # need them, or the rows have adapters of their own.
         self.drops_stopped = not (
-            not self.stopping.pads
-            or cache_is_returned(generation_config, cache)
+            not stopping.pads
+            or is_returned
+            or self.chooser.together
             or has_adapters_by_row(model, attachment.structure)
         )
-        self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
         self.stats = ExitStats("self_speculative", attachment.structure.num_layers, engine=engine)
 
@@ -150,7 +151,7 @@ class SelfSpeculativeDecoder:
 
     def _round(self, drafter: Drafter) -> None:
         batch, costs = self.batch, self.shallow.costs_of(len(self.batch))
-        drafts = drafter.draft([row.index for row in batch], [max(0, self._room(row) - 1) for row in batch])
+        drafts = drafter.draft([row.index for row in batch], [max(0, self.chooser.room(row) - 1) for row in batch])
         width = 1 + max(len(draft.tokens) for draft in drafts)
         start = perf_counter()
         fed = [[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)]
@@ -178,63 +179,12 @@ class SelfSpeculativeDecoder:
         return logits.argmax(dim=-1).tolist()  # the round's one synchronisation
 
     def _accept(self, logits: Tensor, drafts: list[Draft]) -> list[list[int]]:
-        """Choose tokens for each row, position by position, until one differs from its draft.
-
-        Args:
-            logits: (rows, width, vocabulary) of the full-depth pass.
-            drafts: The draft of each row.
-
-        Returns:
-            The new tokens of each row: the accepted drafts and one more.
-        """
-        greedy = None
-        if not (self.config.do_sample or len(self.logits_processor) or self.keeps_scores or self.keeps_logits):
-            greedy = self._top_tokens(logits)
-        new_tokens = []
-        for position, (row, draft) in enumerate(zip(self.batch, drafts, strict=True)):
-            chosen = greedy[position] if greedy is not None else None
-            new_tokens.append(self._accept_row(row, logits[position], chosen, draft))
+        """The new tokens of each row, from the full-depth logits (rows, width, vocabulary)."""
+        top_tokens = None if self.chooser.needs_logits else self._top_tokens(logits)
+        new_tokens = self.chooser.accept(self.batch, logits, drafts, top_tokens, self.stats.num_layers)
         if self.positions is not None:
             self.positions += self.positions.new_tensor([len(tokens) for tokens in new_tokens])
         return new_tokens
-
-    def _room(self, row: Row) -> int:
-        """How many tokens `row` may still add: a stopped one that is kept only keeps pace with the others."""
-        end = self.config.max_length - self.input_ids.shape[1]
-        if row.stopped_at is not None:
-            end = max(len(other.tokens) for other in self.rows)
-        return end - len(row.tokens)
-
-    def _accept_row(self, row: Row, logits: Tensor, greedy: list[int] | None, draft: Draft) -> list[int]:
-        before = len(row.tokens)
-        for position in range(min(len(draft.tokens) + 1, self._room(row))):
-            token = greedy[position] if greedy is not None else self._choose(row, logits[position : position + 1])
-            if row.stopped_at is not None and self.stopping.pads:
-                token = self.stopping.pad_token_id
-            matched = position < len(draft.tokens) and token == draft.tokens[position]
-            row.tokens.append(token)
-            row.depths.append(draft.exit_layer_of(position) if matched else self.stats.num_layers)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
-            if row.stopped_at is None and self.stopping(row):
-                row.stopped_at = len(row.tokens)
-                break
-            if not matched:
-                break
-        row.last = row.tokens[-1] if row.tokens else row.last
-        return row.tokens[before:]
-
-    def _choose(self, row: Row, logits: Tensor) -> int:
-        ids = row.ids
-        logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-        scores = self.logits_processor(ids, logits)
-        if self.keeps_scores:
-            row.scores.append(scores)
-        if self.keeps_logits:
-            row.logits.append(logits)
-        if self.config.do_sample:
-            return int(self.ranks.agree(int(torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1))))
-        return int(scores.argmax(dim=-1))
 
     def _drop_stopped(self) -> None:
         """Let rows that are stopped cost nothing more."""
@@ -252,14 +202,10 @@ class SelfSpeculativeDecoder:
         """Whether all are stopped; rows that were kept must have caught up with the one that stopped last."""
         if any(row.stopped_at is None for row in self.rows):
             return False
-        return self.drops_stopped or all(len(row.tokens) >= self._length() for row in self.rows)
-
-    def _length(self) -> int:
-        return max(row.stopped_at or 0 for row in self.rows)
+        return self.drops_stopped or all(len(row.tokens) >= self.chooser.length for row in self.rows)
 
     def _result(self) -> Tensor | GenerateDecoderOnlyOutput:
-        length = self._length()
-        pad = self.stopping.pad_token_id
+        length, pad = self.chooser.length, self.chooser.stopping.pad_token_id
         tokens = [row.tokens[:length] + [pad] * (length - len(row.tokens)) for row in self.rows]
         sequences = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)], dim=-1)
         self.stats.layers_executed = self.run.layers_executed + self.shallow.layers_executed
@@ -269,12 +215,15 @@ class SelfSpeculativeDecoder:
         stop_recording(self.slots.cache)
         if not self.config.return_dict_in_generate:
             return sequences
-        steps = range(length)
+        scores, logits = (
+            tuple(torch.cat([kept[i] for kept in of_rows]) for i in range(length)) if is_kept else None
+            for is_kept, of_rows in (
+                (self.chooser.keeps_scores, [row.scores for row in self.rows]),
+                (self.chooser.keeps_logits, [row.logits for row in self.rows]),
+            )
+        )
         return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=tuple(torch.cat([row.scores[i] for row in self.rows]) for i in steps) if self.keeps_scores else None,
-            logits=tuple(torch.cat([row.logits[i] for row in self.rows]) for i in steps) if self.keeps_logits else None,
-            past_key_values=self.slots.cache,
+            sequences=sequences, scores=scores, logits=logits, past_key_values=self.slots.cache
         )
 
 
