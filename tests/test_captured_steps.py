@@ -251,6 +251,7 @@ FACTS = {
     "is_sharded": False,
     "has_adapters": False,
     "training": False,
+    "autocast": False,
 }
 
 
@@ -268,6 +269,7 @@ FACTS = {
         ({"is_sharded": True}, "processes share the model"),
         ({"has_adapters": True}, "adapters"),
         ({"training": True}, "training mode"),
+        ({"autocast": True}, "under autocast"),
         ({"refused": "it needs the host"}, "it needs the host"),
     ],
 )
@@ -291,6 +293,23 @@ def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
     with steps.lock:  # as another thread's call would hold it
         assert torch.equal(model.generate(**prompts(), **OPTIONS), plain)
     assert steps.replays == 0
+
+
+def test_steps_are_kept_from_what_autocast_casts(tiny_llama):
+    """Neither are they made of its copies, nor do they run where a call wants them."""
+    model = tiny_llama()
+    options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
+
+    def logits(cast):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            return torch.stack(model.generate(**prompts(), **options).logits)
+
+    plain = [logits(cast=True), logits(cast=False)]
+    steps = attach(model)
+    use_drafter(model, "wrong", [[0] * 99], width=0)  # passes of one token, as plain decoding has them
+    for cast in (True, False, True):
+        torch.testing.assert_close(logits(cast), plain[not cast], atol=1e-5, rtol=1e-5)
+        assert (steps.replays > 0) == (not cast or steps.warm_up.num_made > 0)
 
 
 def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):

@@ -145,6 +145,13 @@ def test_the_op_without_packed_weights_is_the_plain_one():
         assert torch.equal(torch.ops.tide_hf.joined_linear(state, [weight], bias, int8), plain)
 
 
+def test_autocast_finds_the_layer_as_it_is(attached):
+    linear = make_linear(64, 33, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(torch.randn(2, 64)).dtype is torch.bfloat16
+    assert linear.forward.kept == {}
+
+
 def test_outside_tide_s_passes_nothing_is_packed(attached):
     linear = make_linear(16, 16, bias=True)
     with active(None):

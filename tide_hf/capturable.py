@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .captured_steps import CapturedSteps
@@ -29,6 +30,7 @@ class CallFacts:
         is_sharded: Whether processes share the model.
         has_adapters: Whether there are adapters in the layers.
         training: Whether the model is in training mode.
+        autocast: Whether operations choose dtypes by themselves.
         refused: What an earlier call found.
     """
 
@@ -42,6 +44,7 @@ class CallFacts:
     is_sharded: bool
     has_adapters: bool
     training: bool
+    autocast: bool
     refused: str | None = None
 
 
@@ -59,6 +62,7 @@ def why_not_captured(facts: CallFacts) -> str | None:
         "rows with holes, and layers with a window, which would count them": facts.rows > 1 and facts.has_windows,
         "adapters may change without notice": facts.has_adapters,
         "the model is in training mode": facts.training,
+        "under autocast copies of weights do not stay where they are": facts.autocast,
         str(facts.refused): facts.refused is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -81,5 +85,6 @@ def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str
         is_sharded=ranks_of(model).many,
         has_adapters=hasattr(model, "peft_config"),
         training=model.training,
+        autocast=torch.is_autocast_enabled(model.device.type),
         refused=steps.refused,
     )

@@ -55,6 +55,7 @@ class LinearGate(Gate):
             (active_run() is None and not self._anywhere)
             or torch.is_grad_enabled()
             or input.dtype is not weight.dtype
+            or torch.is_autocast_enabled("cpu")
             or not _is_plain(weight)
         ):
             return self.native(input)
