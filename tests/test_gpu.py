@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.captured_steps import CapturedSteps
+from tide_hf.replay import replay_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -102,3 +103,20 @@ def test_one_launch_a_step_and_one_wait_a_round():
     assert rounds > 0
     assert graphs == rounds + drafted
     assert waits == rounds
+
+
+def test_a_capture_that_fails_leaves_nothing_behind():
+    state, before = torch.zeros((), device="cuda"), torch.cuda.current_stream()
+
+    def waits():
+        state.add_(1)
+        torch.cuda.synchronize()
+
+    found = replay_of(waits, [state], state.device)
+    assert found.refused
+    assert torch.cuda.current_stream() == before
+    assert state == 0
+    found = replay_of(lambda: state.add_(1), [state], state.device)
+    assert found.refused is None
+    found.run()
+    assert state == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -100,6 +101,17 @@ def restorer(state: list[Tensor]) -> Callable[[], None]:
     return put_back
 
 
+def _capturing(graph: Any, pool: Any, device: torch.device) -> torch.cuda.graph:
+    """A capture on the device's own stream for them: PyTorch's default one is on the device that captured first."""
+    return torch.cuda.graph(graph, pool=pool, stream=_stream_of(device), capture_error_mode="thread_local")
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of a device, since they share memory."""
+    return torch.cuda.Stream(device)
+
+
 def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
     """Capture a function in a CUDA graph.
 
@@ -130,7 +142,8 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
         graph = torch.cuda.CUDAGraph()
         pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
+            with torch.cuda.stream(torch.cuda.current_stream()), _capturing(graph, pool, device):
                 found = function()
         except RuntimeError as error:  # of CUDA: something that a capture does not allow
             put_back()

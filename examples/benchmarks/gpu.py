@@ -47,6 +47,7 @@ SHAPE = {
 }
 BATCH = 8
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
+ROUTER_INTERVAL = 4
 PROMPT_EXITS = (0.0, 0.5, 0.9)
 LINE_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError)
 
@@ -93,8 +94,10 @@ class Bench:
             for _ in range(self.options.repeats)
         ]
         expected = self.expected.setdefault(rows, tokens)
+        kv_bytes = rows * _bytes_of_a_slot(self.model) * (self.options.prompt + long // 2)
         return {
             "ms_per_token": 1000 * median(runs),
+            "bytes_read": _bytes_read(self.model) + kv_bytes,
             "runs_ms": [1000 * run for run in runs],
             "first_call_s": warm_up,
             "equal": tokens == expected,
@@ -155,7 +158,7 @@ def exits_at(bench: Bench, depth: float) -> dict[str, Any]:
 
 
 def never_exits(bench: Bench) -> dict[str, Any]:
-    layers = sorted({round(share * bench.num_layers) for share in DEPTHS[:-1]} - {0})
+    layers = list(range(ROUTER_INTERVAL, bench.num_layers, ROUTER_INTERVAL)) or [1]
     bench.attach(_fresh_routers(bench, layers), mode="early_exit", exit_threshold=NEVER_EXIT)
     return bench.per_token() | {"exit_layers": layers}
 
@@ -206,8 +209,7 @@ def measure(bench: Bench, deadline: float, bandwidth: float, write: Callable[[di
         bandwidth: Bytes per second that the device's memory can do.
         write: Takes what there is so far.
     """
-    weights = _bytes_read(bench.model)
-    found: dict[str, Any] = {"lines": {}, "weight_bytes": weights, "limit_ms": 1000 * weights / bandwidth}
+    found: dict[str, Any] = {"lines": {}, "weight_bytes": _bytes_read(bench.model)}
     for name, line in lines(bench):
         if perf_counter() > deadline:
             found["lines"][name] = {"left_out": "no time left"}
@@ -215,7 +217,8 @@ def measure(bench: Bench, deadline: float, bandwidth: float, write: Callable[[di
         try:
             result = line()
             if "ms_per_token" in result:
-                result["share_of_bandwidth_limit"] = found["limit_ms"] / result["ms_per_token"]
+                result["limit_ms"] = 1000 * result["bytes_read"] / bandwidth
+                result["share_of_bandwidth_limit"] = result["limit_ms"] / result["ms_per_token"]
         except LINE_ERRORS as error:
             result = {"error": f"{type(error).__name__}: {error}"[:2000]}
         finally:
@@ -259,6 +262,13 @@ def _bytes_read(model: Any) -> int:
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return total if embeddings is head else total - embeddings.numel() * embeddings.element_size()
+
+
+def _bytes_of_a_slot(model: Any) -> int:
+    """Of the K/V of one token, which every later token reads."""
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * model.dtype.itemsize
 
 
 def _fresh_routers(bench: Bench, exit_layers: list[int]) -> TIDERouters:

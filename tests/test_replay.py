@@ -1,0 +1,90 @@
+"""What surrounds the capture of a graph, with a stand-in for CUDA; on a GPU see test_gpu.py."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tide_hf import replay
+
+
+class Stream:
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+class Cuda:
+    """The part of `torch.cuda` that captures, where nothing is captured: what runs then is counted.
+
+    Args:
+        refuses: What the end of a capture says; it then leaves its stream in place, as PyTorch's does.
+    """
+
+    CUDAGraph = SimpleNamespace
+    Stream = Stream
+    device = nullcontext
+
+    def __init__(self, refuses=None):
+        self.refuses, self.outer = refuses, Stream()
+        self.current, self.captured_on = self.outer, []
+
+    def current_stream(self):
+        return self.current
+
+    def graph_pool_handle(self):
+        return "pool"
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        before, self.current = self.current, stream
+        self.captured_on.append(stream)
+        graph.replay = lambda: None
+        try:
+            yield
+        finally:
+            if self.refuses:
+                raise RuntimeError(self.refuses)
+            self.current = before
+
+
+@pytest.fixture
+def counter():
+    return torch.zeros((), dtype=torch.int64)
+
+
+def replayed(monkeypatch, cuda, counter, device="cuda:0"):
+    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    return replay.replay_of(lambda: counter.add_(1), [counter], torch.device(device))
+
+
+def test_a_capture_that_fails_gives_the_stream_and_the_state_back(monkeypatch, counter):
+    cuda = Cuda("operation not permitted\nwhile capturing")
+    found = replayed(monkeypatch, cuda, counter)
+    assert found.refused == "operation not permitted"
+    assert cuda.current is cuda.outer
+    assert counter == 0
+    found.run()
+    assert counter == 1
+
+
+def test_each_device_captures_on_a_stream_of_its_own(monkeypatch, counter):
+    replay._stream_of.cache_clear()
+    cuda = Cuda()
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        assert replayed(monkeypatch, cuda, counter, device).refused is None
+    replay._stream_of.cache_clear()
+    assert [str(stream.device) for stream in cuda.captured_on] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert cuda.captured_on[0] is cuda.captured_on[2]
+    assert cuda.current is cuda.outer
