@@ -142,6 +142,18 @@ def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
         assert stats.layers_executed < post_hoc.layers_executed
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gemma3_text"])
+def test_an_answer_of_one_token_returns_the_prompts_cache(family):
+    """No pass has rolled anything back by then, and a window may be full already."""
+    model = attached(family, [1, 3], "recompute", exit_threshold=0.0)
+    options = {**OPTIONS, "max_new_tokens": 1, "return_dict_in_generate": True}
+    result = model.generate(prompt(), **options)
+    expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
+    assert torch.equal(result.sequences, expected.sequences)
+    for layer, other in zip(result.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys)
+
+
 def test_recompute_runs_deep_layers_once_for_several_tokens():
     """Nine tokens that all leave after layer 1 never run the others, unless the cache is asked for."""
     model = attached("llama", [1], "recompute", exit_threshold=0.0)

@@ -147,7 +147,7 @@ def stop_recording(cache: Cache) -> None:
     for layer in cache.layers:
         if type(layer) is SLIDING_LAYER:
             layer.__class__ = DynamicSlidingWindowLayer
-        if hasattr(layer, "record_past"):
+        if getattr(layer, "record_past", False):
             crop(layer, 0)
             layer.record_past = False
 
