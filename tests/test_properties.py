@@ -10,11 +10,20 @@ from drafters import KINDS, use_drafter
 from families import VOCAB, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 
 FAMILIES = ("llama", "mistral", "gemma3_text", "gpt2", "falcon", "bloom", "llama4_text", "phi3")
 MODELS = {family: tiny_model(family) for family in FAMILIES}
+
+
+class AnyRowEndsAll(StoppingCriteria):
+    """Answers for all rows at once."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return bool((input_ids[:, -1] % 9 == 0).any())
+
 
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 18), "do_sample": st.just(False), "pad_token_id": st.just(0)},
@@ -29,6 +38,11 @@ options = st.fixed_dictionaries(
         "num_return_sequences": st.just(1),
         "exponential_decay_length_penalty": st.just((2, 1.3)),
         "prefill_chunk_size": st.just(4),
+        "prefix_allowed_tokens_fn": st.just(lambda row, ids: list(range(3 + row, VOCAB, 1 + ids.shape[0] % 3))),
+        "encoder_repetition_penalty": st.sampled_from([1.5, 0.7]),
+        "sequence_bias": st.just([[[5, 6], 2.0], [[7], 1.5]]),
+        "renormalize_logits": st.booleans(),
+        "stopping_criteria": st.just([AnyRowEndsAll()]),
     },
 )
 
