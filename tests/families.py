@@ -25,6 +25,8 @@ _HYBRID = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _WINDOW = {"sliding_window": 8, "layer_types": _HYBRID}
 _TOKENS = {name: _COMMON[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # of experts
+
 FAMILIES: dict[str, dict] = {
     "llama": _COMMON,
     "qwen2": _COMMON,

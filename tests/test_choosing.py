@@ -3,37 +3,26 @@
 import pytest
 import torch
 from drafters import KINDS, use_drafter
-from families import VOCAB, tiny_model
-from recorded import Recorder
+from families import tiny_model
+from test_captured_steps import OPTIONS, PROMPT, attach, new_tokens, prompts
+from test_lossless import PROCESSED
 from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria, SynthIDTextWatermarkingConfig
 
-from tide_hf import TIDEModelForCausalLM
-from tide_hf.captured_steps import CapturedSteps
-
-PROMPT, NEW, ROWS = 10, 24, 4
-GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+NEW, ROWS = 24, 4
+GREEDY = {**OPTIONS, "max_new_tokens": NEW}
 
 
-def prompts(rows=ROWS, seed=0):
-    ids = torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    mask[-1, :3] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def answers(options, kind="mixed", captured=False, model=None):
+def answers(options, kind="mixed", captured=False):
     """Plain decoding's answer, and ours with the statistics; `options()` makes processors and criteria for each."""
-    model = model or tiny_model("llama")
+    model, batch = tiny_model("llama"), prompts(ROWS, pads=3)
     torch.manual_seed(0)
-    expected = model.generate(**prompts(), **GREEDY | options())
+    expected = model.generate(**batch, **GREEDY | options())
     sequences = expected if isinstance(expected, torch.Tensor) else expected.sequences
-    TIDEModelForCausalLM.attach(model)
-    if captured:
-        model._tide.captured_steps = CapturedSteps(Recorder(), layers=None)
-    use_drafter(model, kind, sequences[:, PROMPT:].tolist())
+    attach(model)
+    use_drafter(model, kind, new_tokens(sequences))
     torch.manual_seed(0)
     engine = "cuda_graph" if captured else "eager"
-    return expected, model.generate(**prompts(), **GREEDY | options(), tide_engine=engine), model.last_exit_stats
+    return expected, model.generate(**batch, **GREEDY | options(), tide_engine=engine), model.last_exit_stats
 
 
 class Calls(LogitsProcessor):
@@ -71,7 +60,7 @@ def own_words(row, ids):
 
 WHOLE_BATCH = {
     "words for each row": lambda: {"prefix_allowed_tokens_fn": own_words},
-    "guidance": lambda: {"guidance_scale": 1.5, "negative_prompt_ids": prompts(seed=1)["input_ids"][:, :5]},
+    "guidance": lambda: {"guidance_scale": 1.5, "negative_prompt_ids": prompts(ROWS)["input_ids"].flip(0)[:, :5]},
     "the prompt's words": lambda: {"encoder_repetition_penalty": 1.5},
     "the prompt's n-grams": lambda: {"encoder_no_repeat_ngram_size": 2},
     "watermark": lambda: {
@@ -134,10 +123,7 @@ def test_right_drafts_are_all_accepted_and_save_passes():
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 9, "eos_token_id": [5, 9, 11, 40, 41, 42, 43]},
-        {"bad_words_ids": [[7], [9, 10]]},
+        *PROCESSED,
         {"logits_processor": [MinPLogitsWarper(0.1)]},
     ],
     ids=lambda options: next(iter(options)),

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENTION, SDPA, VOCAB, tiny_model
+from families import ATTENTION, MIXTURES, SDPA, VOCAB, tiny_model
 from packaging.version import Version
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
@@ -21,8 +21,7 @@ from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.compiled_steps import CompiledSteps, StepCompiler, _traced
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
 
-# Of experts, whose product in float32 PyTorch 2.13 does not trace, and 2.15 does.
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss") if Version(torch.__version__) < Version("2.15") else ()
+UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
 
 
 def as_traced(graph, _inputs):
@@ -55,9 +54,9 @@ def test_every_familys_tokens_are_the_base_models(family, attention, caplog):
     model = tiny_model(family, attention=attention)
     kinds = ("right", "wrong at the last position")
     steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, kinds, width=4)
-    assert (steps.refused is not None) == (family in MIXTURES)
+    assert (steps.refused is not None) == (family in UNTRACED)
     assert steps.replays > 0
-    assert (model._tide.compiled_layers.num_compiled > 0) == (family in MIXTURES)
+    assert (model._tide.compiled_layers.num_compiled > 0) == (family in UNTRACED)
     assert "Traceback" not in caplog.text  # PyTorch's own, for what cannot be traced
 
 
@@ -65,7 +64,7 @@ def test_every_familys_tokens_are_the_base_models(family, attention, caplog):
 def test_rows_keep_accepted_lengths_of_their_own(family):
     steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_with_heads, ("mixed",))
     assert steps.replays > 0
-    assert (steps.refused is not None) == (family in MIXTURES)
+    assert (steps.refused is not None) == (family in UNTRACED)
 
 
 @pytest.mark.parametrize("kind", ["linear", "block"])
@@ -224,7 +223,7 @@ def small_buffers(monkeypatch):
     return grown
 
 
-@pytest.mark.parametrize("family", [family for family in SDPA if family not in (*MIXTURES, "falcon", "deepseek_v3")])
+@pytest.mark.parametrize("family", [family for family in SDPA if family not in (*UNTRACED, "falcon", "deepseek_v3")])
 def test_slots_that_nothing_was_written_to_are_not_read(family, monkeypatch):
     model = tiny_model(family, attention="sdpa")
     load = StepBuffers.load

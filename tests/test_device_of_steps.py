@@ -5,7 +5,7 @@ PyTorch's fake tensors know a device without having it, in builds with CUDA.
 
 import pytest
 import torch
-from families import ATTENTION, tiny_model
+from families import ATTENTION, MIXTURES, tiny_model
 from test_block_head import WITH_BLOCK, block_layer_of, routers_for
 from test_captured_steps import linear_heads
 from torch import nn
@@ -16,7 +16,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.block_drafting import block_run
 from tide_hf.step_buffers import WIDTHS, Parts, StepBuffers
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # transformers asks which GPU there is
+# Not MIXTURES, for which transformers asks which GPU there is.
 GPU, FILLED, SLOTS = torch.device("cuda:0"), 6, 64
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a PyTorch without CUDA")
 

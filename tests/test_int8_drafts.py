@@ -6,7 +6,7 @@ from drafters import use_drafter
 from families import tiny_model
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, linear_heads, prompts
-from test_compiled_steps import MIXTURES, draft_with_heads
+from test_compiled_steps import UNTRACED, draft_with_heads
 from test_joined_linears import attach_packed
 from test_packed_linear import let_pay
 from torch import nn
@@ -45,7 +45,7 @@ def attach_with(kind, model, exit_layer):
 
 
 @pytest.mark.parametrize("kind", ["linear", "block"])
-@pytest.mark.parametrize("family", [family for family in FEW if family not in MIXTURES])
+@pytest.mark.parametrize("family", [family for family in FEW if family not in UNTRACED])
 def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
     model = tiny_model(family)
     expected = model.generate(**prompts(), **OPTIONS)

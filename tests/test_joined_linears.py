@@ -5,7 +5,7 @@ import torch
 from drafters import use_drafter
 from families import ATTENTION, tiny_model
 from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
-from test_compiled_steps import MIXTURES, as_traced, attach, draft_with_heads
+from test_compiled_steps import UNTRACED, as_traced, attach, draft_with_heads
 from test_packed_linear import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -39,7 +39,7 @@ def attach_packed(model, routers=None, compile_graph=as_traced):
     return attach(model, routers, compile_graph, pack_weights=True)
 
 
-@pytest.mark.parametrize("family", [family for family in ATTENTION if family not in MIXTURES])
+@pytest.mark.parametrize("family", [family for family in ATTENTION if family not in UNTRACED])
 def test_every_familys_tokens_are_the_base_models(family):
     graphs = Graphs()
     steps = check_drafts(

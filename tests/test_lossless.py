@@ -13,6 +13,12 @@ from tide_hf.errors import UnsupportedOptionError
 
 PROMPT, NEW = 12, 28
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+PROCESSED = (  # options with a processor that looks at each row by itself
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 9, "eos_token_id": [5, 9, 11, 40, 41, 42, 43]},
+    {"bad_words_ids": [[7], [9, 10]]},
+)
 
 
 def prompt(seed: int = 0) -> torch.Tensor:
@@ -108,10 +114,7 @@ def test_the_returned_cache_is_that_of_the_accepted_tokens(family, kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 9, "eos_token_id": [5, 9, 11, 40, 41, 42, 43]},
-        {"bad_words_ids": [[7], [9, 10]]},
+        *PROCESSED,
         {"do_sample": True, "temperature": 0.9, "top_k": 20},
         {"do_sample": True, "top_p": 0.8},
     ],

@@ -16,29 +16,29 @@ from .ranks import Ranks
 from .rows import Row, Stopping
 
 # Processors that look at each row by itself, and keep nothing of it; all others get to see whole batches.
-BY_ROW = {
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "MinPLogitsWarper",
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-}
+BY_ROW = (
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.MinPLogitsWarper,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopHLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+)
 
 
 class TokenChooser:
@@ -78,20 +78,16 @@ class TokenChooser:
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
         self.keeps_logits = bool(returned and generation_config.output_logits)
-        by_row = stopping.by_row and all(_looks_by_row(processor) for processor in logits_processor)
+        by_row = stopping.by_row and all(type(processor) in BY_ROW for processor in logits_processor)
         self.together = len(rows) > 1 and not by_row
-        self.processors = logits_processor
-        if len(rows) > 1 and not self.together:
-            self.processors_of = [_of_row(logits_processor, row.index) for row in rows]
-        else:
-            self.processors_of = [logits_processor] * len(rows)
+        self.processors_of = [_of_row(logits_processor, row.index) if by_row else logits_processor for row in rows]
 
     @property
     def needs_logits(self) -> bool:
         """Whether more than each position's top token matters."""
         return bool(
             self.config.do_sample
-            or len(self.processors)
+            or len(self.processors_of[0])
             or self.keeps_scores
             or self.keeps_logits
             or self.together  # their criteria may want scores
@@ -137,10 +133,9 @@ class TokenChooser:
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """Choose the next token of each of these rows from its logits, (rows, vocabulary)."""
-        ids = torch.cat([row.ids for row in rows]) if len(rows) > 1 else rows[0].ids
+        ids = torch.cat([row.ids for row in rows])
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-        processors = self.processors if self.together else self.processors_of[rows[0].index]
-        scores = processors(ids, logits)
+        scores = self.processors_of[rows[0].index](ids, logits)
         for position, row in enumerate(rows):
             if self.keeps_scores:
                 row.scores.append(scores[position : position + 1])
@@ -188,11 +183,6 @@ class TokenChooser:
     def _may_differ(self, row: Row) -> bool:
         """Whether nobody looks at what the model makes of the tokens that `row` was fed."""
         return row.stopped_at is not None and self.stopping.pads and not self.pads_are_seen
-
-
-def _looks_by_row(processor: Any) -> bool:
-    kind = type(processor)
-    return kind.__name__ in BY_ROW and getattr(logits_process, kind.__name__, None) is kind
 
 
 def _of_row(processors: Any, index: int) -> LogitsProcessorList:

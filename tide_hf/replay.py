@@ -101,14 +101,9 @@ def restorer(state: list[Tensor]) -> Callable[[], None]:
     return put_back
 
 
-def _capturing(graph: Any, pool: Any, device: torch.device) -> torch.cuda.graph:
-    """A capture on the device's own stream for them: PyTorch's default one is on the device that captured first."""
-    return torch.cuda.graph(graph, pool=pool, stream=_stream_of(device), capture_error_mode="thread_local")
-
-
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of a device, since they share memory."""
+    """For all captures of a device, since they share memory; PyTorch's own is of the device that captured first."""
     return torch.cuda.Stream(device)
 
 
@@ -141,9 +136,10 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
             return Replay(function, pool, f"its forward needs the host ({reads.found})")
         graph = torch.cuda.CUDAGraph()
         pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        capture = torch.cuda.graph(graph, pool=pool, stream=_stream_of(device), capture_error_mode="thread_local")
         try:
             # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
-            with torch.cuda.stream(torch.cuda.current_stream()), _capturing(graph, pool, device):
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:
                 found = function()
         except RuntimeError as error:  # of CUDA: something that a capture does not allow
             put_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,11 @@ class Row:
     def ids(self) -> Tensor:
         """(1, length) prompt and new tokens, as processors and criteria see them."""
         return torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=-1) if self.tokens else self.prompt
+
+
+def by_step(kept: Iterable[list[Tensor]]) -> tuple[Tensor, ...]:
+    """(rows, vocabulary) of each step, from as many (1, vocabulary) of each row."""
+    return tuple(torch.cat(step) for step in zip(*kept, strict=True))
 
 
 class RowCriterion(StoppingCriteria):
@@ -114,7 +120,7 @@ class Stopping:
         if not self.others:
             return stops
         ids = torch.cat([row.ids for row in rows])
-        scores = tuple(torch.cat(step) for step in zip(*(row.scores for row in rows), strict=True)) or None
+        scores = by_step(row.scores for row in rows) or None
         found = torch.tensor(stops, device=ids.device)
         for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
             found = found | criterion(ids, scores)

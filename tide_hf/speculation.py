@@ -25,7 +25,7 @@ from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
 from .policy import CostTable
 from .ranks import ranks_of
-from .rows import Row, Stopping
+from .rows import Row, Stopping, by_step
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
 from .unembed import DraftUnembed
@@ -84,8 +84,9 @@ class SelfSpeculativeDecoder:
         self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         stopping = Stopping(stopping_criteria, generation_config)
         is_returned = cache_is_returned(generation_config, cache)
-        choices = (logits_processor, stopping, generation_config, streamer, self.ranks, is_returned)
-        self.chooser = TokenChooser(self.rows, *choices)
+        self.chooser = TokenChooser(
+            self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, is_returned
+        )
         # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others
         # need them, or the rows have adapters of their own.
         self.drops_stopped = not (
@@ -215,15 +216,11 @@ class SelfSpeculativeDecoder:
         stop_recording(self.slots.cache)
         if not self.config.return_dict_in_generate:
             return sequences
-        scores, logits = (
-            tuple(torch.cat([kept[i] for kept in of_rows]) for i in range(length)) if is_kept else None
-            for is_kept, of_rows in (
-                (self.chooser.keeps_scores, [row.scores for row in self.rows]),
-                (self.chooser.keeps_logits, [row.logits for row in self.rows]),
-            )
-        )
         return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=scores, logits=logits, past_key_values=self.slots.cache
+            sequences=sequences,
+            scores=by_step(row.scores[:length] for row in self.rows) if self.chooser.keeps_scores else None,
+            logits=by_step(row.logits[:length] for row in self.rows) if self.chooser.keeps_logits else None,
+            past_key_values=self.slots.cache,
         )
 
 
