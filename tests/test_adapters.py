@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.calibration import work_folder
 from tide_hf.errors import CalibrationError, UnsupportedModelError, UnsupportedOptionError
-from tide_hf.packed_linear import linear_gates
-from tide_hf.packed_weights import pays
+from tide_hf.linear_gate import linear_gates
+from tide_hf.weight_forms import PackedWeight, fastest_form
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
@@ -78,7 +78,7 @@ def test_other_kinds_of_adapters_inside_the_layers():
 def test_merged_it_stays_attached_and_says_the_same(tmp_path):
     model = adapted()
     short = prompt(repeats=1)  # so short that its pass may use packed weights, which merging changes
-    packs = any(pays(torch.float32, rows) for rows in (1, short.numel()))
+    packs = any(fastest_form(torch.float32, rows, [PackedWeight]) for rows in (1, short.numel()))
     expected = model.generate(short, **OPTIONS)
     attached(model).generate(short, **OPTIONS)
     assert any(gate.kept for gate in linear_gates(model._tide.structure)) == packs

@@ -10,12 +10,14 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, tiny_model
+from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.errors import ConfigurationError
-from tide_hf.packed_linear import linears_to_pack
+from tide_hf.linear_gate import linears_to_gate
 from tide_hf.structure import find_structure
+from tide_hf.weight_forms import FORMS, PackedWeight, StoredWeight
 
 SLIDING = {"mistral"}  # in every layer
 FEW = ("llama", "gpt2", "falcon", "mistral")  # the others take as long each, and are marked slow
@@ -113,13 +115,15 @@ def test_a_call_tells_what_it_spent_on_compiling(tiny_llama):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_packed_weights_are_used_and_changed_ones_are_noticed(tiny_llama):
+@pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
+def test_weights_in_another_form_are_used_and_changed_ones_are_noticed(tiny_llama, monkeypatch, form):
+    let_pay(monkeypatch, order=(form, None, *(other for other in FORMS if other is not form)))
     model = attach(tiny_llama(), pack_weights=True)
     eight = {"input_ids": torch.arange(3, 67).view(8, 8), "attention_mask": torch.ones(8, 8, dtype=torch.int64)}
-    assert linears_to_pack(find_structure(model), True)
+    assert linears_to_gate(find_structure(model), True)[0]
     model.generate(**eight, **OPTIONS)
-    parts = next(iter(model._tide.compiled_layers._packed_linears.values()))
-    assert parts[0].is_packed
+    parts = next(iter(model._tide.compiled_layers._linears.values()))
+    assert parts[0].form == FORMS.index(form)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -18,8 +18,9 @@ from test_shared_heads import KeyHeads
 
 from tide_hf import TIDEModelForCausalLM, compiled_steps
 from tide_hf.compiled_layers import CompiledLayers
-from tide_hf.compiled_steps import CompiledSteps, StepCompiler, _traced
+from tide_hf.compiled_steps import CompiledSteps, StepCompiler
 from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
+from tide_hf.step_graphs import traced
 
 UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
 
@@ -132,19 +133,18 @@ def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
     use_drafter(model, "right", new_tokens(expected), width=3)
     model.generate(**prompts(), **OPTIONS)
     widths = {size for _, kind, size in steps._steps}
-    assert len(compiled) == 2 * len(widths)  # a layer, and what is around layers
+    assert len(compiled) == 3 * len(widths)  # a layer, and what is before and around layers
     assert compiled.count(True) == len(widths)
     assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
 
 
 def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
-    traced = []
-    monkeypatch.setattr(compiled_steps, "_traced", lambda *args: traced.append(1) or trace(*args))
-    trace = _traced
+    times = []
+    monkeypatch.setattr(compiled_steps, "traced", lambda *args: times.append(1) or traced(*args))
     model = tiny_llama()
     steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right",))
     widths = {size if kind == "verify" else 1 for _, kind, size in steps._steps}
-    assert len(traced) == len(widths) + steps.warm_up.num_made  # one layer of each, and what is around them all
+    assert len(times) == len(widths) + steps.warm_up.num_made  # one layer of each, and what is around them all
 
 
 @pytest.mark.parametrize("what", ["number", "shape"])
@@ -252,7 +252,7 @@ def test_weights_that_change_in_place_are_packed_anew(tiny_llama):
     steps = attach(model, pack_weights=True)
     use_drafter(model, "random", [[5] * NEW], width=4)
     model.generate(**prompts(), **OPTIONS)
-    assert steps._packed
+    assert steps._kept
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -8,12 +8,12 @@ from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, linear_heads, prompts
 from test_compiled_steps import UNTRACED, draft_with_heads
 from test_joined_linears import attach_packed
-from test_packed_linear import let_pay
+from test_linear_gate import let_pay
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
-from tide_hf.packed_linear import linear_gates
-from tide_hf.packed_weights import Int8Weight
+from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
+from tide_hf.linear_gate import linear_gates
+from tide_hf.weight_forms import Int8Weight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -72,7 +72,7 @@ def test_drafts_are_nearly_the_same(tiny_llama):
 def test_there_has_to_be_memory_for_them(tiny_llama, monkeypatch, applied):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
-    monkeypatch.setattr(packed_linear, "MEMORY_SHARE", 0.0)
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
     steps = attach_with("linear", model, 3)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert steps.replays > 0
@@ -98,13 +98,13 @@ def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
     steps = attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
     made, address = steps.warm_up.num_made, model.model.layers[0].mlp.up_proj.weight.data_ptr()
-    assert any(kind is Int8Weight and address in rest for kind, *rest in packed_weights._known)
+    assert any(kind is Int8Weight and address in rest for kind, *rest in weight_forms._known)
     model.generate(**prompts(), **OPTIONS, tide_engine="eager")
     model.generate(**prompts(), **OPTIONS)
     assert steps.warm_up.num_made == made
     model.tide_release()
     assert not any(gate.kept for gate in linear_gates(model._tide.structure))
-    assert not any(kind is Int8Weight and address in rest for kind, *rest in packed_weights._known)
+    assert not any(kind is Int8Weight and address in rest for kind, *rest in weight_forms._known)
 
 
 def test_without_drafts_nothing_is_rounded(tiny_llama, applied):

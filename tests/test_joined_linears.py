@@ -6,15 +6,15 @@ from drafters import use_drafter
 from families import ATTENTION, tiny_model
 from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
 from test_compiled_steps import UNTRACED, as_traced, attach, draft_with_heads
-from test_packed_linear import let_pay
+from test_linear_gate import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
+from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
 from tide_hf.joined_linears import join_linears
-from tide_hf.packed_weights import PackedWeight, packed
+from tide_hf.weight_forms import FORMS, Int8Weight, PackedWeight, StoredWeight, in_form
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
-ONE, JOINED = torch.ops.tide_hf.packed_linear.default, torch.ops.tide_hf.joined_linear.default
+ONE, JOINED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.joined_linear.default
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
 
 
@@ -64,7 +64,7 @@ def test_what_is_before_attention_and_what_is_in_the_mlp(tiny_llama):
 def test_there_has_to_be_memory_for_one_more_copy(tiny_llama, monkeypatch):
     model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
     expected = model.generate(**prompts(), **OPTIONS)
-    monkeypatch.setattr(packed_linear, "MEMORY_SHARE", 0.0)
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
     steps = attach_packed(model, compile_graph=graphs)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert steps.replays > 0
@@ -93,21 +93,23 @@ def test_their_memory_is_given_back(tiny_llama):
     model.generate(**prompts(), **OPTIONS)
     weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
     key = (PackedWeight, *[weight.data_ptr() for weight in weights])
-    assert packed_weights._known[key].is_of(*weights)
+    assert weight_forms._known[key].is_of(*weights)
     model.tide_release()
-    assert key not in packed_weights._known
+    assert key not in weight_forms._known
 
 
+@pytest.mark.parametrize("may_copy", [True, False])
+@pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
 @pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one in 8 bits"])
-def test_layers_of_one_input_become_one_product(case):
+def test_layers_of_one_input_become_one_product(case, form, may_copy):
     weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
     if case in ("with biases", "one bias"):
         biases = [torch.randn(4), torch.randn(3) if case == "with biases" else None]
 
     def layers(state, *constants):
         inputs = [state, state + 1 if case == "two inputs" else state]
-        int8 = [False, case == "one in 8 bits"]
-        found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], int8, strict=True)]
+        forms = [FORMS.index(form), FORMS.index(Int8Weight if case == "one in 8 bits" else form)]
+        found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], forms, strict=True)]
         return torch.cat(found, dim=-1)
 
     state, constants = torch.randn(1, 2, 6), [*weights, *(bias for bias in biases if bias is not None)]
@@ -117,11 +119,12 @@ def test_layers_of_one_input_become_one_product(case):
         return layers(state, *given[:2], *(bias if bias is None else next(rest) for bias in biases))
 
     graph = make_fx(function, tracing_mode="fake")(state, *constants)
-    joined = join_linears(graph, constants)
-    assert joined == ([([0, 1], False)] if case in ("alike", "with biases") else [])
+    joined = join_linears(graph, constants, may_copy)
+    is_joined = case in ("alike", "with biases") and (may_copy or form is StoredWeight)
+    assert joined == ([([0, 1], FORMS.index(form))] if is_joined else [])
     assert sum(node.target is ONE for node in graph.graph.nodes) == (0 if joined else 2)
-    kept = packed(*weights)
+    kept = in_form(form, *weights)
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))
-    assert isinstance(kept, PackedWeight)
+    assert isinstance(kept, form)
     del kept
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products

@@ -16,8 +16,8 @@ from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .exit_points import ExitPoint
+from .linear_gate import linear_gates, linears_in, open_linear_gates
 from .modeling_tide import TIDERouters
-from .packed_linear import linear_gates, linears_in, open_linear_gates
 from .policy import CostTable
 from .skipping import LayerRun
 from .structure import DecoderStructure
@@ -122,8 +122,9 @@ class Attachment:
             return DraftUnembed(self.unembed)
         if self._draft_unembed is None or not self._draft_unembed.is_current():
             self._draft_unembed = DraftUnembed(self.unembed, vocab)
-            if vocab is not None and any(linear_gates(self.structure)):
-                open_linear_gates(linears_in(self._draft_unembed.head), anywhere=True)
+            gate = next(linear_gates(self.structure), None)
+            if vocab is not None and gate is not None:
+                open_linear_gates(linears_in(self._draft_unembed.head), gate.may_copy, anywhere=True)
         return self._draft_unembed
 
     def release(self) -> None:

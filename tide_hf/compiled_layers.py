@@ -23,10 +23,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .errors import first_line
 from .fixed_cache import FixedLayer
-from .packed_linear import LinearGate
-from .packed_weights import pays
+from .linear_gate import COMPILED, LinearGate
 from .skipping import Gate, LayerGate, input_state
 from .warm_up import WarmUp
+from .weight_forms import FORMS
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
 MOST_GRAPHS = 64  # by numbers of rows and tokens, with and without a mask, behind a rollback and not
@@ -48,7 +48,7 @@ class CompiledLayers:
 
     _parts: list[tuple[int, int]]
     _twins: dict[nn.Module, nn.Module]
-    _packed_linears: dict[nn.Module, list[_PackedLinear]]
+    _linears: dict[nn.Module, list[_Linear]]
     _compiled: Callable[..., Any]
     _compiled_fixed: Callable[..., Any]
 
@@ -73,7 +73,7 @@ class CompiledLayers:
         if is_in_torch_dispatch_mode():  # somebody looks at every operation
             return gate.native(*args, **kwargs)
         twin = self._twin_of(layer)
-        for linear in self._packed_linears[layer]:
+        for linear in self._linears[layer]:
             linear.prepare(num_tokens)
         call = placed(None, place, args, kwargs)
         graphs, start = _graphs_compiled(), perf_counter()
@@ -115,7 +115,7 @@ class CompiledLayers:
 
     def release(self) -> None:
         """Give the memory of the graphs back."""
-        self._parts, self._twins, self._packed_linears = [], {}, {}
+        self._parts, self._twins, self._linears = [], {}, {}
         self._compiled, self._compiled_fixed = _run_layer, layer_on_fixed_cache
 
     def __reduce__(self) -> tuple:
@@ -125,7 +125,7 @@ class CompiledLayers:
     def _twin_of(self, layer: nn.Module) -> nn.Module:
         if layer not in self._twins:
             twin = self._twins[layer] = _twin(layer)
-            self._packed_linears[layer] = [part for part in twin.modules() if isinstance(part, _PackedLinear)]
+            self._linears[layer] = [part for part in twin.modules() if isinstance(part, _Linear)]
         return self._twins[layer]
 
     def _refuse(self, kind: type, error: RuntimeError) -> None:
@@ -168,27 +168,29 @@ class _FixedLayerCache:
         return self.start
 
 
-class _PackedLinear(nn.Module):
-    """A linear layer whose weights are packed, as it is traced."""
+class _Linear(nn.Module):
+    """A linear layer with a gate, as it is traced."""
 
     def __init__(self, gate: LinearGate) -> None:
         super().__init__()
         self.gate = gate
         self._parameters = gate.module._parameters  # shared, so that weights that are replaced are replaced here
-        self.is_packed = False
+        self.form: int | None = None
 
     def prepare(self, rows: int) -> None:
-        """Have packed weights, where a pass over so many rows is to use them."""
-        self.is_packed = pays(self.gate.module.weight.dtype, rows)  # type: ignore[arg-type]
-        if self.is_packed:
-            self.gate.pack()
+        """Have the weights in the form that a pass over so many rows is to read."""
+        form = self.gate.form_for(rows, COMPILED)
+        self.form = None if form is None else FORMS.index(form)
+        if form is not None:
+            self.gate.keep(form)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         weight: Any = self.weight
         bias: Any = self.bias
-        linear: Any = torch.ops.tide_hf.packed_linear if self.is_packed else functional.linear
-        return linear(input, weight, bias)
+        if self.form is None:
+            return functional.linear(input, weight, bias)
+        return torch.ops.tide_hf.linear(input, weight, bias, self.form)
 
 
 def _run_layer(
@@ -219,7 +221,7 @@ def _twin(module: nn.Module) -> nn.Module:
     """A module that shares everything with `module` but the gates: each gate would make a graph of its own."""
     gate = module.__dict__.get("forward")
     if isinstance(gate, LinearGate):
-        return _PackedLinear(gate)
+        return _Linear(gate)
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     if isinstance(gate, Gate):

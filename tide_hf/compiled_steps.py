@@ -16,40 +16,26 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._inductor import compile as inductor_compile
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
 from .errors import first_line
 from .joined_linears import Product, join_linears
+from .linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from .operation_log import OperationLog
-from .packed_linear import LinearGate, copies_fit, drafting, linear_gates
-from .packed_weights import Int8Weight, PackedWeight, packed
 from .replay import Replay, restorer
 from .shared_heads import filled_up_to, shared_heads
 from .skipping import LayerGate
 from .step_buffers import StepBuffers
+from .step_graphs import compile_graph, in_parts, lift_constants, traced
 from .warm_up import WarmUp
-
-VALUES_PER_THREAD = 16384  # for fewer, waiting for another thread takes longer than what it would do
+from .weight_forms import FORMS, WeightForm, in_form
 
 logger = logging.getLogger(__name__)
 
 _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
 _numbers = itertools.count()
-
-
-def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph by Inductor, for inputs of these shapes alone."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one it would not look into its cache on disk
-    fixed: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
-    with tracing(TracingContext(mode)):
-        return inductor_compile(graph, fixed, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
 
 
 class Region:
@@ -67,10 +53,7 @@ class Region:
         self, function: Callable[..., Any], constants: list[Tensor], like: Tensor, joined: list[Product]
     ) -> None:
         self.function, self.constants = function, [tensor.detach() for tensor in constants]
-        self.packed = [
-            packed(*(constants[i] for i in places), kind=Int8Weight if int8 else PackedWeight)
-            for places, int8 in joined
-        ]
+        self.joined = [in_form(FORMS[form], *(constants[i] for i in places)) for places, form in joined]
         self.shape, self.dtype = like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
@@ -104,7 +87,7 @@ class StepCompiler:
         compile_graph: Makes a function of a graph and its inputs.
 
     Attributes:
-        has_room: Whether there is memory for one more copy of weights that are packed.
+        has_room: Whether there is memory for one more copy of the weights.
     """
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
@@ -124,7 +107,7 @@ class StepCompiler:
                 return gate.native(*args, **kwargs)
             state = torch.ops.tide_hf.layer(_tensors_of(gate, args, kwargs)[0], region.number)
             return gate.with_state(None, state)
-        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have packed their weights
+        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have their weights' forms
         if self._regions is not None:
             self._regions.append(self._region_of(gate, args, kwargs, gate.state_of(output)))
         return output
@@ -141,9 +124,9 @@ class StepCompiler:
             with torch.inference_mode(False), torch.no_grad():
                 regions = self._learn(function)
                 put_back()
-                graph, lifted = _lifted(self._trace(function, regions))
+                graph, lifted = lift_constants(self._trace(function, regions))
                 constants = [tensor.detach() for tensor in lifted]
-                compiled = self.compile_graph(graph, list(constants))
+                compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self.compile_graph)
                 compiled(*constants)
         # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
         # graph raises the second over inputs that it was not made for.
@@ -170,7 +153,7 @@ class StepCompiler:
     def _trace(self, function: Callable[[], Any], regions: list[Region | None]) -> fx.GraphModule:
         self._to_place = iter(regions)
         try:
-            graph = _traced(function)
+            graph = traced(function)
         finally:
             self._to_place = None
         used = [node for node in graph.graph.nodes if node.target is torch.ops.tide_hf.layer.default and node.users]
@@ -198,8 +181,8 @@ class StepCompiler:
         if operations in self._alike:
             compiled, order, joined = self._alike[operations]
             return Region(compiled, [log.constants[i] for i in order], like, joined)
-        graph, constants = _lifted(_traced(layer, *inputs))
-        joined = join_linears(graph, constants) if self.has_room else []
+        graph, constants = lift_constants(traced(layer, *inputs))
+        joined = join_linears(graph, constants, self.has_room)
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
         if kind not in self._compiled:
             self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
@@ -232,11 +215,11 @@ class CompiledSteps(CapturedSteps):
     def release(self) -> None:
         """Give buffers and graphs back."""
         super().release()
-        self._packed: dict[tuple[LinearGate, type[PackedWeight]], PackedWeight] = {}
+        self._kept: dict[tuple[LinearGate, type[WeightForm]], WeightForm] = {}
 
     def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
-        """As `CapturedSteps.buffers`; graphs with packed weights that were packed anew are forgotten as well."""
-        if any(gate.kept.get(form) is not kept for (gate, form), kept in self._packed.items()):
+        """As `CapturedSteps.buffers`; graphs with forms of weights that have changed are forgotten as well."""
+        if any(gate.kept.get(form) is not kept for (gate, form), kept in self._kept.items()):
             self.release()
         return super().buffers(*args, **kwargs)
 
@@ -244,22 +227,14 @@ class CompiledSteps(CapturedSteps):
         parts = buffers.parts
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
-        if not self._packed:  # else it was asked before, and what was packed then has taken memory
-            self.layers.has_room = copies_fit(gate.module for gate in gates)
-        with shared_heads(parts.model, block), drafting(in_int8=kind == "draft" and self.layers.has_room):
+        if not self._kept:  # else it was asked before, and the copies made then have taken memory
+            may_copy = all(gate.may_copy for gate in gates)
+            self.layers.has_room = may_copy and copies_fit(gate.module for gate in gates)
+        forms = ROUNDED if kind == "draft" and self.layers.has_room else COMPILED
+        with shared_heads(parts.model, block), reading(forms):
             replay = self.layers.replay_of(function, buffers.state())
-        self._packed = {(gate, form): kept for gate in gates for form, kept in gate.kept.items()}
+        self._kept = {(gate, form): kept for gate in gates for form, kept in gate.kept.items()}
         return replay
-
-
-def _traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """The operations of a function; whatever it asks of values is an error."""
-    torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, torch_logger.disabled = torch_logger.disabled, True  # or it prints a traceback of what is caught here
-    try:
-        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    finally:
-        torch_logger.disabled = before
 
 
 def _tensors_of(
@@ -279,22 +254,3 @@ def _tensors_of(
         return args, kwargs
 
     return [*(leaves[position] for position in positions), where.slots, where.start], rebuild
-
-
-def _lifted(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Make a graph's constants its last inputs, where Inductor need not look into them; return them as well."""
-    constants: dict[str, Tensor] = {}
-    nodes: dict[str, fx.Node] = {}
-    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    for node in list(graph.graph.nodes):
-        if node.op != "get_attr":
-            continue
-        if node.target not in nodes:
-            constants[node.target] = getattr(graph, node.target)
-            with graph.graph.inserting_before(first):
-                nodes[node.target] = graph.graph.placeholder(f"constant_{len(nodes)}")
-        node.replace_all_uses_with(nodes[node.target])
-        if node is first:
-            first = node.next
-        graph.graph.erase_node(node)
-    return fx.GraphModule({}, graph.graph), list(constants.values())

@@ -22,7 +22,7 @@ from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .engines import engine_of
 from .errors import UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
-from .packed_linear import linear_gates
+from .linear_gate import linear_gates
 from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats

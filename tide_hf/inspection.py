@@ -14,9 +14,9 @@ from .calibration.tables import rows_by_layer
 from .choices import MODES
 from .configuration_tide import NEVER_EXIT
 from .errors import UnsupportedModelError
+from .linear_gate import linears_to_gate
 from .modeling_tide import TIDERouters
 from .ops import kernel_facts, load_kernels
-from .packed_linear import linears_to_pack
 from .structure import DecoderStructure, find_structure, input_device
 from .unembed import Unembed, check_parity
 
@@ -109,9 +109,9 @@ def router_facts(routers: TIDERouters) -> dict[str, Any]:
 
 def packing_facts(structure: DecoderStructure) -> dict[str, Any]:
     """Whether `pack_weights="auto"` would keep a second copy of the weights, and how large it is."""
-    linears = linears_to_pack(structure, "auto")
+    linears, may_copy = linears_to_gate(structure, "auto")
     return {
-        "packed": bool(linears),
+        "packed": may_copy and bool(linears),
         "linear_layers": len(linears),
         "size_mb": round(sum(linear.weight.nbytes for linear in linears) / 1e6, 2),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from .weight_forms import FORMS
 
 
 class Product(NamedTuple):
@@ -14,40 +16,42 @@ class Product(NamedTuple):
 
     Attributes:
         places: Of the weights, among the constants.
-        int8: Whether it is of weights in 8 bits.
+        form: In which they are read, by its place among `FORMS`.
     """
 
     places: list[int]
-    int8: bool
+    form: int
 
 
-def join_linears(graph: fx.GraphModule, constants: list[Tensor]) -> list[Product]:
-    """Make one product of layers with packed weights that have one input, such as those before attention.
+def join_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool) -> list[Product]:
+    """Make one product of layers that read one input, and their weights in one form, such as those before attention.
 
     Args:
         graph: Of a layer; changed in place.
         constants: What its last placeholders stand for.
+        may_copy: Whether there may be copies of the weights.
 
     Returns:
         The products.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     places = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
-    found: dict[tuple[fx.Node, bool, bool], list[fx.Node]] = defaultdict(list)
+    found: dict[tuple[fx.Node, bool, int], list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
-        if node.target is torch.ops.tide_hf.packed_linear.default and node.args[1] in places:
-            found[node.args[0], node.args[2] is None, _is_int8(node)].append(node)
+        if node.target is torch.ops.tide_hf.linear.default and node.args[1] in places:
+            found[node.args[0], node.args[2] is None, _form_of(node)].append(node)
     products = []
-    for (_, _, int8), linears in found.items():
-        if len(linears) > 1:
-            products.append(Product([places[linear.args[1]] for linear in linears], int8))
+    for (_, _, form), linears in found.items():
+        if len(linears) > 1 and (may_copy or not FORMS[form].is_copy):
+            products.append(Product([places[linear.args[1]] for linear in linears], form))
             _join(graph.graph, linears, [constants[place].shape[0] for place in products[-1].places])
     graph.recompile()
     return products
 
 
-def _is_int8(linear: fx.Node) -> bool:
-    return bool(linear.args[3]) if len(linear.args) > 3 else False  # a graph leaves out what is as declared
+def _form_of(linear: fx.Node) -> int:
+    form: Any = linear.args[3] if len(linear.args) > 3 else 0  # a graph leaves out what is as declared
+    return form
 
 
 def _join(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
@@ -55,7 +59,7 @@ def _join(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
     with graph.inserting_before(linears[0]):
         bias = None if biases[0] is None else graph.call_function(torch.ops.aten.cat.default, (biases,))
         whole = graph.call_function(
-            torch.ops.tide_hf.joined_linear.default, (inputs[0], weights, bias, _is_int8(linears[0]))
+            torch.ops.tide_hf.joined_linear.default, (inputs[0], weights, bias, _form_of(linears[0]))
         )
         end = 0
         for linear, size in zip(linears, sizes, strict=True):

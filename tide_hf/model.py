@@ -10,10 +10,10 @@ from .attachment import Attachment, hybrid_drafter
 from .configuration_tide import NEVER_EXIT, check_choice, check_engine, check_exit_threshold, check_mode
 from .errors import ConfigurationError, describe
 from .generation import TIDEGenerationMixin, attached_class
+from .linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .loading import load_base_model
 from .modeling_tide import TIDERouters
 from .ops import USE_KERNELS, load_kernels
-from .packed_linear import linears_in, linears_to_pack, open_linear_gates, remove_linear_gates
 from .skipping import open_gates, remove_gates
 from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
@@ -176,11 +176,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_parity(model, structure)
         if loaded is not None:
             loaded.place(device, model.dtype)
-        linears = linears_to_pack(structure, pack_weights)
+        linears, may_copy = linears_to_gate(structure, pack_weights)
         cls.detach(model)
-        open_linear_gates(linears)
+        open_linear_gates(linears, may_copy)
         if linears and attachment.block_head is not None:
-            open_linear_gates(linears_in(*attachment.block_head.modules()), anywhere=True)
+            open_linear_gates(linears_in(*attachment.block_head.modules()), may_copy, anywhere=True)
         open_gates(structure)
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment

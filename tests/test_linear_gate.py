@@ -10,22 +10,26 @@ from families import VOCAB
 from test_block_head import routers_for
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, packed_linear, packed_weights
+from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
-from tide_hf.packed_linear import LinearGate, drafting, linear_gates
-from tide_hf.packed_weights import PROBED_ROWS, Int8Weight, PackedWeight, pays
+from tide_hf.few_rows import MOST_ROWS
+from tide_hf.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
 from tide_hf.skipping import LayerRun, active
+from tide_hf.weight_forms import FORMS, PROBED_ROWS, Int8Weight, PackedWeight, StoredWeight, fastest_form
 
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed_weights.can_pack(dtype)]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 PROMPT = torch.arange(8)[None]
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
 
-def let_pay(monkeypatch, dtypes=(torch.float32,), but=None):
-    """Have measured that packed weights of both kinds pay, for all numbers of rows `but` one."""
-    keys = product((PackedWeight, Int8Weight), dtypes, [torch.get_num_threads()], PROBED_ROWS)
-    monkeypatch.setattr(packed_weights, "_paying", {key: key[-1] != but for key in keys})
+def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(Int8Weight, PackedWeight, None, StoredWeight)):
+    """Have measured which forms are the faster ones, the fastest first; `but` one number of rows, where none is."""
+    keys = product(order, dtypes, [torch.get_num_threads()], PROBED_ROWS)
+    seconds = {key: 1.0 + order.index(key[0]) for key in keys}
+    monkeypatch.setattr(
+        weight_forms, "_measured", {key: 0.0 if key[0] is None and key[-1] == but else seconds[key] for key in seconds}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -63,32 +67,75 @@ def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, 
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_what_pays_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
+def test_what_is_the_fastest_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
     probed = []
-    monkeypatch.setattr(packed_weights, "_paying", {})
+    monkeypatch.setattr(weight_forms, "_measured", {})
     monkeypatch.setattr(
-        packed_weights, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
+        weight_forms, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
     )
-    assert [pays(torch.float32, rows) for rows in (0, 1, 3, 63, 9999)] == [False, *[is_faster] * 4]
-    assert len(probed) == 2 * 3  # for 1, for 16, for 256
-    assert pays(torch.float32, 15) == is_faster
-    assert len(probed) == 2 * 4  # for 4 as well
-    assert not pays(torch.float64, 4)
-    assert len(probed) == 2 * 4
+    expected = PackedWeight if is_faster else None
+
+    def found(dtype, *numbers):
+        return [fastest_form(dtype, rows, [PackedWeight]) for rows in numbers]
+
+    assert found(torch.float32, 0, 1, 3, 63, 9999) == [None, *[expected] * 4]
+    assert len(probed) == 2 * 4  # for 1, for 2, for 16, for 256
+    assert found(torch.float32, 15) == [expected]
+    assert len(probed) == 2 * 5  # for 8 as well
+    assert found(torch.float64, 4) == [None]
+    assert fastest_form(torch.float32, 4, []) is None
+    assert len(probed) == 2 * 5
 
 
-def test_a_measurement_decides():
-    assert packed_weights._is_faster(torch.float32, 4, PackedWeight) in (True, False)
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_a_measurement_takes_time(form):
+    assert weight_forms._measure(form, torch.float32, 4) > 0.0
 
 
-@pytest.mark.parametrize(
-    ("seconds", "faster"), [((3.0, 2.0, 1.0), True), ((1.0, 3.0, 2.0), False), ((3.0, 1.0, 2.0), False)]
-)
-def test_8_bits_have_to_be_faster_than_both(monkeypatch, seconds, faster):
-    left = iter(seconds)
-    monkeypatch.setattr(packed_weights, "least_seconds", lambda *_: next(left))
-    assert packed_weights._is_faster(torch.float32, 4, Int8Weight) == faster
-    assert next(left, None) is None
+@pytest.mark.parametrize("fastest", [None, *FORMS])
+def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
+    others = [form for form in (None, *FORMS) if form is not fastest]
+    let_pay(monkeypatch, order=(fastest, *others))
+    assert fastest_form(torch.float32, 4, FORMS) is fastest
+    if fastest is not None:
+        assert fastest_form(torch.float32, 4, [form for form in FORMS if form is not fastest]) is others[0]
+
+
+def test_stored_weights_are_for_few_rows(monkeypatch):
+    let_pay(monkeypatch, order=(StoredWeight, PackedWeight, None))
+    forms = [fastest_form(torch.float32, rows, COMPILED) for rows in (1, MOST_ROWS, MOST_ROWS + 1)]
+    assert forms == [StoredWeight, StoredWeight, PackedWeight]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
+def test_where_things_are_compiled_weights_are_read_as_stored(attached, size_in, size_out, bias, dtype, monkeypatch):
+    let_pay(monkeypatch, DTYPES, order=(StoredWeight, PackedWeight, None))
+    linear = make_linear(size_in, size_out, bias).to(dtype)
+    linear.forward.may_copy = False
+    for rows in (1, 2, MOST_ROWS):
+        state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]  # with gaps
+        with reading(COMPILED):
+            found = linear(state)
+        native = linear.forward.native(state)
+        assert found.shape == native.shape
+        torch.testing.assert_close(found, native, atol=1e-2, rtol=1e-2)
+    assert list(linear.forward.kept) == [StoredWeight]
+    assert linear.forward.kept[StoredWeight]._stored[0].data_ptr() == linear.weight.data_ptr()
+    with reading(ROUNDED):  # copies are not allowed
+        linear(torch.randn(MOST_ROWS + 1, size_in).to(dtype))
+    assert list(linear.forward.kept) == [StoredWeight]
+
+
+def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(attached, monkeypatch):
+    let_pay(monkeypatch, order=(StoredWeight, PackedWeight, None))
+    linear, state = make_linear(32, 32, bias=False), torch.randn(2, 32)
+    with reading(COMPILED):
+        before = linear(state)
+        linear.weight.data = torch.randn(32, 32)  # the old values have no other owner
+        torch.testing.assert_close(linear.forward.kept[StoredWeight].apply(state, None), before)
+        linear.forward.release_if_changed()
+        torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +145,7 @@ def test_in_drafts_weights_are_read_in_8_bits(attached, size_in, size_out, bias,
     with torch.no_grad():
         linear.weight[-1] = 0.0
     state = torch.randn(2, 1, size_in).to(dtype)
-    with drafting(in_int8=True):
+    with reading(ROUNDED):
         found = linear(state)
     assert list(linear.forward.kept) == [Int8Weight]
     assert found.dtype is dtype
@@ -109,14 +156,14 @@ def test_in_drafts_weights_are_read_in_8_bits(attached, size_in, size_out, bias,
         native.abs().max()
     )
     assert 0 < float((found - native).abs().max()) <= tolerance
-    with drafting(in_int8=False):
+    with reading(COMPILED):
         torch.testing.assert_close(linear(state), native, atol=1e-2, rtol=1e-2)
     assert set(linear.forward.kept) == {Int8Weight, PackedWeight}
 
 
 def test_rows_that_the_product_would_read_beyond_are_not_rounded(attached):
     linear = make_linear(24, 3, bias=False)
-    with drafting(in_int8=True):
+    with reading(ROUNDED):
         linear(torch.randn(1, 24))
     assert list(linear.forward.kept) == [PackedWeight]
 
@@ -137,12 +184,12 @@ def test_models_that_share_a_weight_share_what_is_packed(attached):
     torch.testing.assert_close(other(state), other.forward.native(state), atol=1e-5, rtol=1e-5)
 
 
-def test_the_op_without_packed_weights_is_the_plain_one():
+def test_the_op_without_weights_in_a_form_is_the_plain_one():
     state, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
     plain = nn.functional.linear(state, weight, bias)
-    for int8 in (False, True):
-        assert torch.equal(torch.ops.tide_hf.packed_linear(state, weight, bias, int8), plain)
-        assert torch.equal(torch.ops.tide_hf.joined_linear(state, [weight], bias, int8), plain)
+    for form in range(len(FORMS)):
+        assert torch.equal(torch.ops.tide_hf.linear(state, weight, bias, form), plain)
+        assert torch.equal(torch.ops.tide_hf.joined_linear(state, [weight], bias, form), plain)
 
 
 def test_autocast_finds_the_layer_as_it_is(attached):
@@ -237,9 +284,13 @@ def test_attaching_again_keeps_the_choice_of_the_last_call(tiny_llama):
 
 
 def test_auto_leaves_a_full_memory_alone(tiny_llama, monkeypatch):
-    monkeypatch.setattr(packed_linear, "MEMORY_SHARE", 0.0)
-    assert not list(linear_gates(TIDEModelForCausalLM.attach(tiny_llama())._tide.structure))
-    assert list(linear_gates(TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=True)._tide.structure))
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+    for pack_weights in ("auto", True):
+        model = TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=pack_weights)
+        model.generate(PROMPT, **OPTIONS)
+        gates = list(linear_gates(model._tide.structure))
+        assert gates
+        assert all(bool(gate.kept) == (pack_weights is True) for gate in gates)
 
 
 def test_what_cannot_be_packed_is_refused_only_if_asked_for(tiny_llama):

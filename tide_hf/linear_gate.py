@@ -1,4 +1,4 @@
-"""Linear layers on a CPU that run on weights in another form, where that is the faster (see `packed_weights`).
+"""Linear layers on a CPU that read their weights in the form that is the fastest (see `weight_forms`).
 
 A draft step does little else than read weights, and what it finds is verified. So it may read them in 8 bits, with a
 scale for each row (compare LLM.int8(), arXiv 2208.07339), which no pass that verifies ever does.
@@ -16,40 +16,58 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedOptionError, describe
-from .packed_weights import INT8_BLOCK, Int8Weight, PackedWeight, can_pack, packed, pays
+from .few_rows import VALUES
 from .skipping import Gate, active_run
 from .structure import DecoderStructure
+from .weight_forms import (
+    FORMS,
+    INT8_BLOCK,
+    Int8Weight,
+    PackedWeight,
+    StoredWeight,
+    WeightForm,
+    can_pack,
+    fastest_form,
+    in_form,
+)
 
 MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
-_drafting: ContextVar[bool] = ContextVar("tide_hf_drafting", default=False)
+COMPILED: tuple[type[WeightForm], ...] = (StoredWeight, PackedWeight)  # where things are compiled
+ROUNDED: tuple[type[WeightForm], ...] = (
+    Int8Weight,
+    *COMPILED,
+)  # where they are compiled, and what is found is verified
+
+_forms: ContextVar[tuple[type[WeightForm], ...]] = ContextVar("tide_hf_forms", default=(PackedWeight,))
 
 
 @contextmanager
-def drafting(in_int8: bool) -> Iterator[None]:
-    """Whether linear layers with gates may run on weights in 8 bits, since what they find is verified."""
-    token = _drafting.set(in_int8)
+def reading(forms: tuple[type[WeightForm], ...]) -> Iterator[None]:
+    """The forms in which linear layers with gates may read their weights; else they may be packed."""
+    token = _forms.set(forms)
     try:
         yield
     finally:
-        _drafting.reset(token)
+        _forms.reset(token)
 
 
 class LinearGate(Gate):
-    """Stands in for the `forward` of one `nn.Linear`; it packs the weights when it first has use for them.
+    """Stands in for the `forward` of one `nn.Linear`; it has weights in another form when it first has use for them.
 
     Args:
         linear: The layer.
+        may_copy: Whether there may be copies of the weights.
         anywhere: Whether it is one of TIDE's own, which runs in nothing but TIDE's passes.
     """
 
-    def __init__(self, linear: nn.Linear, anywhere: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, may_copy: bool = True, anywhere: bool = False) -> None:
         super().__init__(linear)
-        self._size, self._anywhere = linear.in_features, anywhere
-        self.kept: dict[type[PackedWeight], PackedWeight] = {}
+        self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
+        self.kept: dict[type[WeightForm], WeightForm] = {}
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
-        """Run the layer; natively outside TIDE's passes and for numbers of rows for which packing does not pay."""
+        """Run the layer; natively outside TIDE's passes and for numbers of rows for which that is the fastest."""
         weight: Any = self.module.weight
         if (
             (active_run() is None and not self._anywhere)
@@ -59,51 +77,61 @@ class LinearGate(Gate):
             or not _is_plain(weight)
         ):
             return self.native(input)
-        rows = input.numel() // self._size
-        may_round = _drafting.get() and self._size % INT8_BLOCK == 0
-        kinds = (Int8Weight, PackedWeight) if may_round else (PackedWeight,)
-        kind = next((kind for kind in kinds if pays(input.dtype, rows, kind)), None)  # last, since it measures at first
-        if kind is None:
+        form = self.form_for(input.numel() // self._size, _forms.get())  # last, since it measures at first
+        if form is None:
             return self.native(input)
-        self.pack(kind)
-        return torch.ops.tide_hf.packed_linear.default(input, weight, self.module.bias, kind is Int8Weight)
+        self.keep(form)
+        return torch.ops.tide_hf.linear.default(input, weight, self.module.bias, FORMS.index(form))
+
+    def form_for(self, rows: int, forms: Iterable[type[WeightForm]]) -> type[WeightForm] | None:
+        """The fastest of `forms` in which so many rows can read these weights; `None` is as they are, by PyTorch."""
+        weight: Any = self.module.weight
+        can_round = self._size % INT8_BLOCK == 0
+        return fastest_form(
+            weight.dtype,
+            rows,
+            [form for form in forms if (self.may_copy or not form.is_copy) and (can_round or form is not Int8Weight)],
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles pack their own weights."""
+        """Copies and pickles have forms of their own weights."""
         return {**self.__dict__, "kept": {}}
 
     def release(self) -> None:
-        """Give the memory of the packed weights back."""
+        """Give the memory of the other forms back."""
         self.kept = {}
 
     def release_if_changed(self) -> None:
-        """Forget packed weights whose originals were replaced or written to, also by way of `.data`."""
+        """Forget forms of weights that were replaced or written to, also by way of `.data`."""
         weight: Any = self.module.weight
         if not all(kept.is_of(weight, sampled=True) for kept in self.kept.values()):
             self.release()
 
-    def pack(self, kind: type[PackedWeight] = PackedWeight) -> None:
-        """Have packed weights; they are packed now if they are not yet, or have changed."""
+    def keep(self, form: type[WeightForm]) -> None:
+        """Have the weights in a form; they are put into it now if they are not yet, or have changed."""
         weight: Any = self.module.weight
-        if kind not in self.kept or not self.kept[kind].is_of(weight):
-            self.kept[kind] = packed(weight, kind=kind)
+        if form not in self.kept or not self.kept[form].is_of(weight):
+            self.kept[form] = in_form(form, weight)
 
 
-def linears_to_pack(structure: DecoderStructure, pack_weights: bool | str) -> list[nn.Linear]:
-    """The linear layers of the decoder and its head whose weights may be packed.
+def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:
+    """The linear layers of the decoder and its head that may read their weights in another form.
 
     Args:
         structure: The base model's structure.
-        pack_weights: `True`; `False`; or `"auto"`: where a second copy of the weights takes at most a quarter of the
-            free memory.
+        pack_weights: Whether there may be copies of the weights: `True`; `False`, which leaves all layers as they are;
+            or `"auto"`: where they take at most a quarter of the free memory.
+
+    Returns:
+        The layers, and whether there may be copies.
 
     Raises:
         UnsupportedOptionError: `True`, and the model or this build of PyTorch cannot.
     """
     if pack_weights is False:
-        return []
+        return [], False
     linears = linears_in(*_modules(structure))
-    if pack_weights is True and not linears:
+    if pack_weights is True and not any(can_pack(linear.weight.dtype) for linear in linears):
         has_any = can_pack(torch.float32)
         raise UnsupportedOptionError(
             describe(
@@ -113,7 +141,7 @@ def linears_to_pack(structure: DecoderStructure, pack_weights: bool | str) -> li
                 do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
             )
         )
-    return linears if pack_weights is True or copies_fit(linears) else []
+    return linears, pack_weights is True or copies_fit(linears)
 
 
 def copies_fit(linears: Iterable[Any]) -> bool:
@@ -121,12 +149,12 @@ def copies_fit(linears: Iterable[Any]) -> bool:
     return sum(linear.weight.nbytes for linear in linears) <= psutil.virtual_memory().available * MEMORY_SHARE
 
 
-def open_linear_gates(linears: list[nn.Linear], anywhere: bool = False) -> None:
-    """Put a gate in front of each linear layer that has none; `anywhere` as of [`LinearGate`]."""
+def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool = False) -> None:
+    """Put a gate in front of each linear layer that has none; `may_copy` and `anywhere` as of [`LinearGate`]."""
     for linear in linears:
         if isinstance(linear.__dict__.get("forward"), LinearGate):  # of routers that two models share
             continue
-        linear.forward = LinearGate(linear, anywhere)  # type: ignore[method-assign]
+        linear.forward = LinearGate(linear, may_copy, anywhere)  # type: ignore[method-assign]
 
 
 def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
@@ -138,13 +166,13 @@ def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iter
 
 
 def remove_linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> None:
-    """Take the gates away, and the packed weights with them."""
+    """Take the gates away, and other forms of the weights with them."""
     for gate in list(linear_gates(structure, *others)):
         del gate.module.forward
 
 
 def linears_in(*modules: nn.Module) -> list[nn.Linear]:
-    """The linear layers among `modules` whose weights can be packed.
+    """The linear layers among `modules` whose weights can be read in other forms.
 
     Those of other layers may not stay where they are; accelerate puts its own forward on what it moves.
     """
@@ -159,6 +187,6 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether oneDNN can read it: quantised and distributed weights are subclasses of `Parameter`, or of `Tensor`."""
-    is_readable = weight.device.type == "cpu" and can_pack(weight.dtype)
+    """Whether all can read it: quantised and distributed weights are subclasses of `Parameter`, or of `Tensor`."""
+    is_readable = weight.device.type == "cpu" and weight.dtype in VALUES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

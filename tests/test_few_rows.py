@@ -1,0 +1,134 @@
+"""Products of a few rows in C++: what PyTorch's linear gives, the same for a row whatever stands beside it."""
+
+import logging
+
+import pytest
+import torch
+from drafters import use_drafter
+from families import ATTENTION, tiny_model
+from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
+from test_compiled_steps import UNTRACED, attach, draft_with_heads
+from test_joined_linears import Graphs
+from test_linear_gate import let_pay
+from torch._inductor import config as inductor_config
+
+from tide_hf import few_rows, linear_gate, weight_forms
+from tide_hf.few_rows import MOST_ROWS, product_of
+from tide_hf.linear_gate import linear_gates
+from tide_hf.weight_forms import StoredWeight
+
+DTYPES = list(few_rows.VALUES)
+SIZES = [(576, (576, 192, 192)), (40, (7,)), (5000, (33, 5)), (3, (2, 1))]  # of input, and of weights
+BITS = {"all": None, "256 bits": 256, "no vectors": 1}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known():
+    """Products are those that a test has compiled, and no other test meets them."""
+    product_of.cache_clear()
+    yield
+    product_of.cache_clear()
+
+
+@pytest.fixture(params=BITS)
+def on_some_cpu(request):
+    """As this CPU is, and as narrower ones are."""
+    with inductor_config.patch({"cpp.simdlen": BITS[request.param]}):
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_product_is_that_of_linear(on_some_cpu, dtype):
+    torch.manual_seed(0)
+    for size, sizes in SIZES:
+        weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
+        form = StoredWeight(*weights)
+        for rows in range(1, MOST_ROWS + 1):
+            state = torch.randn(rows, size).to(dtype)
+            for bias in (None, torch.randn(sum(sizes)).to(dtype)):
+                exact = torch.nn.functional.linear(
+                    state.double(), torch.cat(weights).double(), None if bias is None else bias.double()
+                )
+                found = form.apply(state, bias)
+                tolerance = (1e-6 if dtype is torch.float32 else 6e-3) * float(exact.abs().max())
+                assert float((found.double() - exact).abs().max()) <= tolerance
+                alone = torch.cat([form.apply(row, bias) for row in state.split(1)])
+                assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_rows_of_all_weights(threads):
+    before = torch.get_num_threads()
+    weights = [torch.randn(size_out, 512) for size_out in (301, 1, 77)]
+    form, state = StoredWeight(*weights), torch.randn(5, 512)
+    expected = form.apply(state, None)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(form.apply(state, None), expected)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(expected, torch.nn.functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
+
+
+def test_weights_need_not_stand_at_round_addresses():
+    stored = torch.randn(64 * 33 + 3)
+    weight = stored[3:].view(64, 33)
+    form, state = StoredWeight(weight), torch.randn(3, 2, 33)
+    torch.testing.assert_close(form.apply(state, None), torch.nn.functional.linear(state, weight), atol=1e-4, rtol=1e-5)
+    assert form._stored[0].data_ptr() == weight.data_ptr()
+    turned = torch.randn(33, 64).t()
+    torch.testing.assert_close(
+        StoredWeight(turned).apply(state, None), torch.nn.functional.linear(state, turned), atol=1e-4, rtol=1e-5
+    )
+
+
+def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplog):
+    def failing(*_args, **_kwargs):
+        raise RuntimeError("C++ compile error\nand much more")
+
+    monkeypatch.setattr(few_rows, "compiled", failing)
+    with caplog.at_level(logging.WARNING, logger="tide_hf.few_rows"):
+        assert not StoredWeight.serves(torch.float32, 1)
+        assert product_of(torch.float32) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "products of few rows are PyTorch's own, since C++ cannot be compiled: C++ compile error"
+    ]
+    assert product_of(torch.float64) is None
+
+
+class TestInSteps:
+    """Steps that read weights as the model stores them."""
+
+    @pytest.fixture(autouse=True)
+    def _it_pays(self, monkeypatch):
+        """Whatever this machine is, it is the fastest; and there is no memory for copies."""
+        let_pay(monkeypatch, order=(StoredWeight, None, *weight_forms.FORMS[:2]))
+        monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+
+    @pytest.mark.parametrize("family", [family for family in ATTENTION if family not in UNTRACED])
+    def test_every_familys_tokens_are_the_base_models(self, family):
+        model, graphs = tiny_model(family), Graphs()
+        steps = check_drafts(
+            model,
+            prompts(pads=2),
+            lambda model, routers: attach(model, routers, graphs, pack_weights="auto"),
+            draft_with_heads,
+            ("right", "wrong at the last position"),
+            width=4,
+        )
+        assert steps.refused is None
+        gates = list(linear_gates(model._tide.structure))
+        assert all(set(gate.kept) <= {StoredWeight} for gate in gates)
+        assert any(gate.kept for gate in gates) == any(type(gate.module) is torch.nn.Linear for gate in gates)
+
+    def test_layers_of_one_input_are_one_product_without_a_copy(self, tiny_llama):
+        model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+        expected = model.generate(**prompts(), **OPTIONS)
+        attach(model, None, graphs, pack_weights="auto")
+        use_drafter(model, "random", [[5] * NEW], width=4)
+        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+        assert set(graphs.products) == {3, 2}
+        attention = model.model.layers[0].self_attn
+        addresses = [getattr(attention, f"{name}_proj").weight.data_ptr() for name in "qkv"]
+        joined = weight_forms._known[(StoredWeight, *addresses)]
+        assert [stored.data_ptr() for stored in joined._stored] == addresses

@@ -1,0 +1,223 @@
+"""Forms in which linear layers on a CPU can read their weights, which of them is the fastest, and ops that use them.
+
+PyTorch's linear hands weights to MKL, or in bfloat16 to oneDNN, as they are stored. From a few rows on either copies
+them into a layout of its own at every call, which costs a verify pass once more what a token costs; and there are CPUs
+on which MKL reads them slowly even for one row. Weights that were copied once and kept cost neither. For very few rows
+a product of our own reads them where they are, as fast as memory gives them. Which form is the fastest for so many rows
+on this machine is measured at first use. Results differ from the plain call's by rounding, as those of passes of
+another width do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .few_rows import MOST_ROWS, product_of
+from .timing import least_seconds
+
+PROBED_ROWS = (1, 2, 4, 8, 16, 64, 256)  # what holds for one of them holds up to the next
+PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
+REPEATS = 2
+SAMPLED_WEIGHTS = 64
+LARGEST_INT8 = 127
+INT8_BLOCK = 16  # PyTorch's product reads beyond the end of rows that are no multiple of it
+SMALLEST_SCALE = 1e-30  # of a row of zeros
+
+
+class WeightForm:
+    """A weight in some form, or the weights of layers that have one input, behind each other.
+
+    Args:
+        *weights: (out, in) each, which it keeps alive.
+
+    Attributes:
+        is_copy: Whether it takes memory of its own.
+    """
+
+    is_copy: ClassVar[bool] = True
+
+    def __init__(self, *weights: Tensor) -> None:
+        self.weights = weights
+        self.versions, self.samples = [weight._version for weight in weights], [_sample(weight) for weight in weights]
+        self._take([weight.detach() for weight in weights])
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether so many rows can be multiplied by weights in this form here."""
+        raise NotImplementedError
+
+    def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
+        """Whether it still is those weights; `sampled` looks at values, which `.data` can change without notice."""
+        versions = [weight._version for weight in weights]
+        if versions != self.versions or any(one is not other for one, other in zip(weights, self.weights, strict=True)):
+            return False
+        return not sampled or all(map(torch.equal, self.samples, map(_sample, weights)))
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        raise NotImplementedError
+
+    def _take(self, weights: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class PackedWeight(WeightForm):
+    """In oneDNN's layout."""
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Where oneDNN has the dtype."""
+        return can_pack(dtype)
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return torch.ops.mkldnn._linear_pointwise.default(input, self._packed, bias, "none", [], "")
+
+    def _take(self, weights: list[Tensor]) -> None:
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(_joined(weights), None)
+
+
+class Int8Weight(WeightForm):
+    """In 8 bits, each row with a scale of its own. Products are rounded: it is for drafts alone."""
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Wherever weights can be packed."""
+        return can_pack(dtype)
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        rows = input.reshape(-1, input.shape[-1]).to(self._scales.dtype).contiguous()
+        output = torch._weight_int8pack_mm(rows, self._packed, self._scales).to(input.dtype)
+        output = output.view(*input.shape[:-1], -1)
+        return output if bias is None else output + bias
+
+    def _take(self, weights: list[Tensor]) -> None:
+        weight = _joined(weights)
+        largest = weight.abs().amax(dim=1).float().clamp_min(SMALLEST_SCALE)
+        self._scales = (largest / LARGEST_INT8).bfloat16()  # what the product is fast with, whatever the model's dtype
+        rounded = (weight.float() / self._scales.float()[:, None]).round()
+        self._packed = rounded.clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8)
+
+
+class StoredWeight(WeightForm):
+    """As the model stores it, without a copy, for the product of a few rows that is compiled for this CPU."""
+
+    is_copy = False
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Few rows, where there is a compiler."""
+        return rows <= MOST_ROWS and product_of(dtype) is not None
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        output = input.new_empty((*input.shape[:-1], self._size))
+        self._product(input, self._stored, self._places, self._sizes, bias, output)
+        return output
+
+    def _take(self, weights: list[Tensor]) -> None:
+        self._product: Any = product_of(weights[0].dtype)
+        self._stored = [weight.contiguous() for weight in weights]  # also kept where `.data` gets another
+        self._places = torch.tensor([weight.data_ptr() for weight in self._stored])
+        self._sizes = torch.tensor([weight.shape[0] for weight in weights])
+        self._size = int(self._sizes.sum())
+
+
+FORMS: tuple[type[WeightForm], ...] = (PackedWeight, Int8Weight, StoredWeight)  # ops know them by their place here
+
+# By form and addresses; models may share them.
+_known: WeakValueDictionary[tuple[Any, ...], WeightForm] = WeakValueDictionary()
+# Seconds, by form (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS.
+_measured: dict[tuple[type[WeightForm] | None, torch.dtype, int, int], float] = {}
+
+
+def in_form(form: type[WeightForm], *weights: Tensor) -> WeightForm:
+    """Weights in a form, together, or what others that have the same weights have made of them."""
+    key = _key_of(weights, form)
+    known = _known.get(key)
+    if known is None or not known.is_of(*weights, sampled=True):
+        _known[key] = known = form(*weights)
+    return known
+
+
+def _key_of(weights: Sequence[Tensor], form: type[WeightForm]) -> tuple[Any, ...]:
+    return (form, *[weight.data_ptr() for weight in weights])
+
+
+def fastest_form(dtype: torch.dtype, rows: int, forms: Iterable[type[WeightForm]]) -> type[WeightForm] | None:
+    """The fastest of `forms` for so many rows on this machine; `None` where PyTorch's linear is. Measured once."""
+    if rows < PROBED_ROWS[0]:
+        return None
+    probed = max(known for known in PROBED_ROWS if known <= rows)
+    among = [None, *[form for form in forms if form.serves(dtype, rows)]]
+    return min(among, key=lambda form: _seconds_of(form, dtype, probed)) if len(among) > 1 else None
+
+
+def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:
+    key = form, dtype, torch.get_num_threads(), rows
+    if key not in _measured:
+        _measured[key] = _measure(form, dtype, rows)
+    return _measured[key]
+
+
+@torch.inference_mode(False)  # tensors made in it have no versions
+@torch.no_grad()
+def _measure(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(PROBED_WEIGHTS)]
+    input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype)
+    if form is None:
+        return least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
+    taken = [form(weight) for weight in weights]
+    return least_seconds(lambda: [one.apply(input, None) for one in taken], REPEATS)
+
+
+def _one_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: int = 0) -> Tensor:
+    return _joined_linear(input, [weight], bias, form)
+
+
+def _joined_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, form: int = 0) -> Tensor:
+    known = _known.get(_key_of(weights, FORMS[form]))
+    return functional.linear(input, _joined(weights), bias) if known is None else known.apply(input, bias)
+
+
+# Ops that find weights in a form by the address of the plain ones: what they hold can be no input of a graph.
+_ops = torch.library.Library("tide_hf", "DEF")
+_ops.define("linear(Tensor input, Tensor weight, Tensor? bias, int form=0) -> Tensor")
+_ops.impl("linear", _one_linear, "CompositeExplicitAutograd")
+_ops.define("joined_linear(Tensor input, Tensor[] weights, Tensor? bias, int form=0) -> Tensor")
+_ops.impl("joined_linear", _joined_linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::linear", lib=_ops)
+def _like_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: int = 0) -> Tensor:
+    return _like_joined_linear(input, [weight], bias, form)
+
+
+@torch.library.register_fake("tide_hf::joined_linear", lib=_ops)
+def _like_joined_linear(input: Tensor, weights: list[Tensor], _bias: Tensor | None, _form: int = 0) -> Tensor:
+    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
+@lru_cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by weights of this dtype here."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _joined(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED_WEIGHTS)].clone()
