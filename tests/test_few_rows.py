@@ -12,22 +12,23 @@ from test_joined_linears import Graphs
 from test_linear_gate import let_pay
 from torch._inductor import config as inductor_config
 
-from tide_hf import few_rows, linear_gate, weight_forms
+from tide_hf import cpu_kernels, linear_gate, weight_forms
+from tide_hf.cpu_kernels import VALUES, load_kernel
 from tide_hf.few_rows import MOST_ROWS, product_of
 from tide_hf.linear_gate import linear_gates
 from tide_hf.weight_forms import StoredWeight
 
-DTYPES = list(few_rows.VALUES)
+DTYPES = list(VALUES)
 SIZES = [(576, (576, 192, 192)), (40, (7,)), (5000, (33, 5)), (3, (2, 1))]  # of input, and of weights
 BITS = {"all": None, "256 bits": 256, "no vectors": 1}
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known():
-    """Products are those that a test has compiled, and no other test meets them."""
-    product_of.cache_clear()
+    """Kernels are those that a test has compiled, and no other test meets them."""
+    load_kernel.cache_clear()
     yield
-    product_of.cache_clear()
+    load_kernel.cache_clear()
 
 
 @pytest.fixture(params=BITS)
@@ -86,12 +87,12 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
     def failing(*_args, **_kwargs):
         raise RuntimeError("C++ compile error\nand much more")
 
-    monkeypatch.setattr(few_rows, "compiled", failing)
-    with caplog.at_level(logging.WARNING, logger="tide_hf.few_rows"):
+    monkeypatch.setattr(cpu_kernels.CppPythonBindingsCodeCache, "load_pybinding", failing)
+    with caplog.at_level(logging.WARNING, logger="tide_hf.cpu_kernels"):
         assert not StoredWeight.serves(torch.float32, 1)
         assert product_of(torch.float32) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "products of few rows are PyTorch's own, since C++ cannot be compiled: C++ compile error"
+        "PyTorch's own operations do what few_rows.cpp does, which cannot be compiled: C++ compile error"
     ]
     assert product_of(torch.float64) is None
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with weights as a model stores them: C++ that Inductor's compiler builds for this CPU.
+"""Products of a few rows with weights as a model stores them: C++ compiled for this CPU.
 
 A verify pass over a few tokens reads every weight once and computes little. oneDNN starts each product anew (12 us,
 120 products a pass in a model of 30 layers) and wants a copy of the weights in its own layout. This product reads the
@@ -8,43 +8,30 @@ rows is, so a pass over several tokens rounds as passes over one do.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-from .errors import first_line
+from .cpu_kernels import load_kernel
 
 MOST_ROWS = 8
 LEAST_PER_THREAD = 32768  # multiplications; for fewer, waiting for another thread takes longer
-VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
-SOURCE = Path(__file__).with_suffix(".cpp")
+ARGUMENTS = ("const Value*", "const int64_t*", "const int64_t*", "const Value*", "Value*", *["int64_t"] * 5)
 
 Product = Callable[[Tensor, list[Tensor], Tensor, Tensor, "Tensor | None", Tensor], None]
 
-logger = logging.getLogger(__name__)
 
-
-@lru_cache
 def product_of(dtype: torch.dtype) -> Product | None:
-    """What multiplies values of a dtype, compiled when it is first asked for and kept on disk.
+    """What multiplies values of a dtype.
 
     Returns:
         Takes the input (..., in), weights (out, in) each, their addresses and their numbers of rows as int64 tensors, a
         bias (sum of out,) or `None`, and the output (..., sum of out), which it fills; at most `MOST_ROWS` rows.
-        `None` for other dtypes and where nothing can be compiled.
+        `None` where there is no kernel.
     """
-    if dtype not in VALUES:
-        return None
-    try:
-        kernel = compiled(dtype)
-    except (RuntimeError, OSError, ImportError) as error:  # of Inductor: no compiler, or no place for what it makes
-        logger.warning("products of few rows are PyTorch's own, since C++ cannot be compiled: %s", first_line(error))
+    kernel = load_kernel("few_rows", dtype, ARGUMENTS)
+    if kernel is None:
         return None
 
     def multiply(
@@ -59,23 +46,3 @@ def product_of(dtype: torch.dtype) -> Product | None:
         )
 
     return multiply
-
-
-def compiled(dtype: torch.dtype, **options: Any) -> Callable[..., None]:
-    """The C++ function for a dtype, as `few_rows.cpp` declares it.
-
-    Args:
-        dtype: One of `VALUES`.
-        **options: For Inductor's compiler.
-    """
-    value = VALUES[dtype]
-    arguments = [
-        f"const {value}*",
-        "const int64_t*",
-        "const int64_t*",
-        f"const {value}*",
-        f"{value}*",
-        *["int64_t"] * 5,
-    ]
-    source = f"#include <c10/util/BFloat16.h>\nusing Value = {value};\n{SOURCE.read_text()}"
-    return CppPythonBindingsCodeCache.load_pybinding(arguments, source, **options)

@@ -15,8 +15,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from .cpu_kernels import VALUES
 from .errors import UnsupportedOptionError, describe
-from .few_rows import VALUES
 from .skipping import Gate, active_run
 from .structure import DecoderStructure
 from .weight_forms import (

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .block_head import BlockHead
+from .few_queries import attend_few
 
 NAME = "tide_shared_heads"
 UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
@@ -105,6 +106,8 @@ _ops.define("attend_filled(Tensor query, Tensor key, Tensor value, Tensor mask, 
 
 def _attend_filled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor, scale: float | None) -> Tensor:
     slots = int(end)
+    if (found := attend_few(query, key, value, mask, slots, scale)) is not None:
+        return found
     key, value, mask = key[:, :, :slots], value[:, :, :slots], mask[..., :slots]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).contiguous()
 

@@ -1,0 +1,129 @@
+// softmax(scale * q.k + mask).v for a few queries of each head. `Value` is float or at::BFloat16.
+//
+// Threads take blocks of queries. A block reads the keys once and the values once, in order. All sums are in float, and
+// in the same order whatever the number of queries is, and of slots that the mask hides behind the last.
+
+#include <ATen/cpu/vec/vec.h>
+#include <torch/csrc/inductor/cpp_prefix.h>
+
+#include <limits>
+#include <vector>
+
+namespace {
+
+using Floats = at::vec::Vectorized<float>;
+using Stored = at::vec::Vectorized<Value>;
+
+constexpr int64_t kSize = Stored::size();
+constexpr int kParts = kSize / Floats::size();  // registers of floats that one of stored values becomes
+
+struct Chunk {
+  Floats part[kParts];
+};
+
+inline void split(const at::vec::Vectorized<float>& stored, Chunk& chunk) { chunk.part[0] = stored; }
+inline void split(const at::vec::Vectorized<at::BFloat16>& stored, Chunk& chunk) {
+  std::tie(chunk.part[0], chunk.part[kParts - 1]) = at::vec::convert_bfloat16_float(stored);
+}
+
+inline void join(const Chunk& chunk, at::vec::Vectorized<float>& stored) { stored = chunk.part[0]; }
+inline void join(const Chunk& chunk, at::vec::Vectorized<at::BFloat16>& stored) {
+  stored = at::vec::convert_float_bfloat16(chunk.part[0], chunk.part[kParts - 1]);
+}
+
+inline Chunk load(const Value* values, int64_t count) {
+  Chunk chunk;
+  split(count == kSize ? Stored::loadu(values) : Stored::loadu(values, count), chunk);
+  return chunk;
+}
+
+inline void store(const Chunk& chunk, Value* values, int64_t count) {
+  Stored stored;
+  join(chunk, stored);
+  stored.store(values, count);
+}
+
+inline float total(const Floats& sum) {
+  return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sum);
+}
+
+inline int64_t rounded_up(int64_t slots) { return (slots + Floats::size() - 1) / Floats::size() * Floats::size(); }
+
+// Scores to weights that add up to 1; to zeros where the mask hides everything. `size` is a multiple of a register.
+inline void softmax(float* scores, int64_t size) {
+  const float nothing = -std::numeric_limits<float>::infinity();
+  Floats highest(nothing), sums(0.0f);
+  for (int64_t s = 0; s < size; s += Floats::size()) highest = at::vec::maximum(highest, Floats::loadu(scores + s));
+  const float largest =
+      at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return at::vec::maximum(a, b); }, highest);
+  if (largest == nothing) return std::fill(scores, scores + size, 0.0f);
+  for (int64_t s = 0; s < size; s += Floats::size()) {
+    const Floats weights = (Floats::loadu(scores + s) - Floats(largest)).exp();
+    weights.store(scores + s);
+    sums = sums + weights;
+  }
+  const Floats share(1.0f / total(sums));
+  for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) * share).store(scores + s);
+}
+
+template <int kQueries>
+void attend(const Value* q, const Value* k, const Value* v, const Value* mask, Value* y, float* scores, int64_t slots,
+            int64_t all_slots, int64_t size, float scale) {
+  const int64_t even = rounded_up(slots);
+  for (int64_t s = 0; s < slots; ++s) {
+    Floats sums[kQueries];
+    for (int m = 0; m < kQueries; ++m) sums[m] = Floats(0.0f);
+    for (int64_t d = 0; d < size; d += kSize) {
+      const int64_t count = std::min(kSize, size - d);
+      const Chunk key = load(k + s * size + d, count);
+      for (int m = 0; m < kQueries; ++m) {
+        const Chunk query = load(q + m * size + d, count);
+        for (int i = 0; i < kParts; ++i) sums[m] = at::vec::fmadd(query.part[i], key.part[i], sums[m]);
+      }
+    }
+    for (int m = 0; m < kQueries; ++m)
+      scores[m * even + s] = total(sums[m]) * scale + static_cast<float>(mask[m * all_slots + s]);
+  }
+  for (int m = 0; m < kQueries; ++m) {
+    std::fill(scores + m * even + slots, scores + (m + 1) * even, -std::numeric_limits<float>::infinity());
+    softmax(scores + m * even, even);
+  }
+  for (int64_t d = 0; d < size; d += kSize) {
+    const int64_t count = std::min(kSize, size - d);
+    Chunk sums[kQueries];
+    for (int m = 0; m < kQueries; ++m)
+      for (int i = 0; i < kParts; ++i) sums[m].part[i] = Floats(0.0f);
+    for (int64_t s = 0; s < slots; ++s) {
+      const Chunk value = load(v + s * size + d, count);
+      for (int m = 0; m < kQueries; ++m)
+        for (int i = 0; i < kParts; ++i)
+          sums[m].part[i] = at::vec::fmadd(Floats(scores[m * even + s]), value.part[i], sums[m].part[i]);
+    }
+    for (int m = 0; m < kQueries; ++m) store(sums[m], y + m * size + d, count);
+  }
+}
+
+constexpr decltype(&attend<1>) kByQueries[] = {attend<1>, attend<2>, attend<3>, attend<4>};
+constexpr int64_t kMostQueries = 4;
+
+}  // namespace
+
+// q and y (rows, heads, queries, size); k and v (rows, heads, all_slots, size), of which `slots` are read; mask (rows or
+// 1, queries, all_slots), added to the scores.
+extern "C" void kernel(const Value* q, const Value* k, const Value* v, const Value* mask, Value* y, int64_t rows,
+                       int64_t heads, int64_t queries, int64_t size, int64_t all_slots, int64_t slots,
+                       int64_t mask_of_rows, int64_t threads, float scale) {
+  const int64_t blocks = (queries + kMostQueries - 1) / kMostQueries;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> scores(kMostQueries * rounded_up(slots));
+#pragma omp for
+    for (int64_t block = 0; block < rows * heads * blocks; ++block) {
+      const int64_t head = block / blocks, first = block % blocks * kMostQueries;
+      const int64_t count = std::min(kMostQueries, queries - first), at = (head * queries + first) * size;
+      const Value* hidden = mask + (mask_of_rows ? head / heads * queries + first : first) * all_slots;
+      kByQueries[count - 1](q + at, k + head * all_slots * size, v + head * all_slots * size, hidden, y + at,
+                            scores.data(), slots, all_slots, size, scale);
+    }
+  }
+}
