@@ -71,6 +71,12 @@ def test_threads_share_the_rows_of_all_weights(threads):
     torch.testing.assert_close(expected, torch.nn.functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
 
 
+def test_more_rows_than_it_is_for_are_left_to_pytorch():
+    weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MOST_ROWS, 7)
+    expected = torch.nn.functional.linear(state, torch.cat(weights))
+    torch.testing.assert_close(StoredWeight(*weights).apply(state, None), expected)
+
+
 def test_weights_need_not_stand_at_round_addresses():
     stored = torch.randn(64 * 33 + 3)
     weight = stored[3:].view(64, 33)
