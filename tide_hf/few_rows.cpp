@@ -6,6 +6,8 @@
 #include <ATen/cpu/vec/vec.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
 
+#include <vector>
+
 namespace {
 
 using Floats = at::vec::Vectorized<float>;
@@ -23,6 +25,7 @@ struct OfFloat {
   static constexpr int64_t kSize = Floats::size();
   using Part = Floats;
   static Part load(const float* values) { return Part::loadu(values); }
+  static Part load(const float* values, int64_t count) { return Part::loadu(values, count); }
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return at::vec::fmadd(w, x, sum); }
 };
 
@@ -31,6 +34,9 @@ struct OfBFloat16 {
   static constexpr int64_t kSize = 32;
   using Part = __m512bh;
   static Part load(const at::BFloat16* values) { return (__m512bh)_mm512_loadu_si512(values); }
+  static Part load(const at::BFloat16* values, int64_t count) {
+    return (__m512bh)_mm512_maskz_loadu_epi16((1ULL << count) - 1, values);
+  }
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return _mm512_dpbf16_ps(sum, x, w); }
 };
 #else
@@ -39,6 +45,9 @@ struct OfBFloat16 {
   static constexpr int64_t kSize = Stored::size();
   using Part = std::tuple<Floats, Floats>;
   static Part load(const at::BFloat16* values) { return at::vec::convert_bfloat16_float(Stored::loadu(values)); }
+  static Part load(const at::BFloat16* values, int64_t count) {
+    return at::vec::convert_bfloat16_float(Stored::loadu(values, count));
+  }
   static Floats add(const Part& x, const Part& w, const Floats& sum) {
     const Floats half = at::vec::fmadd(std::get<0>(x), std::get<0>(w), sum);
     return at::vec::fmadd(std::get<1>(x), std::get<1>(w), half);
@@ -48,58 +57,111 @@ struct OfBFloat16 {
 
 using Lanes = std::conditional_t<std::is_same_v<Value, float>, OfFloat, OfBFloat16>;
 
-struct Shape {
-  int64_t size_in, size_out;
+constexpr int64_t kLanes = Lanes::kSize;
+constexpr int64_t kAligned = kLanes * sizeof(Value);
+
+// A row of weights in registers: one that is filled in part, `full` ones from an even address on, and another in part.
+// Loads that lie across two cache lines take twice as long, and files of weights seldom start at an even address.
+struct Cut {
+  int64_t head, full, tail;
+
+  Cut(const Value* w, int64_t size) : head(0) {
+    if (size % kLanes == 0) head = (kAligned - reinterpret_cast<uintptr_t>(w) % kAligned) % kAligned / sizeof(Value);
+    full = (size - head) / kLanes;
+    tail = size - head - full * kLanes;
+  }
+  int64_t registers() const { return (head > 0) + full + (tail > 0); }
 };
 
-// kRows rows of the input by kBlock rows of the weights.
+// Rows of the input, cut as the weights are, with zeros where a register is filled in part.
+template <int kRows>
+class Input {
+ public:
+  Input(const Value* x, int64_t size, const Cut& cut) : values_(x), stride_(size) {
+    if (cut.head == 0 && cut.tail == 0) return;
+    thread_local std::vector<Value> kept;
+    stride_ = cut.registers() * kLanes;
+    kept.assign(kRows * stride_ + kLanes, Value(0.0f));
+    Value* start = kept.data() + (kAligned - reinterpret_cast<uintptr_t>(kept.data()) % kAligned) % kAligned / sizeof(Value);
+    for (int m = 0; m < kRows; ++m) {
+      const Value* row = x + m * size;
+      Value* to = start + m * stride_;
+      std::copy(row, row + cut.head, to);
+      std::copy(row + cut.head, row + size, to + (cut.head > 0 ? kLanes : 0));
+    }
+    values_ = start;
+  }
+  const Value* at(int m, int64_t place) const { return values_ + m * stride_ + place * kLanes; }
+
+ private:
+  const Value* values_;
+  int64_t stride_;
+};
+
+// kRows rows of the input by kBlock rows of the weights, `size` long and behind each other.
 template <int kRows, int kBlock>
-inline void multiply(const Value* x, const Value* w, const Value* bias, Value* y, Shape shape) {
+inline void multiply(const Input<kRows>& x, const Cut& cut, const Value* w, int64_t size, const Value* bias, Value* y,
+                     int64_t size_out) {
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n) sums[m][n] = Floats(0.0f);
-  const Value* read = w;
-  int64_t k = 0;
-  for (; k + Lanes::kSize <= shape.size_in; k += Lanes::kSize) {
-    typename Lanes::Part parts[kBlock];
-#pragma GCC unroll 16
-    for (int n = 0; n < kBlock; ++n, read += Lanes::kSize) {
-      parts[n] = Lanes::load(w + n * shape.size_in + k);
-      ask_for(read);
-    }
+  int64_t place = 0;
+  const auto add = [&](const typename Lanes::Part* parts) {
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const auto part = Lanes::load(x + m * shape.size_in + k);
+      const auto part = Lanes::load(x.at(m, place));
 #pragma GCC unroll 16
       for (int n = 0; n < kBlock; ++n) sums[m][n] = Lanes::add(part, parts[n], sums[m][n]);
     }
+    ++place;
+  };
+  const auto add_some = [&](const Value* from, int64_t count) {
+    typename Lanes::Part parts[kBlock];
+#pragma GCC unroll 16
+    for (int n = 0; n < kBlock; ++n) parts[n] = Lanes::load(from + n * size, count);
+    add(parts);
+  };
+  if (cut.head > 0) add_some(w, cut.head);
+  const Value* next = w;
+  for (int64_t i = 0; i < cut.full; ++i) {
+    typename Lanes::Part parts[kBlock];
+#pragma GCC unroll 16
+    for (int n = 0; n < kBlock; ++n, next += kLanes) {
+      parts[n] = Lanes::load(w + n * size + cut.head + i * kLanes);
+      ask_for(next);
+    }
+    add(parts);
   }
+  if (cut.tail > 0) add_some(w + size - cut.tail, cut.tail);
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n) {
-      float sum = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sums[m][n]);
-      for (int64_t rest = k; rest < shape.size_in; ++rest)
-        sum += static_cast<float>(x[m * shape.size_in + rest]) * static_cast<float>(w[n * shape.size_in + rest]);
-      if (bias != nullptr) sum += static_cast<float>(bias[n]);
-      y[m * shape.size_out + n] = static_cast<Value>(sum);
+      const float sum = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sums[m][n]);
+      y[m * size_out + n] = static_cast<Value>(bias == nullptr ? sum : sum + static_cast<float>(bias[n]));
     }
 }
 
 // kRows rows of the input by `count` rows of the weights. The more of those at a time, the less often the input is read;
 // where it is small, few of them read memory the more evenly.
 template <int kRows>
-void multiply_rows(const Value* x, const Value* w, const Value* bias, Value* y, Shape shape, int64_t count) {
+void multiply_rows(const Value* x, const Value* w, int64_t size, const Value* bias, Value* y, int64_t size_out,
+                   int64_t count) {
   constexpr int kFew = kRows <= 4 ? 1 : 2, kMany = kRows <= 4 ? 4 : 3;
-  const bool is_large = kRows * shape.size_in * static_cast<int64_t>(sizeof(Value)) > kCachedBytes;
-  const auto bias_at = [bias](int64_t n) { return bias == nullptr ? nullptr : bias + n; };
+  const bool is_large = kRows * size * static_cast<int64_t>(sizeof(Value)) > kCachedBytes;
+  const Cut cut(w, size);
+  const Input<kRows> input(x, size, cut);
   int64_t n = 0;
-  for (; is_large && n + kMany <= count; n += kMany)
-    multiply<kRows, kMany>(x, w + n * shape.size_in, bias_at(n), y + n, shape);
-  for (; n + kFew <= count; n += kFew) multiply<kRows, kFew>(x, w + n * shape.size_in, bias_at(n), y + n, shape);
-  for (; n < count; ++n) multiply<kRows, 1>(x, w + n * shape.size_in, bias_at(n), y + n, shape);
+  const auto take = [&](auto block) {
+    constexpr int kBlock = decltype(block)::value;
+    for (; n + kBlock <= count; n += kBlock)
+      multiply<kRows, kBlock>(input, cut, w + n * size, size, bias == nullptr ? bias : bias + n, y + n, size_out);
+  };
+  if (is_large) take(std::integral_constant<int, kMany>());
+  take(std::integral_constant<int, kFew>());
+  take(std::integral_constant<int, 1>());
 }
 
 constexpr decltype(&multiply_rows<1>) kByRows[] = {
@@ -123,7 +185,7 @@ extern "C" void kernel(const Value* x, const int64_t* weights, const int64_t* si
       const int64_t from = std::max(start, first), to = std::min(end, first + sizes[i]);
       if (from >= to) continue;
       const Value* w = reinterpret_cast<const Value*>(weights[i]) + (from - first) * size_in;
-      kByRows[rows - 1](x, w, has_bias ? bias + from : nullptr, y + from, Shape{size_in, size_out}, to - from);
+      kByRows[rows - 1](x, w, size_in, has_bias ? bias + from : nullptr, y + from, size_out, to - from);
     }
   }
 }
