@@ -6,7 +6,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, tiny_model
-from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
+from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, new_tokens, prompts
 from test_compiled_steps import UNTRACED, attach, draft_with_heads
 from test_joined_linears import Graphs
 from test_linear_gate import let_pay
@@ -127,6 +127,18 @@ class TestInSteps:
         gates = list(linear_gates(model._tide.structure))
         assert all(set(gate.kept) <= {StoredWeight} for gate in gates)
         assert any(gate.kept for gate in gates) == any(type(gate.module) is torch.nn.Linear for gate in gates)
+
+    def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(self, tiny_llama):
+        model = tiny_llama(num_hidden_layers=LAYERS)
+        steps = attach(model, pack_weights="auto")
+        asked = {**prompts(), **OPTIONS, "output_logits": True, "return_dict_in_generate": True}
+        use_drafter(model, "right", [[]])  # nothing
+        expected = model.generate(**asked)
+        assert {size for _, _, size in steps._steps} == {1}
+        use_drafter(model, "wrong at the last position", new_tokens(expected.sequences), width=4)
+        found = model.generate(**asked)
+        assert {size for _, _, size in steps._steps} > {1}
+        assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
 
     def test_layers_of_one_input_are_one_product_without_a_copy(self, tiny_llama):
         model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()

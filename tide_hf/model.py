@@ -73,7 +73,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             pack_weights: Keep a second copy of float32 and bfloat16 weights on a CPU, in oneDNN's own layout, which
                 makes passes over several tokens (or rows) cost little more than one, and on some CPUs a pass over one
                 cost less; where it does is measured. `"auto"`: where it takes at most a quarter of the free memory
-                when TIDE is attached. The copy is made when it is first of use.
+                when TIDE is attached. The copy is made when it is first of use. `False` leaves linear layers as they
+                are, without the compiled engine's products on stored weights as well.
             use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
                 See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model.
             engine: What runs the layers: `"eager"`; `"compiled"`, which compiles them by `torch.compile` when it
