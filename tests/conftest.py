@@ -27,11 +27,13 @@ if not torch.cuda.is_available():
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 from loopback_hub import loopback_hub  # noqa: E402
+from torch._inductor import config as inductor_config  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
+from tide_hf.cpu_kernels import load_kernel  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256
@@ -54,6 +56,21 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_kernels():
+    """Kernels are those that a test has compiled, and no other test meets them."""
+    load_kernel.cache_clear()
+    yield
+    load_kernel.cache_clear()
+
+
+@pytest.fixture(params=[None, 256, 1], ids=["all bits", "256 bits", "no vectors"])
+def on_some_cpu(request, fresh_kernels):
+    """As this CPU is, and as narrower ones are."""
+    with inductor_config.patch({"cpp.simdlen": request.param}):
+        yield
 
 
 @pytest.fixture(scope="session")

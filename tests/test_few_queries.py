@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from test_few_rows import DTYPES, on_some_cpu
 from torch.nn.functional import scaled_dot_product_attention
 
-from tide_hf.cpu_kernels import load_kernel
+from tide_hf.cpu_kernels import VALUES
 from tide_hf.few_queries import attend_few
 
 # Rows, heads, queries, size, all slots and filled ones.
@@ -17,15 +16,7 @@ SHAPES = [
     (2, 1, 4, 33, 40, 17),
 ]
 
-__all__ = ["on_some_cpu"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_known():
-    """Kernels are those that a test has compiled, and no other test meets them."""
-    load_kernel.cache_clear()
-    yield
-    load_kernel.cache_clear()
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
 def tensors(shape, dtype, rows_of_mask=None):
@@ -38,7 +29,7 @@ def tensors(shape, dtype, rows_of_mask=None):
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", VALUES)
 def test_it_is_that_of_pytorch(on_some_cpu, dtype, scale):
     for shape in SHAPES:
         for rows_of_mask in (None, 1):
@@ -53,7 +44,7 @@ def test_it_is_that_of_pytorch(on_some_cpu, dtype, scale):
             torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", VALUES)
 def test_a_query_gives_the_same_whatever_stands_beside_it(on_some_cpu, dtype):
     for shape in SHAPES:
         query, key, value, mask, filled = tensors(shape, dtype)

@@ -10,35 +10,19 @@ from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, new_tokens, 
 from test_compiled_steps import UNTRACED, attach, draft_with_heads
 from test_joined_linears import Graphs
 from test_linear_gate import let_pay
-from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-from tide_hf import cpu_kernels, linear_gate, weight_forms
-from tide_hf.cpu_kernels import VALUES, load_kernel
+from tide_hf import linear_gate, weight_forms
+from tide_hf.cpu_kernels import VALUES
 from tide_hf.few_rows import MOST_ROWS, product_of
 from tide_hf.linear_gate import linear_gates
 from tide_hf.weight_forms import StoredWeight
 
-DTYPES = list(VALUES)
 SIZES = [(576, (576, 192, 192)), (40, (7,)), (5000, (33, 5)), (3, (2, 1))]  # of input, and of weights
-BITS = {"all": None, "256 bits": 256, "no vectors": 1}
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_known():
-    """Kernels are those that a test has compiled, and no other test meets them."""
-    load_kernel.cache_clear()
-    yield
-    load_kernel.cache_clear()
-
-
-@pytest.fixture(params=BITS)
-def on_some_cpu(request):
-    """As this CPU is, and as narrower ones are."""
-    with inductor_config.patch({"cpp.simdlen": BITS[request.param]}):
-        yield
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", VALUES)
 def test_the_product_is_that_of_linear(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in SIZES:
@@ -93,7 +77,7 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
     def failing(*_args, **_kwargs):
         raise RuntimeError("C++ compile error\nand much more")
 
-    monkeypatch.setattr(cpu_kernels.CppPythonBindingsCodeCache, "load_pybinding", failing)
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", failing)
     with caplog.at_level(logging.WARNING, logger="tide_hf.cpu_kernels"):
         assert not StoredWeight.serves(torch.float32, 1)
         assert product_of(torch.float32) is None

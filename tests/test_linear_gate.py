@@ -25,11 +25,12 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
 def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(Int8Weight, PackedWeight, None, StoredWeight)):
     """Have measured which forms are the faster ones, the fastest first; `but` one number of rows, where none is."""
-    keys = product(order, dtypes, [torch.get_num_threads()], PROBED_ROWS)
-    seconds = {key: 1.0 + order.index(key[0]) for key in keys}
-    monkeypatch.setattr(
-        weight_forms, "_measured", {key: 0.0 if key[0] is None and key[-1] == but else seconds[key] for key in seconds}
-    )
+    threads = torch.get_num_threads()
+    seconds = {
+        (form, dtype, threads, rows): 0.0 if form is None and rows == but else 1.0 + place
+        for (place, form), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
+    }
+    monkeypatch.setattr(weight_forms, "_measured", seconds)
 
 
 @pytest.fixture(autouse=True)

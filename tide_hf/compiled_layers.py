@@ -26,7 +26,6 @@ from .fixed_cache import FixedLayer
 from .linear_gate import COMPILED, LinearGate
 from .skipping import Gate, LayerGate, input_state
 from .warm_up import WarmUp
-from .weight_forms import FORMS
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
 MOST_GRAPHS = 64  # by numbers of rows and tokens, with and without a mask, behind a rollback and not
@@ -179,10 +178,7 @@ class _Linear(nn.Module):
 
     def prepare(self, rows: int) -> None:
         """Have the weights in the form that a pass over so many rows is to read."""
-        form = self.gate.form_for(rows, COMPILED)
-        self.form = None if form is None else FORMS.index(form)
-        if form is not None:
-            self.gate.keep(form)
+        self.form = self.gate.prepare(rows, COMPILED)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""

@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from .errors import first_line
 
@@ -33,6 +32,9 @@ def load_kernel(name: str, dtype: torch.dtype, arguments: tuple[str, ...]) -> Ca
         return None
     value = VALUES[dtype]
     text = Path(__file__).with_name(f"{name}.cpp").read_text()
+    # Of no use to those who compile nothing, so the package does not wait for it.
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # noqa: PLC0415
+
     try:
         return CppPythonBindingsCodeCache.load_pybinding(
             [argument.replace("Value", value) for argument in arguments],

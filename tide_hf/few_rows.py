@@ -19,30 +19,27 @@ MOST_ROWS = 8
 LEAST_PER_THREAD = 32768  # multiplications; for fewer, waiting for another thread takes longer
 ARGUMENTS = ("const Value*", "const int64_t*", "const int64_t*", "const Value*", "Value*", *["int64_t"] * 5)
 
-Product = Callable[[Tensor, list[Tensor], Tensor, Tensor, "Tensor | None", Tensor], None]
+Product = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
 
 
 def product_of(dtype: torch.dtype) -> Product | None:
     """What multiplies values of a dtype.
 
     Returns:
-        Takes the input (..., in), weights (out, in) each, their addresses and their numbers of rows as int64 tensors, a
-        bias (sum of out,) or `None`, and the output (..., sum of out), which it fills; at most `MOST_ROWS` rows.
+        Takes the input (..., in), addresses of weights (out, in) and their numbers of rows as int64 tensors, a bias
+        (sum of out,) or `None`, and the output (..., sum of out), which it fills; at most `MOST_ROWS` rows.
         `None` where there is no kernel.
     """
     kernel = load_kernel("few_rows", dtype, ARGUMENTS)
     if kernel is None:
         return None
 
-    def multiply(
-        input: Tensor, weights: list[Tensor], places: Tensor, sizes: Tensor, bias: Tensor | None, output: Tensor
-    ) -> None:
+    def multiply(input: Tensor, places: Tensor, sizes: Tensor, bias: Tensor | None, output: Tensor) -> None:
         input = input.contiguous()
         size = input.shape[-1]
         threads = min(torch.get_num_threads(), 1 + output.numel() * size // LEAST_PER_THREAD)
         given = input if bias is None else bias
-        kernel(
-            input, places, sizes, given, output, bias is not None, input.numel() // size, size, len(weights), threads
-        )
+        rows = input.numel() // size
+        kernel(input, places, sizes, given, output, bias is not None, rows, size, len(places), threads)
 
     return multiply

@@ -33,17 +33,16 @@ from .weight_forms import (
 
 MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
-COMPILED: tuple[type[WeightForm], ...] = (StoredWeight, PackedWeight)  # where things are compiled
-ROUNDED: tuple[type[WeightForm], ...] = (
-    Int8Weight,
-    *COMPILED,
-)  # where they are compiled, and what is found is verified
+Forms = tuple[type[WeightForm], ...]
 
-_forms: ContextVar[tuple[type[WeightForm], ...]] = ContextVar("tide_hf_forms", default=(PackedWeight,))
+COMPILED: Forms = (StoredWeight, PackedWeight)  # where things are compiled
+ROUNDED: Forms = (Int8Weight, *COMPILED)  # where they are compiled, and what is found is verified
+
+_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=(PackedWeight,))
 
 
 @contextmanager
-def reading(forms: tuple[type[WeightForm], ...]) -> Iterator[None]:
+def reading(forms: Forms) -> Iterator[None]:
     """The forms in which linear layers with gates may read their weights; else they may be packed."""
     token = _forms.set(forms)
     try:
@@ -77,21 +76,26 @@ class LinearGate(Gate):
             or not _is_plain(weight)
         ):
             return self.native(input)
-        form = self.form_for(input.numel() // self._size, _forms.get())  # last, since it measures at first
+        form = self.prepare(input.numel() // self._size, _forms.get())  # last, since it measures at first
         if form is None:
             return self.native(input)
-        self.keep(form)
-        return torch.ops.tide_hf.linear.default(input, weight, self.module.bias, FORMS.index(form))
+        return torch.ops.tide_hf.linear.default(input, weight, self.module.bias, form)
 
-    def form_for(self, rows: int, forms: Iterable[type[WeightForm]]) -> type[WeightForm] | None:
-        """The fastest of `forms` in which so many rows can read these weights; `None` is as they are, by PyTorch."""
+    def prepare(self, rows: int, forms: Forms) -> int | None:
+        """Have the weights in the fastest of `forms` that they may have, for so many rows.
+
+        Returns:
+            Its place among `FORMS`; `None` where PyTorch's own linear is the fastest.
+        """
         weight: Any = self.module.weight
         can_round = self._size % INT8_BLOCK == 0
-        return fastest_form(
-            weight.dtype,
-            rows,
-            [form for form in forms if (self.may_copy or not form.is_copy) and (can_round or form is not Int8Weight)],
-        )
+        may_have = [form for form in forms if self.may_copy or not form.is_copy]
+        form = fastest_form(weight.dtype, rows, [form for form in may_have if can_round or form is not Int8Weight])
+        if form is None:
+            return None
+        if form not in self.kept or not self.kept[form].is_of(weight):
+            self.kept[form] = in_form(form, weight)
+        return FORMS.index(form)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have forms of their own weights."""
@@ -106,12 +110,6 @@ class LinearGate(Gate):
         weight: Any = self.module.weight
         if not all(kept.is_of(weight, sampled=True) for kept in self.kept.values()):
             self.release()
-
-    def keep(self, form: type[WeightForm]) -> None:
-        """Have the weights in a form; they are put into it now if they are not yet, or have changed."""
-        weight: Any = self.module.weight
-        if form not in self.kept or not self.kept[form].is_of(weight):
-            self.kept[form] = in_form(form, weight)
 
 
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:

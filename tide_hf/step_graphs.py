@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -76,9 +77,7 @@ def in_parts(
 
     It makes what all layers read, such as masks. In one graph Inductor makes that anew for each of them.
     """
-    nodes = list(graph.graph.nodes)
-    layers = [i for i, node in enumerate(nodes) if node.target is layer]
-    before = set(nodes[: layers[0]]) if layers else set()
+    before = set(takewhile(lambda node: node.target is not layer, graph.graph.nodes))
     parts: Any = split_module(graph, graph, lambda node: int(node not in before))
     for name, part in list(parts.named_children()):
         setattr(parts, name, _Part(part, compile_graph))

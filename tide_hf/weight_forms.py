@@ -50,8 +50,8 @@ class WeightForm:
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether so many rows can be multiplied by weights in this form here."""
-        raise NotImplementedError
+        """Whether weights in this form can multiply so many rows here; copies can wherever oneDNN has the dtype."""
+        return can_pack(dtype)
 
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
         """Whether it still is those weights; `sampled` looks at values, which `.data` can change without notice."""
@@ -71,11 +71,6 @@ class WeightForm:
 class PackedWeight(WeightForm):
     """In oneDNN's layout."""
 
-    @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Where oneDNN has the dtype."""
-        return can_pack(dtype)
-
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
         return torch.ops.mkldnn._linear_pointwise.default(input, self._packed, bias, "none", [], "")
@@ -86,11 +81,6 @@ class PackedWeight(WeightForm):
 
 class Int8Weight(WeightForm):
     """In 8 bits, each row with a scale of its own. Products are rounded: it is for drafts alone."""
-
-    @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Wherever weights can be packed."""
-        return can_pack(dtype)
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -122,7 +112,7 @@ class StoredWeight(WeightForm):
         if input.numel() > MOST_ROWS * input.shape[-1]:  # where a layer has a linear layer for something but tokens
             return functional.linear(input, _joined(self._stored), bias)
         output = input.new_empty((*input.shape[:-1], self._size))
-        self._product(input, self._stored, self._places, self._sizes, bias, output)
+        self._product(input, self._places, self._sizes, bias, output)
         return output
 
     def _take(self, weights: list[Tensor]) -> None:
