@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,9 @@ from .capturable import facts_of, why_not_captured
 from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
 from .kv_cache import CacheSlots, cache_is_returned
+from .many_queries import LEAST_QUERIES
 from .policy import step_width
+from .shared_heads import shared_heads
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
 from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
 
@@ -79,7 +82,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.buffers
 
     def _prefill(self, drafter: Drafter) -> None:
-        super()._prefill(drafter)
+        is_long = self.input_ids.shape[1] >= LEAST_QUERIES
+        with shared_heads(self.model) if self.may_capture and is_long else nullcontext():
+            super()._prefill(drafter)
         if self._is_done() or not self.may_capture:
             return
         cache, mask = self.slots.cache, self.slots.mask

@@ -3,7 +3,8 @@
 Where there is a mask, transformers' `sdpa` copies K/V for every query head that shares them, in every layer and step.
 Over 96 rows that took longer than all products of matrices, and over K/V of a fixed size it copies all of them for each
 token. Query heads may as well stand behind each other as further queries of one head, under the same mask. Of K/V of a
-fixed size those slots that nothing was written to yet can be left out, where it is said how many are filled.
+fixed size those slots that nothing was written to yet can be left out, where it is said how many are filled. Many
+queries, and few over filled slots, have kernels of their own.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .block_head import BlockHead
 from .few_queries import attend_few
+from .many_queries import attend_many
 
 NAME = "tide_shared_heads"
 UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
@@ -61,7 +64,7 @@ def shared_heads(model: PreTrainedModel, block: BlockHead | None = None) -> Iter
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What `sdpa_attention_forward` does, in a form that suits few queries under a mask.
+    """What `sdpa_attention_forward` does, in a form that suits many queries, or few under a mask.
 
     Args:
         module: The attention.
@@ -74,19 +77,48 @@ def attend(
     Returns:
         (rows, width, heads, head_size), and no weights.
     """
+    found = None
+    if not any(kwargs.get(name) is not None for name in UNUSUAL) and not kwargs.get("dropout"):
+        scale, end = kwargs.get("scaling"), _filled.get()
+        if (
+            end is None
+            and not _is_watched(query, key, value)
+            and (attention_mask is not None or _sees_back(module, kwargs))
+        ):
+            found = attend_many(query, key, value, attention_mask, scale)
+        if found is None and attention_mask is not None:
+            found = _attend_joined(query, key, value, attention_mask, scale, end)
+    if found is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return found, None
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether somebody looks at every operation or asks for gradients; a kernel is none and has none."""
+    return is_in_torch_dispatch_mode() or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+
+
+def _sees_back(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether without a mask a token sees those before it alone."""
+    is_causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+def _attend_joined(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None
+) -> Tensor | None:
+    """With query heads that share K/V behind each other, as queries of one head; `None` where that has no gain."""
     rows, heads, width, size = query.shape
     shared = key.shape[1]
     group = heads // shared
-    is_usual = attention_mask is not None and attention_mask.shape[1] == 1 and key.shape == value.shape
+    is_usual = mask.shape[1] == 1 and key.shape == value.shape
     is_narrow = group * width <= 2 * heads * size  # it is the mask that is copied: no more of it than of K/V
-    end = _filled.get()
     has_gain = end is not None or group > 1
-    if not (has_gain and is_usual and is_narrow) or any(kwargs.get(name) is not None for name in UNUSUAL):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if not (has_gain and is_usual and is_narrow):
+        return None
     joined = query.reshape(rows, shared, group * width, size)
-    mask: Any = attention_mask
-    output = _attended(joined, key, value, mask.repeat(1, 1, group, 1), end, kwargs.get("scaling"))
-    return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous(), None
+    output = _attended(joined, key, value, mask.repeat(1, 1, group, 1), end, scale)
+    return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
 
 
 def _attended(

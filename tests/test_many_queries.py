@@ -1,0 +1,195 @@
+"""Attention of many queries in C++: what PyTorch's gives, whatever the shapes, strides and masks are."""
+
+import pytest
+import torch
+from families import SDPA, VOCAB, tiny_model
+from test_captured_steps import OPTIONS
+from test_compiled_steps import attach
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+from tide_hf import many_queries
+from tide_hf.cpu_kernels import VALUES
+from tide_hf.many_queries import LEAST_QUERIES, attend_many, is_faster
+from tide_hf.shared_heads import shared_heads
+
+# Rows, heads, shared heads, queries, slots, size.
+SHAPES = [
+    (1, 9, 3, 48, 48, 64),
+    (2, 4, 4, 130, 130, 8),
+    (2, 2, 1, 32, 32, 80),
+    (1, 2, 2, 65, 65, 5),
+    (1, 2, 1, 33, 200, 33),
+    (3, 4, 2, 64, 90, 16),
+]
+
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
+
+
+@pytest.fixture(autouse=True)
+def _it_is_faster(monkeypatch):
+    """Whatever this machine is, the kernel is the faster one."""
+    monkeypatch.setattr(many_queries, "_measure", lambda _dtype: True)
+    monkeypatch.setattr(many_queries, "_is_faster", {})
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was given to the kernel."""
+    made = []
+    attended = many_queries._attended
+    monkeypatch.setattr(many_queries, "_attended", lambda *given: made.append(given) or attended(*given))
+    return made
+
+
+def tensors(shape, dtype=torch.float32):
+    rows, heads, shared, queries, slots, size = shape
+    torch.manual_seed(0)
+    sizes = ((queries, heads), (slots, shared), (slots, shared))
+    return [torch.randn(rows, length, of, size).to(dtype).transpose(1, 2) for length, of in sizes]
+
+
+def masks(shape):
+    """`None` where it can be left out, what is before, some of that, all but blocks of it, and one of other strides."""
+    rows, _, _, queries, slots, _ = shape
+    back = torch.ones(queries, slots, dtype=torch.bool).tril(slots - queries)
+    random = back & (torch.rand(rows, 1, queries, slots) < 0.7)
+    random[..., 0] = True
+    padded = back.expand(rows, 1, queries, slots).clone()
+    padded[0, :, :, 1:70] = False
+    turned = padded.transpose(2, 3).contiguous().transpose(2, 3)
+    return [*([None] if queries == slots else []), back[None, None], random, padded, turned]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("dtype", VALUES)
+def test_it_is_that_of_pytorch(on_some_cpu, dtype, scale):
+    for shape in SHAPES:
+        query, key, value = tensors(shape, dtype)
+        for mask in masks(shape):
+            found = attend_many(query, key, value, mask, scale)
+            exact = scaled_dot_product_attention(
+                *(tensor.double() for tensor in (query, key, value)),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            tolerance = 5e-6 if dtype is torch.float32 else 2e-2
+            assert found.is_contiguous()
+            torch.testing.assert_close(found.transpose(1, 2).double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_a_query_that_sees_nothing_gives_zeros():
+    shape = (1, 2, 1, 70, 70, 16)
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
+    mask[:, :, 3], mask[:, :, :, 5] = False, False
+    found = attend_many(*tensors(shape), mask, None)
+    assert torch.equal(found[:, 3], torch.zeros_like(found[:, 3]))
+    assert bool(found.isfinite().all())
+
+
+def test_scores_of_any_size_give_finite_weights():
+    query, key, value = tensors((1, 2, 1, 130, 130, 16))
+    found = attend_many(query * 1e4, key * 1e4, value, None, None)
+    exact = scaled_dot_product_attention(query * 1e4, key * 1e4, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), exact)
+
+
+@pytest.mark.parametrize(
+    "what", ["dtype", "other dtypes", "few", "heads", "values", "turned", "slots", "numbers", "mask of heads", "slower"]
+)
+def test_what_it_is_not_for_is_left_to_pytorch(what, monkeypatch):
+    shape = (1, 4, 2, 40, 40, 16)
+    query, key, value = tensors(shape, torch.float64 if what == "dtype" else torch.float32)
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    if what == "other dtypes":
+        value = value.bfloat16()
+    elif what == "few":
+        query, mask = query[:, :, 1 - LEAST_QUERIES :], mask[:, :, 1 - LEAST_QUERIES :]
+    elif what == "heads":
+        query = query[:, :3]
+    elif what == "values":
+        value = value[..., :8]
+    elif what == "turned":
+        key = key.transpose(2, 3).contiguous().transpose(2, 3)
+    elif what == "slots":
+        query, mask = query[:, :, 1:], None
+    elif what == "numbers":
+        mask = mask.float()
+    elif what == "mask of heads":
+        mask = mask.expand(1, 4, 40, 40)
+    elif what == "slower":
+        monkeypatch.setattr(many_queries, "_measure", lambda _dtype: False)
+    assert attend_many(query, key, value, mask, None) is None
+
+
+def test_which_one_is_faster_is_measured_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(many_queries, "_measure", lambda dtype: asked.append(dtype) or True)
+    assert [is_faster(torch.float32), is_faster(torch.float32)] == [True, True]
+    assert asked == [torch.float32]
+    assert not is_faster(torch.float64)  # there is no kernel
+    assert asked == [torch.float32]
+
+
+def test_measuring_runs_both(monkeypatch, calls):
+    monkeypatch.undo()
+    monkeypatch.setattr(many_queries, "PROBED_SHAPE", (1, 2, 64, 16))
+    assert many_queries._measure(torch.float32) in (True, False)
+
+
+def read_prompt(model, mask):
+    ids = torch.randint(3, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids, attention_mask=mask).logits
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("family", SDPA)
+@torch.no_grad()
+def test_every_family_reads_a_prompt_as_it_did(family, is_padded, calls):
+    model = tiny_model(family, attention="sdpa")
+    mask = torch.ones(2, 40, dtype=torch.long)
+    if is_padded:
+        mask[0, :7] = 0
+    expected = read_prompt(model, mask)
+    assert not calls
+    with shared_heads(model):
+        found = read_prompt(model, mask)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert bool(calls) == (family not in ("deepseek_v3", "falcon"))  # values of another size; attention of its own
+
+
+@torch.no_grad()
+def test_who_looks_at_operations_sees_attention(tiny_llama, calls):
+    model, mask = tiny_llama(), torch.ones(1, 40, dtype=torch.long)
+    with shared_heads(model):
+        with FlopCounterMode(display=False):
+            read_prompt(model, mask)
+        assert not calls
+        read_prompt(model, mask)
+    assert len(calls) == model.config.num_hidden_layers
+
+
+def test_gradients_come_from_pytorch(tiny_llama, calls):
+    model = tiny_llama()
+    with shared_heads(model):
+        read_prompt(model, torch.ones(1, 40, dtype=torch.long)).sum().backward()
+        assert not calls
+        with torch.no_grad():
+            read_prompt(model, torch.ones(1, 40, dtype=torch.long))
+    assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("length", [LEAST_QUERIES - 1, LEAST_QUERIES])
+def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
+    model = tiny_llama()
+    inputs = {"input_ids": torch.arange(3, 3 + length)[None], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+    expected = model.generate(**inputs, **OPTIONS)
+    steps = attach(model)
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert len(calls) == (model.config.num_hidden_layers if length == LEAST_QUERIES else 0)
+    assert model.config._attn_implementation == "sdpa"
+    with steps.lock:  # as another thread's call would hold it: the model's attention is not ours to change
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert len(calls) == (model.config.num_hidden_layers if length == LEAST_QUERIES else 0)
