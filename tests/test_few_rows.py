@@ -10,7 +10,7 @@ from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, new_tokens, 
 from test_compiled_steps import UNTRACED, attach, draft_with_heads
 from test_joined_linears import Graphs
 from test_linear_gate import let_pay
-from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.codecache import CppCodeCache
 
 from tide_hf import linear_gate, weight_forms
 from tide_hf.cpu_kernels import VALUES
@@ -77,7 +77,7 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
     def failing(*_args, **_kwargs):
         raise RuntimeError("C++ compile error\nand much more")
 
-    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", failing)
+    monkeypatch.setattr(CppCodeCache, "load", failing)
     with caplog.at_level(logging.WARNING, logger="tide_hf.cpu_kernels"):
         assert not StoredWeight.serves(torch.float32, 1)
         assert product_of(torch.float32) is None
@@ -126,11 +126,14 @@ class TestInSteps:
 
     def test_layers_of_one_input_are_one_product_without_a_copy(self, tiny_llama):
         model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+        model.set_attn_implementation("sdpa")
         expected = model.generate(**prompts(), **OPTIONS)
         attach(model, None, graphs, pack_weights="auto")
         use_drafter(model, "random", [[5] * NEW], width=4)
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
         assert set(graphs.products) == {3, 2}
+        names = {op.name() for op in graphs.ops}  # no Python between kernels
+        assert names == {f"tide_hf::{name}" for name in ("layer", "few_rows_float", "few_queries_float")}
         attention = model.model.layers[0].self_attn
         addresses = [getattr(attention, f"{name}_proj").weight.data_ptr() for name in "qkv"]
         joined = weight_forms._known[(StoredWeight, *addresses)]

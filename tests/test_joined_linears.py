@@ -10,11 +10,11 @@ from test_linear_gate import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
-from tide_hf.joined_linears import join_linears
+from tide_hf.few_rows import MOST_ROWS, product_of
+from tide_hf.joined_linears import JOINED, ONE, call_kernels, join_linears
 from tide_hf.weight_forms import FORMS, Int8Weight, PackedWeight, StoredWeight, in_form
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
-ONE, JOINED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.joined_linear.default
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
 
 
@@ -25,13 +25,16 @@ def _it_pays(monkeypatch):
 
 
 class Graphs:
-    """Stands in for Inductor; notes how many layers each product is of."""
+    """Stands in for Inductor; notes how many layers each product is of, and which ops there are."""
 
     def __init__(self):
-        self.products = []
+        self.products, self.ops = [], set()
 
     def __call__(self, graph, _inputs):
-        self.products += [len(node.args[1]) for node in graph.graph.nodes if node.target is JOINED]
+        ops = [node for node in graph.graph.nodes if getattr(node.target, "namespace", None) == "tide_hf"]
+        self.ops |= {node.target for node in ops}
+        joined = [len(node.args[1]) for node in ops if node.target is JOINED or "few_rows" in node.target.name()]
+        self.products += [count for count in joined if count > 1]
         return as_traced(graph, _inputs)
 
 
@@ -128,3 +131,26 @@ def test_layers_of_one_input_become_one_product(case, form, may_copy):
     assert isinstance(kept, form)
     del kept
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products
+
+
+@pytest.mark.parametrize("case", ["stored", "joined", "packed", "turned", "made here", "many rows", "no kernel"])
+def test_the_kernel_is_called_where_weights_are_read_as_they_are_stored(case):
+    form = FORMS.index(PackedWeight if case == "packed" else StoredWeight)
+    dtype = torch.float64 if case == "no kernel" else torch.float32
+    weights = [torch.randn(6, size).t() if case == "turned" else torch.randn(size, 6) for size in (4, 3)]
+    inputs = [torch.randn(1, MOST_ROWS + (case == "many rows"), 6), torch.randn(7), *weights]
+    inputs = [tensor.to(dtype) for tensor in inputs]
+
+    def function(state, bias, *weights):
+        used = [weight * 2.0 for weight in weights] if case == "made here" else list(weights)
+        if case == "joined":
+            return JOINED(state, used, bias, form)
+        return ONE(state, used[0], bias[:4], form) + ONE(state, used[0], None, form)
+
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    call_kernels(graph, inputs)
+    targets = {node.target for node in graph.graph.nodes}
+    is_called = case in ("stored", "joined")
+    assert (product_of(torch.float32) in targets) == is_called
+    assert bool({ONE, JOINED} & targets) != is_called
+    torch.testing.assert_close(graph(*inputs), function(*inputs))

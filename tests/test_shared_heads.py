@@ -9,7 +9,6 @@ from transformers.integrations import sdpa_attention
 from tide_hf.shared_heads import shared_heads
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-FILLED = torch.ops.tide_hf.attend_filled
 
 
 class KeyHeads(TorchDispatchMode):
@@ -21,7 +20,7 @@ class KeyHeads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_masked = func.overloadpacket is KERNEL and kwargs.get("attn_mask") is not None
-        if is_masked or func.overloadpacket is FILLED:
+        if is_masked or func.name().startswith(("tide_hf::attend_filled", "tide_hf::few_queries")):
             self.found.add(args[1].shape[1])
         return func(*args, **(kwargs or {}))
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
 from .errors import first_line
-from .joined_linears import Product, join_linears
+from .joined_linears import Product, call_kernels, join_linears
 from .linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from .operation_log import OperationLog
 from .replay import Replay, restorer
@@ -126,6 +126,7 @@ class StepCompiler:
                 put_back()
                 graph, lifted = lift_constants(self._trace(function, regions))
                 constants = [tensor.detach() for tensor in lifted]
+                call_kernels(graph, constants)
                 compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self.compile_graph)
                 compiled(*constants)
         # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
@@ -183,6 +184,7 @@ class StepCompiler:
             return Region(compiled, [log.constants[i] for i in order], like, joined)
         graph, constants = lift_constants(traced(layer, *inputs))
         joined = join_linears(graph, constants, self.has_room)
+        call_kernels(graph, [*inputs, *constants])
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
         if kind not in self._compiled:
             self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from .loading import cache_folder
 
 RENTED = "eager"
-# Of an eager token's time, and seconds, before they are measured; a 135M model on a CPU came to 0.4 to 0.7, and to 25 s.
+# Of an eager token's time, and seconds, before they are measured: a 135M model on a CPU came to 0.4 to 0.7, and 25 s.
 GUESSED_SHARE = {"compiled": 0.6, "cuda_graph": 0.5}
 GUESSED_WARM_UP = {"compiled": 30.0, "cuda_graph": 30.0}
 WORTH_IT = 0.95  # of an eager token's time; what is closer is noise

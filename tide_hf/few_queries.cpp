@@ -3,8 +3,11 @@
 // Threads take blocks of queries. A block reads the keys once and the values once, in order. All sums are in float, and
 // in the same order whatever the number of queries is, and of slots that the mask hides behind the last.
 
+#include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
+#include <torch/library.h>
 
 #include <limits>
 #include <vector>
@@ -106,24 +109,42 @@ void attend(const Value* q, const Value* k, const Value* v, const Value* mask, V
 constexpr decltype(&attend<1>) kByQueries[] = {attend<1>, attend<2>, attend<3>, attend<4>};
 constexpr int64_t kMostQueries = 4;
 
-}  // namespace
+constexpr int64_t kLeastPerThread = 8192;  // values of the keys, times queries; for fewer, another thread is slower
 
-// q and y (rows, heads, queries, size); k and v (rows, heads, all_slots, size), of which `slots` are read; mask (rows or
-// 1, queries, all_slots), added to the scores.
-extern "C" void kernel(const Value* q, const Value* k, const Value* v, const Value* mask, Value* y, int64_t rows,
-                       int64_t heads, int64_t queries, int64_t size, int64_t all_slots, int64_t slots,
-                       int64_t mask_of_rows, int64_t threads, float scale) {
-  const int64_t blocks = (queries + kMostQueries - 1) / kMostQueries;
+// query (rows, heads, queries, size); key and value (rows, heads, all slots, size), of which those up to `end` are read;
+// mask (rows or 1, 1, queries, all slots), added to the scores. As `query`.
+at::Tensor few_queries(const at::Tensor& given, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
+                       const at::Tensor& end, double scale) {
+  const at::Tensor query = given.contiguous();
+  TORCH_CHECK(key.is_contiguous() && value.is_contiguous() && mask.is_contiguous(), "few_queries: not contiguous");
+  at::Tensor output = at::empty_like(query);
+  const int64_t heads = query.size(1), queries = query.size(2), size = query.size(3), all_slots = key.size(2);
+  const int64_t slots = *end.const_data_ptr<int64_t>(), blocks = (queries + kMostQueries - 1) / kMostQueries;
+  TORCH_CHECK(slots >= 1 && slots <= all_slots, "few_queries: ", slots, " slots");
+  const int64_t all = query.size(0) * heads * blocks;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + query.numel() * slots / kLeastPerThread);
+  const Value *q = query.const_data_ptr<Value>(), *k = key.const_data_ptr<Value>(), *v = value.const_data_ptr<Value>();
+  const Value* hidden = mask.const_data_ptr<Value>();
+  Value* y = output.mutable_data_ptr<Value>();
+  const bool mask_of_rows = mask.size(0) > 1;
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> scores(kMostQueries * rounded_up(slots));
 #pragma omp for
-    for (int64_t block = 0; block < rows * heads * blocks; ++block) {
+    for (int64_t block = 0; block < all; ++block) {
       const int64_t head = block / blocks, first = block % blocks * kMostQueries;
       const int64_t count = std::min(kMostQueries, queries - first), at = (head * queries + first) * size;
-      const Value* hidden = mask + (mask_of_rows ? head / heads * queries + first : first) * all_slots;
-      kByQueries[count - 1](q + at, k + head * all_slots * size, v + head * all_slots * size, hidden, y + at,
-                            scores.data(), slots, all_slots, size, scale);
+      const int64_t row = mask_of_rows ? head / heads * queries + first : first;
+      kByQueries[count - 1](q + at, k + head * all_slots * size, v + head * all_slots * size, hidden + row * all_slots,
+                            y + at, scores.data(), slots, all_slots, size, static_cast<float>(scale));
     }
   }
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
+  library.def(NAME "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float scale) -> Tensor");
+  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(few_queries)));
 }

@@ -3,8 +3,11 @@
 // Each row of the weights is read once, in the order in which it stands, for all rows of the input. Sums are made in the
 // same order whatever the number of rows is.
 
+#include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
+#include <torch/library.h>
 
 #include <vector>
 
@@ -14,6 +17,7 @@ using Floats = at::vec::Vectorized<float>;
 
 constexpr int64_t kBytesAhead = 8192;    // of the weights, which memory is asked for before they are read
 constexpr int64_t kCachedBytes = 32768;  // of the input, which a core's first cache holds
+constexpr int64_t kLeastPerThread = 32768;  // multiplications; for fewer, waiting for another thread takes longer
 
 inline void ask_for(const void* address) {
 #if defined(__GNUC__)
@@ -169,23 +173,44 @@ constexpr decltype(&multiply_rows<1>) kByRows[] = {
     multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
 };
 
-}  // namespace
-
-// x (rows, size_in); weights[i], an address, is of (sizes[i], size_in), and they stand behind each other in the output;
-// y (rows, sum of sizes). Threads share the rows of all weights.
-extern "C" void kernel(const Value* x, const int64_t* weights, const int64_t* sizes, const Value* bias, Value* y,
-                       int64_t has_bias, int64_t rows, int64_t size_in, int64_t num_weights, int64_t threads) {
+// input (..., in), of at most eight rows, by weights (out, in) each, and a bias (sum of out): (..., sum of out). Threads
+// share the rows of all weights.
+at::Tensor few_rows(const at::Tensor& given, at::TensorList weights, const std::optional<at::Tensor>& bias) {
+  const at::Tensor input = given.contiguous();
+  const int64_t size = input.size(-1), rows = input.numel() / size;
+  TORCH_CHECK(rows >= 1 && rows <= static_cast<int64_t>(std::size(kByRows)), "few_rows: ", rows, " rows");
   int64_t size_out = 0;
-  for (int64_t i = 0; i < num_weights; ++i) size_out += sizes[i];
+  for (const at::Tensor& weight : weights) {
+    TORCH_CHECK(weight.is_contiguous() && weight.size(1) == size, "few_rows: weights of another size, or not contiguous");
+    size_out += weight.size(0);
+  }
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes.back() = size_out;
+  at::Tensor output = at::empty(sizes, input.options());
+  const Value* x = input.const_data_ptr<Value>();
+  const Value* b = bias.has_value() ? bias->const_data_ptr<Value>() : nullptr;
+  Value* y = output.mutable_data_ptr<Value>();
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + rows * size_out * size / kLeastPerThread);
 #pragma omp parallel num_threads(threads)
   {
     const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
     const int64_t start = size_out * thread / all, end = size_out * (thread + 1) / all;
-    for (int64_t i = 0, first = 0; i < num_weights; first += sizes[i++]) {
-      const int64_t from = std::max(start, first), to = std::min(end, first + sizes[i]);
-      if (from >= to) continue;
-      const Value* w = reinterpret_cast<const Value*>(weights[i]) + (from - first) * size_in;
-      kByRows[rows - 1](x, w, size_in, has_bias ? bias + from : nullptr, y + from, size_out, to - from);
+    int64_t first = 0;
+    for (const at::Tensor& weight : weights) {
+      const int64_t from = std::max(start, first), to = std::min(end, first + weight.size(0));
+      if (from < to) {
+        const Value* w = weight.const_data_ptr<Value>() + (from - first) * size;
+        kByRows[rows - 1](x, w, size, b == nullptr ? b : b + from, y + from, size_out, to - from);
+      }
+      first += weight.size(0);
     }
   }
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
+  library.def(NAME "(Tensor input, Tensor[] weights, Tensor? bias) -> Tensor");
+  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(few_rows)));
 }

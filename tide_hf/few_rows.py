@@ -8,38 +8,24 @@ rows is, so a pass over several tokens rounds as passes over one do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from .cpu_kernels import load_kernel
+from .cpu_kernels import load_op
 
 MOST_ROWS = 8
-LEAST_PER_THREAD = 32768  # multiplications; for fewer, waiting for another thread takes longer
-ARGUMENTS = ("const Value*", "const int64_t*", "const int64_t*", "const Value*", "Value*", *["int64_t"] * 5)
-
-Product = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
 
 
-def product_of(dtype: torch.dtype) -> Product | None:
+def product_of(dtype: torch.dtype) -> OpOverload | None:
     """What multiplies values of a dtype.
 
     Returns:
-        Takes the input (..., in), addresses of weights (out, in) and their numbers of rows as int64 tensors, a bias
-        (sum of out,) or `None`, and the output (..., sum of out), which it fills; at most `MOST_ROWS` rows.
-        `None` where there is no kernel.
+        Takes the input (..., in), of at most `MOST_ROWS` rows, contiguous weights (out, in), and a bias (sum of out,)
+        or `None`; returns (..., sum of out). `None` where there is no kernel.
     """
-    kernel = load_kernel("few_rows", dtype, ARGUMENTS)
-    if kernel is None:
-        return None
+    return load_op("few_rows", dtype, _like)
 
-    def multiply(input: Tensor, places: Tensor, sizes: Tensor, bias: Tensor | None, output: Tensor) -> None:
-        input = input.contiguous()
-        size = input.shape[-1]
-        threads = min(torch.get_num_threads(), 1 + output.numel() * size // LEAST_PER_THREAD)
-        given = input if bias is None else bias
-        rows = input.numel() // size
-        kernel(input, places, sizes, given, output, bias is not None, rows, size, len(places), threads)
 
-    return multiply
+def _like(input: Tensor, weights: list[Tensor], _bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))

@@ -5,8 +5,11 @@
 // are kept as (keys, queries) and (size, queries), so that keys and values are read as they are stored, one number at a
 // time for a row of registers, and nothing is added up across a register.
 
+#include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
+#include <torch/library.h>
 
 #include <cstring>
 #include <limits>
@@ -116,17 +119,69 @@ inline void weigh(Scratch& s, int64_t keys, int64_t size) {
   }
 }
 
-}  // namespace
+// Queries of one head, and what they see.
+struct Block {
+  const Value *query, *key, *value;
+  int64_t q_token, k_token, v_token;  // strides
+  const bool* mask;                   // (count, slots) or none
+  int64_t count, slots, size;
+  int64_t ahead;  // keys that the first query sees beside its own, where there is no mask
+};
 
-// q (rows, heads, queries, size), k and v (rows, shared, slots, size) with strides of their own but for the last
-// dimension; y (rows, queries, heads, size). A mask (rows or 1, queries, slots) says what is seen; without one query i
-// sees keys up to slots - queries + i.
-extern "C" void kernel(const Value* q, const Value* k, const Value* v, const bool* mask, Value* y, int64_t rows,
-                       int64_t heads, int64_t shared, int64_t queries, int64_t slots, int64_t size, int64_t q_row,
-                       int64_t q_head, int64_t q_token, int64_t k_row, int64_t k_head, int64_t k_token, int64_t v_row,
-                       int64_t v_head, int64_t v_token, int64_t has_mask, int64_t mask_row, int64_t threads,
-                       float scale) {
-  const int64_t blocks = (queries + kQueries - 1) / kQueries;
+// Sets scores to -inf where a query does not see a key; `here` is what the mask says of these keys.
+inline void hide(const Block& block, Seen here, int64_t from, int64_t keys, float* scores) {
+  for (int64_t k = 0; k < keys; ++k, scores += kQueries) {
+    if (here == Seen::some)
+      for (int64_t q = 0; q < block.count; ++q)
+        scores[q] = block.mask[q * block.slots + from + k] ? scores[q] : kNothing;
+    else if (block.mask == nullptr && from + k > block.ahead)
+      std::fill(scores, scores + std::min(kQueries, from + k - block.ahead), kNothing);
+  }
+}
+
+// Leaves (size, kQueries) sums of weighted values, and what to divide them by, in `s`.
+inline void attend(const Block& block, float scale, Scratch& s) {
+  const int64_t size = block.size, count = block.count;
+  for (int64_t d = 0; d < size; ++d)
+    for (int64_t q = 0; q < kQueries; ++q)
+      s.query[d * kQueries + q] = q < count ? static_cast<float>(block.query[q * block.q_token + d]) * scale : 0.0f;
+  std::fill(s.sums.begin(), s.sums.end(), 0.0f);
+  std::fill(s.highest, s.highest + kQueries, kNothing);
+  std::fill(s.totals, s.totals + kQueries, 0.0f);
+  const int64_t end = block.mask != nullptr ? block.slots : std::min(block.slots, block.ahead + count);
+  for (int64_t from = 0; from < end; from += kKeys) {
+    const int64_t keys = std::min(kKeys, end - from);
+    const Seen here = block.mask != nullptr ? seen(block.mask + from, block.slots, count, keys) : Seen::all;
+    if (here == Seen::nothing) continue;
+    int64_t step;
+    const float* part = floats(block.key + from * block.k_token, block.k_token, keys, size, s.keys, step);
+    multiply(part, step, 1, s.query.data(), keys, size, s.scores.data(), false);
+    hide(block, here, from, keys, s.scores.data());
+    weigh(s, keys, size);
+    part = floats(block.value + from * block.v_token, block.v_token, keys, size, s.values, step);
+    multiply(part, 1, step, s.scores.data(), size, keys, s.sums.data(), true);
+  }
+}
+
+constexpr int64_t kLeastPerThread = 65536;  // products of a query and a key; for fewer, another thread is slower
+
+// query (rows, heads, queries, size), key and value (rows, shared, slots, size), with strides of their own but for the
+// last dimension. A mask (rows or 1, 1, queries, slots) says what is seen; without one query i sees keys up to
+// slots - queries + i. The result is (rows, queries, heads, size).
+at::Tensor many_queries(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        const std::optional<at::Tensor>& mask, double scale) {
+  const int64_t rows = query.size(0), heads = query.size(1), queries = query.size(2), size = query.size(3);
+  const int64_t shared = key.size(1), slots = key.size(2), blocks = (queries + kQueries - 1) / kQueries;
+  for (const at::Tensor* one : {&query, &key, &value}) TORCH_CHECK(one->stride(3) == 1, "many_queries: turned");
+  at::Tensor output = at::empty({rows, queries, heads, size}, query.options());
+  const at::Tensor given = mask.has_value() ? mask->contiguous() : at::Tensor();
+  const bool* seen_by_all = mask.has_value() ? given.const_data_ptr<bool>() : nullptr;
+  const int64_t mask_row = mask.has_value() && given.size(0) > 1 ? queries * slots : 0;
+  const auto part_of = [](const at::Tensor& tensor, int64_t row, int64_t head) {
+    return tensor.const_data_ptr<Value>() + row * tensor.stride(0) + head * tensor.stride(1);
+  };
+  Value* y = output.mutable_data_ptr<Value>();
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + rows * heads * queries * slots / kLeastPerThread);
 #pragma omp parallel num_threads(threads)
   {
     Scratch s(size);
@@ -134,41 +189,27 @@ extern "C" void kernel(const Value* q, const Value* k, const Value* v, const boo
     for (int64_t item = 0; item < rows * heads * blocks; ++item) {
       const int64_t row = item % (rows * heads) / heads, head = item % heads;
       const int64_t first = (blocks - 1 - item / (rows * heads)) * kQueries;  // the longest ones first
-      const int64_t count = std::min(kQueries, queries - first), ahead = slots - queries + first;
-      const Value* query = q + row * q_row + head * q_head + first * q_token;
-      const Value* key = k + row * k_row + head * shared / heads * k_head;
-      const Value* value = v + row * v_row + head * shared / heads * v_head;
-      for (int64_t d = 0; d < size; ++d)
-        for (int64_t i = 0; i < kQueries; ++i)
-          s.query[d * kQueries + i] = i < count ? static_cast<float>(query[i * q_token + d]) * scale : 0.0f;
-      std::fill(s.sums.begin(), s.sums.end(), 0.0f);
-      std::fill(s.highest, s.highest + kQueries, kNothing);
-      std::fill(s.totals, s.totals + kQueries, 0.0f);
-      const int64_t end = has_mask ? slots : std::min(slots, ahead + count);
-      for (int64_t from = 0; from < end; from += kKeys) {
-        const int64_t keys = std::min(kKeys, end - from);
-        const bool* hidden = mask + row * mask_row + first * slots + from;
-        const Seen here = has_mask ? seen(hidden, slots, count, keys) : Seen::all;
-        if (here == Seen::nothing) continue;
-        int64_t step;
-        const float* part = floats(key + from * k_token, k_token, keys, size, s.keys, step);
-        multiply(part, step, 1, s.query.data(), keys, size, s.scores.data(), false);
-        for (int64_t i = 0; i < keys; ++i) {
-          float* scores = s.scores.data() + i * kQueries;
-          if (here == Seen::some)
-            for (int64_t j = 0; j < count; ++j) scores[j] = hidden[j * slots + i] ? scores[j] : kNothing;
-          else if (!has_mask && from + i > ahead)
-            std::fill(scores, scores + std::min(kQueries, from + i - ahead), kNothing);
-        }
-        weigh(s, keys, size);
-        part = floats(value + from * v_token, v_token, keys, size, s.values, step);
-        multiply(part, 1, step, s.scores.data(), size, keys, s.sums.data(), true);
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        Value* out = y + ((row * queries + first + i) * heads + head) * size;
-        const float share = s.totals[i] > 0.0f ? 1.0f / s.totals[i] : 0.0f;
-        for (int64_t d = 0; d < size; ++d) out[d] = static_cast<Value>(s.sums[d * kQueries + i] * share);
+      Block block{part_of(query, row, head) + first * query.stride(2),
+                  part_of(key, row, head * shared / heads),
+                  part_of(value, row, head * shared / heads),
+                  query.stride(2), key.stride(2), value.stride(2)};
+      block.mask = seen_by_all == nullptr ? nullptr : seen_by_all + row * mask_row + first * slots;
+      block.count = std::min(kQueries, queries - first);
+      block.slots = slots, block.size = size, block.ahead = slots - queries + first;
+      attend(block, static_cast<float>(scale), s);
+      for (int64_t q = 0; q < block.count; ++q) {
+        Value* out = y + ((row * queries + first + q) * heads + head) * size;
+        const float share = s.totals[q] > 0.0f ? 1.0f / s.totals[q] : 0.0f;
+        for (int64_t d = 0; d < size; ++d) out[d] = static_cast<Value>(s.sums[d * kQueries + q] * share);
       }
     }
   }
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
+  library.def(NAME "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
+  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(many_queries)));
 }

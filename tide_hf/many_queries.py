@@ -7,18 +7,18 @@ where the CPU has instructions for products of matrices, that one is used.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .cpu_kernels import load_kernel
+from .cpu_kernels import load_op
 from .timing import least_seconds
 
 LEAST_QUERIES = 32  # of a row; fewer are no faster than by PyTorch
-LEAST_PER_THREAD = 65536  # multiplications of queries and keys; for fewer, waiting for another thread takes longer
 PROBED_SHAPE = (1, 4, 1024, 64)  # rows, heads, queries, size
 REPEATS = 2
-ARGUMENTS = (*["const Value*"] * 3, "const bool*", "Value*", *["int64_t"] * 18, "float")
 
 # By dtype and threads.
 _is_faster: dict[tuple[torch.dtype, int], bool] = {}
@@ -53,7 +53,7 @@ def is_faster(dtype: torch.dtype) -> bool:
     """Whether there is a kernel, and it is faster than PyTorch's attention on this machine. Measured once."""
     at = dtype, torch.get_num_threads()
     if at not in _is_faster:
-        _is_faster[at] = load_kernel("many_queries", dtype, ARGUMENTS) is not None and _measure(dtype)
+        _is_faster[at] = load_op("many_queries", dtype, _like) is not None and _measure(dtype)
     return _is_faster[at]
 
 
@@ -72,14 +72,9 @@ def _sees(mask: Tensor | None, rows: int, queries: int, slots: int) -> bool:
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    kernel = load_kernel("many_queries", query.dtype, ARGUMENTS)
-    rows, heads, queries, size = query.shape
-    shared, slots = key.shape[1:3]
-    output = query.new_empty((rows, queries, heads, size))
-    seen = query.new_empty(0, dtype=torch.bool) if mask is None else mask.contiguous()
-    by_row = queries * slots if len(seen) > 1 else 0
-    strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
-    threads = min(torch.get_num_threads(), 1 + rows * heads * queries * slots // LEAST_PER_THREAD)
-    sizes = (rows, heads, shared, queries, slots, size)
-    kernel(query, key, value, seen, output, *sizes, *strides, mask is not None, by_row, threads, scale)  # type: ignore[misc]
-    return output
+    op: Any = load_op("many_queries", query.dtype, _like)
+    return op(query, key, value, mask, scale)
+
+
+def _like(query: Tensor, _key: Tensor, _value: Tensor, _mask: Tensor | None, _scale: float) -> Tensor:
+    return query.new_empty(query.transpose(1, 2).shape)

@@ -128,7 +128,8 @@ def _attended(
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if mask.dtype is torch.bool:  # or each call would make it into numbers once more
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-    return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale)
+    found = attend_few(query, key, value, mask, end, scale)
+    return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale) if found is None else found
 
 
 # An op, since how much of K/V it reads is known in each run alone.
@@ -138,8 +139,6 @@ _ops.define("attend_filled(Tensor query, Tensor key, Tensor value, Tensor mask, 
 
 def _attend_filled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor, scale: float | None) -> Tensor:
     slots = int(end)
-    if (found := attend_few(query, key, value, mask, slots, scale)) is not None:
-        return found
     key, value, mask = key[:, :, :slots], value[:, :, :slots], mask[..., :slots]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).contiguous()
 

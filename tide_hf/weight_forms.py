@@ -111,16 +111,11 @@ class StoredWeight(WeightForm):
         """(..., in) -> (..., out)."""
         if input.numel() > MOST_ROWS * input.shape[-1]:  # where a layer has a linear layer for something but tokens
             return functional.linear(input, _joined(self._stored), bias)
-        output = input.new_empty((*input.shape[:-1], self._size))
-        self._product(input, self._places, self._sizes, bias, output)
-        return output
+        return self._product(input, self._stored, bias)
 
     def _take(self, weights: list[Tensor]) -> None:
         self._product: Any = product_of(weights[0].dtype)
         self._stored = [weight.contiguous() for weight in weights]  # also kept where `.data` gets another
-        self._places = torch.tensor([weight.data_ptr() for weight in self._stored])
-        self._sizes = torch.tensor([weight.shape[0] for weight in weights])
-        self._size = int(self._sizes.sum())
 
 
 FORMS: tuple[type[WeightForm], ...] = (PackedWeight, Int8Weight, StoredWeight)  # ops know them by their place here
