@@ -27,6 +27,7 @@ TINY = {
         "batches": [2],
         "published_samples": 4,
         "published_length": 16,
+        "prompt_lengths": [6, 10**6],
     },
     "published": {
         "samples": 8,
@@ -107,6 +108,10 @@ def test_decode_compares_all_that_can_run_and_names_the_rest(run, monkeypatch, o
     assert "| tide-inference 0.2.1 | not installed | - |" in tables["approximate"]
     assert "static skipping, 3 layers" in tables["approximate"]
     assert "static skipping" not in tables["speed"]
+    longest = list(record["prompt_lengths"])[1]  # cut to what the model has positions for
+    assert 6 < int(longest) < 10**6
+    assert tables["first_token"].startswith(f"| first token behind | 6 tokens | {longest} tokens |")
+    assert "| generate | 1.00 | 1.00 |" in tables["first_token"]
     assert all(check.passed for check in SUITES["decode"].checks(record))
     for fact in ("cpu", "commit", "dtype", "torch_threads", "versions", "prompts_sha256", "settings", "seconds"):
         assert fact in record

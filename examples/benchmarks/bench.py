@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tide_hf import TIDERouters
 from tide_hf.benchmark import encode_prompt
 from tide_hf.calibration.data import Document
@@ -74,6 +77,13 @@ class Bench:
         """Encoded prompts by category, as `generate` takes them."""
         texts = read_prompts()
         return {name: [encode_prompt(self.tokenizer, text) for text in texts[name][:per_category]] for name in texts}
+
+    def long_prompt(self, length: int, max_new_tokens: int) -> dict[str, Tensor]:
+        """The prompts one after another, over and over, cut to `length` tokens or to what an answer leaves room for."""
+        longest = self.model.config.get_text_config().max_position_embeddings - max_new_tokens
+        ids = torch.cat([one["input_ids"][0] for found in self.prompts(6).values() for one in found])
+        ids = ids.repeat(length // len(ids) + 1)[None, : min(length, longest)]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def documents(self, samples: int, max_length: int) -> tuple[list[Document], str]:
         """Documents to read, and in words where they are from: `text`, or what the model answers to new prompts."""

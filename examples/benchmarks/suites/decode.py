@@ -47,6 +47,7 @@ class Settings:
         categories: Of prompts; empty for all.
         batches: Sizes of the batches, one batch of each.
         first_token: Whether to time the first token.
+        prompt_lengths: Tokens of longer prompts, behind which it is timed as well.
         sampling_repeats: Runs at temperature 1.5, times `repeats`; 0 for none.
         published_samples: Texts that the published system is calibrated on.
         published_length: Tokens of each.
@@ -60,6 +61,7 @@ class Settings:
     categories: Sequence[str] = ()
     batches: Sequence[int] = (8,)
     first_token: bool = True
+    prompt_lengths: Sequence[int] = ()
     sampling_repeats: int = 3  # a few percent are looked for
     published_samples: int = 200
     published_length: int = 128
@@ -93,6 +95,8 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
         firsts = [prompts[0] for prompts in bench.prompts(1).values()]
         repeats = max(3, settings.repeats)
         record["first_token"] = _records(compare(list(made.values()), firsts, max_new_tokens=1, repeats=repeats))
+    if settings.prompt_lengths:
+        record["prompt_lengths"] = behind_long_prompts(list(made.values()), bench, settings)
     if settings.sampling_repeats and "self_speculative" in made:
         record["sampling"] = without_drafts(made["generate"], made["self_speculative"], bench, settings)
     return record
@@ -121,6 +125,26 @@ def in_a_batch(contenders: list[Contender], tokenizer: Any, size: int, settings:
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
     return _records(compare(contenders, [inputs], **limits))
+
+
+def behind_long_prompts(contenders: list[Contender], bench: Bench, settings: Settings) -> dict[str, Any]:
+    """Time to the first token, by the prompt's length."""
+    found = {}
+    for length in settings.prompt_lengths:
+        prompt = bench.long_prompt(length, 1)
+        results = compare(contenders, [prompt], max_new_tokens=1, repeats=max(3, settings.repeats))
+        found[str(prompt["input_ids"].shape[1])] = _records(results)
+    return found
+
+
+def first_token_table(record: dict[str, Any]) -> str:
+    """How much sooner the first token comes, by the prompt's length."""
+    parts = record.get("prompt_lengths", {})
+    rows = []
+    for name in _names(parts, lossless=True):
+        cells = (next(one["prompts"] for one in results if one["name"] == name) for results in parts.values())
+        rows.append([name, *(_mean(prompts, record["dtype"]) for prompts in cells)])
+    return markdown(["first token behind", *(f"{length} tokens" for length in parts)], rows)
 
 
 def without_drafts(plain: Contender, ours: Contender, bench: Bench, settings: Settings) -> list[dict[str, Any]]:
@@ -238,6 +262,7 @@ def _cut(prompt: dict[str, Any], runs: int) -> dict[str, Any]:
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """All tables by name."""
     found = {"summary": summary_table(record), "speed": table(record)}
+    found |= {"first_token": first_token_table(record)} if "prompt_lengths" in record else {}
     return found | {"spread": spread_table(record), "approximate": approximate_table(record)}
 
 
@@ -246,4 +271,5 @@ def checks(record: dict[str, Any]) -> list[Check]:
     parts = {**record["categories"], **{f"batch of {size}": part for size, part in record["batches"].items()}}
     for name in ("first_token", "sampling"):
         parts |= {name: record[name]} if name in record else {}
+    parts |= {f"prompt of {length} tokens": part for length, part in record.get("prompt_lengths", {}).items()}
     return [check for part, results in parts.items() for check in checks_of_results(part, results, record["dtype"])]

@@ -61,9 +61,8 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     record: dict[str, Any] = {"memory": memory(bench), "times_s": times(bench, settings.repeats)}
     record["exits_off"] = _records(compare(exits_off(bench), prompts, **limits))
     scaling: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    longest = bench.model.config.get_text_config().max_position_embeddings - settings.max_new_tokens
     scaling["tokens of the prompt"] = {
-        str(length): _records(compare(ways, [long_prompt(bench, min(length, longest))], **limits))
+        str(length): _records(compare(ways, [bench.long_prompt(length, settings.max_new_tokens)], **limits))
         for length in settings.prompt_lengths
     }
     scaling["tokens of the answer"] = {
@@ -131,13 +130,6 @@ def _seconds(call: Any) -> float:
     start = perf_counter()
     call()
     return perf_counter() - start
-
-
-def long_prompt(bench: Bench, length: int) -> dict[str, Tensor]:
-    """The benchmark's prompts one after another, over and over, cut to `length` tokens."""
-    ids = torch.cat([one["input_ids"][0] for found in bench.prompts(6).values() for one in found])
-    ids = ids.repeat(length // len(ids) + 1)[None, :length]
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def repeated(inputs: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
