@@ -94,7 +94,7 @@ def attend(
 
 
 def _is_watched(*tensors: Tensor) -> bool:
-    """Whether somebody looks at every operation or asks for gradients; a kernel is none and has none."""
+    """Whether somebody looks at every operation, of which a kernel shows one, or asks for gradients, which it lacks."""
     return is_in_torch_dispatch_mode() or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
 
 
