@@ -181,10 +181,14 @@ def test_gradients_come_from_pytorch(tiny_llama, calls):
     assert len(calls) == model.config.num_hidden_layers
 
 
+def prompt(length):
+    return {"input_ids": torch.arange(3, 3 + length)[None], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+
+
 @pytest.mark.parametrize("length", [LEAST_QUERIES - 1, LEAST_QUERIES])
 def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
     model = tiny_llama()
-    inputs = {"input_ids": torch.arange(3, 3 + length)[None], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+    inputs = prompt(length)
     expected = model.generate(**inputs, **OPTIONS)
     steps = attach(model)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
@@ -193,3 +197,14 @@ def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
     with steps.lock:  # as another thread's call would hold it: the model's attention is not ours to change
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     assert len(calls) == (model.config.num_hidden_layers if length == LEAST_QUERIES else 0)
+
+
+def test_compiling_and_timing_it_is_part_of_the_warm_up(tiny_llama):
+    model = tiny_llama()
+    attach(model)
+    model.generate(**prompt(LEAST_QUERIES), **OPTIONS)
+    model.generate(**prompt(LEAST_QUERIES), **OPTIONS)
+    assert model.last_exit_stats.warm_up_s == 0.0
+    many_queries._is_faster.clear()
+    model.generate(**prompt(LEAST_QUERIES), **OPTIONS)
+    assert model.last_exit_stats.warm_up_s > 0.0

@@ -18,7 +18,7 @@ from .capturable import facts_of, why_not_captured
 from .drafting import UNREAD, Drafter
 from .fixed_cache import FixedSlots, fixed_bytes, give_back
 from .kv_cache import CacheSlots, cache_is_returned
-from .many_queries import LEAST_QUERIES
+from .many_queries import LEAST_QUERIES, is_faster, is_known
 from .policy import step_width
 from .shared_heads import shared_heads
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
@@ -82,8 +82,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.buffers
 
     def _prefill(self, drafter: Drafter) -> None:
-        is_long = self.input_ids.shape[1] >= LEAST_QUERIES
-        with shared_heads(self.model) if self.may_capture and is_long else nullcontext():
+        with shared_heads(self.model) if self.may_capture and self._has_kernel() else nullcontext():
             super()._prefill(drafter)
         if self._is_done() or not self.may_capture:
             return
@@ -99,6 +98,16 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.slots = self.fixed_slots
         self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.rows)
         self.positions = None
+
+    def _has_kernel(self) -> bool:
+        """Whether the prompt's attention has one; compiling and timing it is part of the warm-up."""
+        if self.input_ids.device.type != "cpu" or self.input_ids.shape[1] < LEAST_QUERIES:
+            return False
+        is_new, start = not is_known(self.model.dtype), perf_counter()
+        found = is_faster(self.model.dtype)
+        if is_new:
+            self.steps.warm_up.add(0, perf_counter() - start)
+        return found
 
     def _buffers(self, like: Cache, filled: int) -> StepBuffers:
         kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}

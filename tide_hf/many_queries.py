@@ -52,9 +52,14 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 def is_faster(dtype: torch.dtype) -> bool:
     """Whether there is a kernel, and it is faster than PyTorch's attention on this machine. Measured once."""
     at = dtype, torch.get_num_threads()
-    if at not in _is_faster:
+    if not is_known(dtype):
         _is_faster[at] = load_op("many_queries", dtype, _like) is not None and _measure(dtype)
     return _is_faster[at]
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether [`is_faster`] has been asked before."""
+    return (dtype, torch.get_num_threads()) in _is_faster
 
 
 def _measure(dtype: torch.dtype) -> bool:
