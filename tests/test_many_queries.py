@@ -124,6 +124,12 @@ def test_what_it_is_not_for_is_left_to_pytorch(what, monkeypatch):
     assert attend_many(query, key, value, mask, None) is None
 
 
+def test_what_is_not_on_the_cpu_is_left_to_pytorch():
+    shape = (1, 4, 2, 40, 40, 16)
+    assert attend_many(*tensors(shape), None, None) is not None
+    assert attend_many(*(tensor.to("meta") for tensor in tensors(shape)), None, None) is None
+
+
 def test_which_one_is_faster_is_measured_once(monkeypatch):
     asked = []
     monkeypatch.setattr(many_queries, "_measure", lambda dtype: asked.append(dtype) or True)

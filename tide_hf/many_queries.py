@@ -42,9 +42,9 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     shared, slots = key.shape[1:3]
     same = all(tensor.dtype is query.dtype and tensor.stride(-1) == 1 for tensor in (query, key, value))
     shapes = key.shape == value.shape == (rows, shared, slots, size) and heads % shared == 0
-    if not (same and shapes and _sees(mask, rows, queries, slots)) or queries < LEAST_QUERIES:
+    if query.device.type != "cpu" or queries < LEAST_QUERIES or not (same and shapes):
         return None
-    if not is_faster(query.dtype):
+    if not _sees(mask, rows, queries, slots) or not is_faster(query.dtype):
         return None
     return _attended(query, key, value, mask, size**-0.5 if scale is None else scale)
 

@@ -79,12 +79,8 @@ def attend(
     """
     found = None
     if not any(kwargs.get(name) is not None for name in UNUSUAL) and not kwargs.get("dropout"):
-        scale, end = kwargs.get("scaling"), _filled.get()
-        if (
-            end is None
-            and not _is_watched(query, key, value)
-            and (attention_mask is not None or _sees_back(module, kwargs))
-        ):
+        scale, end, is_masked = kwargs.get("scaling"), _filled.get(), attention_mask is not None
+        if end is None and (is_masked or _sees_back(module, kwargs)) and not _is_watched(query, key, value):
             found = attend_many(query, key, value, attention_mask, scale)
         if found is None and attention_mask is not None:
             found = _attend_joined(query, key, value, attention_mask, scale, end)
