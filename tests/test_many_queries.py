@@ -13,6 +13,7 @@ from tide_hf.cpu_kernels import VALUES
 from tide_hf.many_queries import LEAST_QUERIES, attend_many, is_faster
 from tide_hf.shared_heads import shared_heads
 
+measure = many_queries._measure
 # Rows, heads, shared heads, queries, slots, size.
 SHAPES = [
     (1, 9, 3, 48, 48, 64),
@@ -139,10 +140,18 @@ def test_which_one_is_faster_is_measured_once(monkeypatch):
     assert asked == [torch.float32]
 
 
-def test_measuring_runs_both(monkeypatch, calls):
-    monkeypatch.undo()
+@pytest.mark.parametrize(("by_pytorch", "by_kernel"), [(2.0, 1.0), (1.0, 2.0)])
+def test_measuring_runs_both_and_compares(monkeypatch, calls, by_pytorch, by_kernel):
     monkeypatch.setattr(many_queries, "PROBED_SHAPE", (1, 2, 64, 16))
-    assert many_queries._measure(torch.float32) in (True, False)
+
+    def seconds(function, _repeats):
+        before = len(calls)
+        function()
+        return by_kernel if len(calls) > before else by_pytorch
+
+    monkeypatch.setattr(many_queries, "least_seconds", seconds)
+    assert measure(torch.float32) == (by_kernel < by_pytorch)
+    assert len(calls) == 1
 
 
 def read_prompt(model, mask):

@@ -22,6 +22,8 @@ VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
 
 logger = logging.getLogger(__name__)
 
+_traceable: set[str] = set()  # ops whose results traces know; each can be told once, but loaded again
+
 
 @lru_cache
 def load_op(name: str, dtype: torch.dtype, like: Callable[..., Tensor]) -> OpOverload | None:
@@ -50,9 +52,7 @@ def load_op(name: str, dtype: torch.dtype, like: Callable[..., Tensor]) -> OpOve
         reason = first_line(error)
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
         return None
-    if op not in _fakes:
-        _fakes[op] = torch.library.register_fake(f"tide_hf::{op}", like)
+    if op not in _traceable:
+        torch.library.register_fake(f"tide_hf::{op}", like)
+        _traceable.add(op)
     return getattr(torch.ops.tide_hf, op).default
-
-
-_fakes: dict[str, Callable[..., Tensor]] = {}  # an op may be loaded again, but has one of them for good

@@ -93,10 +93,12 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
         record["batches"][str(size)] = in_a_batch(together, bench.tokenizer, size, settings)
     if settings.first_token:
         firsts = [prompts[0] for prompts in bench.prompts(1).values()]
-        repeats = max(3, settings.repeats)
-        record["first_token"] = _records(compare(list(made.values()), firsts, max_new_tokens=1, repeats=repeats))
+        record["first_token"] = to_first_token(list(made.values()), firsts, settings)
     if settings.prompt_lengths:
-        record["prompt_lengths"] = behind_long_prompts(list(made.values()), bench, settings)
+        record["prompt_lengths"] = {
+            str(prompt["input_ids"].shape[1]): to_first_token(list(made.values()), [prompt], settings)
+            for prompt in (bench.long_prompt(length, 1) for length in settings.prompt_lengths)
+        }
     if settings.sampling_repeats and "self_speculative" in made:
         record["sampling"] = without_drafts(made["generate"], made["self_speculative"], bench, settings)
     return record
@@ -127,23 +129,18 @@ def in_a_batch(contenders: list[Contender], tokenizer: Any, size: int, settings:
     return _records(compare(contenders, [inputs], **limits))
 
 
-def behind_long_prompts(contenders: list[Contender], bench: Bench, settings: Settings) -> dict[str, Any]:
-    """Time to the first token, by the prompt's length."""
-    found = {}
-    for length in settings.prompt_lengths:
-        prompt = bench.long_prompt(length, 1)
-        results = compare(contenders, [prompt], max_new_tokens=1, repeats=max(3, settings.repeats))
-        found[str(prompt["input_ids"].shape[1])] = _records(results)
-    return found
+def to_first_token(contenders: list[Contender], inputs: list[dict[str, Any]], settings: Settings) -> list[dict]:
+    """Answers of one token."""
+    return _records(compare(contenders, inputs, max_new_tokens=1, repeats=max(3, settings.repeats)))
 
 
 def first_token_table(record: dict[str, Any]) -> str:
     """How much sooner the first token comes, by the prompt's length."""
-    parts = record.get("prompt_lengths", {})
-    rows = []
-    for name in _names(parts, lossless=True):
-        cells = (next(one["prompts"] for one in results if one["name"] == name) for results in parts.values())
-        rows.append([name, *(_mean(prompts, record["dtype"]) for prompts in cells)])
+    parts = record["prompt_lengths"]
+    rows = [
+        [name, *(_mean(_prompts_of(name, results), record["dtype"]) for results in parts.values())]
+        for name in _names(parts, lossless=True)
+    ]
     return markdown(["first token behind", *(f"{length} tokens" for length in parts)], rows)
 
 
@@ -170,7 +167,7 @@ def table(record: dict[str, Any]) -> str:
     for name in names:
         cells, everything = {}, []
         for part, results in parts.items():
-            prompts = next((result["prompts"] for result in results if result["name"] == name), [])
+            prompts = _prompts_of(name, results)
             cells[part] = _mean(prompts, record["dtype"])
             everything += prompts if part in record["categories"] else []
         equal = f"{sum(prompt['equal'] for prompt in everything)}/{len(everything)}"
@@ -197,6 +194,10 @@ def summary_table(record: dict[str, Any]) -> str:
 def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool) -> list[str]:
     results = [result for results in parts.values() for result in results]
     return list(dict.fromkeys(one["name"] for one in results if one.get("lossless", True) == lossless))
+
+
+def _prompts_of(name: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return next((result["prompts"] for result in results if result["name"] == name), [])
 
 
 def _mean(prompts: list[dict[str, Any]], dtype: str) -> str:
