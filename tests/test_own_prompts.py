@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from tide_hf.calibration.data import full_depth
 from tide_hf.calibration.own_prompts import LONGEST, UserTurn, find_user_turn, write_prompts
@@ -53,8 +52,7 @@ def test_prompts_end_where_the_model_ends_them(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     turn = find_user_turn(tiny_tokenizer)
     torch.manual_seed(0)
-    config = GenerationConfig(do_sample=True, max_new_tokens=LONGEST, eos_token_id=[turn.behind[0], 7], pad_token_id=0)
-    prompts = write_prompts(model, turn, 64, config)
+    prompts = write_prompts(model, turn, 64, {7})
     assert 0 < len(prompts) <= 64
     lengths = set()
     for prompt in prompts:

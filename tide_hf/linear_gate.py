@@ -28,6 +28,7 @@ from .weight_forms import (
     WeightForm,
     can_pack,
     fastest_form,
+    gains_by_packing,
     in_form,
 )
 
@@ -91,8 +92,11 @@ class LinearGate(Gate):
         can_round = self._size % INT8_BLOCK == 0
         may_have = [form for form in forms if self.may_copy or not form.is_copy]
         form = fastest_form(weight.dtype, rows, [form for form in may_have if can_round or form is not Int8Weight])
-        if form is None:
-            return None
+        return None if form is None else self.keep(form)
+
+    def keep(self, form: type[WeightForm]) -> int:
+        """Have the weights in a form; return its place among `FORMS`."""
+        weight: Any = self.module.weight
         if form not in self.kept or not self.kept[form].is_of(weight):
             self.kept[form] = in_form(form, weight)
         return FORMS.index(form)
@@ -110,6 +114,39 @@ class LinearGate(Gate):
         weight: Any = self.module.weight
         if not all(kept.is_of(weight, sampled=True) for kept in self.kept.values()):
             self.release()
+
+
+class PackedGate(LinearGate):
+    """Stands in for the `forward` of one `nn.Linear` that reads packed weights in all passes, so all compute alike."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, anywhere=True)
+
+    def prepare(self, rows: int, forms: Forms) -> int | None:
+        """Have the weights packed, whatever the number of rows."""
+        return self.keep(PackedWeight)
+
+
+@contextmanager
+def packed_passes(structure: DecoderStructure) -> Iterator[None]:
+    """Let a base model's own passes read packed weights, on a CPU that is clearly faster with them.
+
+    A copy of the weights is taken for that time, where it takes at most a quarter of the free memory.
+
+    Args:
+        structure: The base model's structure.
+    """
+    linears, may_copy = linears_to_gate(structure, "auto")
+    gates = [PackedGate(linear) for linear in linears if may_copy and gains_by_packing(linear.weight.dtype)]
+    try:
+        for gate in gates:
+            gate.module.forward = gate
+        yield
+    finally:
+        for gate in gates:
+            del gate.module.forward
+            if gate.replaced is not None:
+                gate.module.forward = gate.replaced
 
 
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:

@@ -7,12 +7,10 @@ of templates could be, and near to those that it was tuned on (Magpie, Xu et al.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..padding import left_padded
-from ..structure import input_device
+from .continuing import continued
 
 SHARE = 0.25  # of all prompts: a guess, since half of them taught a block much about chats and cost it more on tasks
 LONGEST = 48  # tokens; what is longer is cut
@@ -44,23 +42,18 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     return UserTurn(*turn) if found and all(turn) else None
 
 
-def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, config: GenerationConfig) -> list[list[int]]:
+def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int]) -> list[list[int]]:
     """Let the model write users' turns.
 
     Args:
         model: The base model, at full depth.
         turn: What stands around them.
         count: How many are begun; empty ones are left out.
-        config: How to write; a turn ends at one of its list of `eos_token_id`.
+        ends: Tokens that end a text; what stands behind a turn ends it as well.
 
     Returns:
         Whole prompts, ready for an answer.
     """
-    ends: Any = config.eos_token_id
-    inputs: dict[str, Any] = left_padded([turn.before] * count, device=input_device(model))
-    written = model.generate(**inputs, generation_config=config)
-    prompts = []
-    for row in written[:, len(turn.before) :].tolist():
-        length = next((i for i, token in enumerate(row) if token in ends), len(row))
-        prompts += [turn.before + row[:length] + turn.behind] if length else []
-    return prompts
+    starts = [turn.before] * count
+    written = continued(model, starts, LONGEST, temperature=TEMPERATURE, ends={*ends, turn.behind[0]})
+    return [turn.before + row + turn.behind for row in written if row]

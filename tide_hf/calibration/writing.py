@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..padding import left_padded, pad_token
-from ..shared_heads import shared_heads
+from ..padding import pad_token
 from ..structure import input_device
+from .continuing import continued
 from .data import Document, encode_messages, seeded
-from .own_prompts import LONGEST, TEMPERATURE, UserTurn, write_prompts
+from .own_prompts import UserTurn, write_prompts
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
 
@@ -111,25 +111,18 @@ def write_documents(
     Returns:
         The documents that hold at least one new position; their prompts are read but not counted.
     """
-    pad = pad_token(tokenizer)
-    config = _generation_config(model, pad, max_length, batch.temperature)
-    ends = end_tokens(config.eos_token_id)
-    device = input_device(model)
-    with seeded(batch.seed, device), shared_heads(model):
+    pad, ends = pad_token(tokenizer), end_tokens(model.generation_config.eos_token_id)
+    with seeded(batch.seed, input_device(model)):
         prompts = list(batch.prompts)
-        if (turn := batch.turn) is not None:
-            of_users = _generation_config(model, pad, LONGEST, TEMPERATURE)
-            of_users.eos_token_id = sorted({*ends, turn.behind[0]})
-            prompts += write_prompts(model, turn, batch.num_own, of_users)
+        if batch.turn is not None:
+            prompts += write_prompts(model, batch.turn, batch.num_own, ends)
         if not prompts:
             return []
-        inputs = left_padded(prompts, pad=pad, device=device)
-        generated = model.generate(**inputs, generation_config=config)
-    width = inputs["input_ids"].shape[1]
+        answers = continued(model, prompts, max_length, temperature=batch.temperature, ends=ends, pad=pad)
     documents = []
-    for prompt, answer in zip(prompts, generated[:, width:].tolist(), strict=True):
-        length = next((i for i, token in enumerate(answer) if token in ends), len(answer) - 1)
-        documents.append(Document(prompt + answer[:length], first=len(prompt) - 1))  # what follows was predicted
+    for prompt, answer in zip(prompts, answers, strict=True):
+        kept = answer[: max_length - 1]  # what follows was predicted
+        documents.append(Document(prompt + kept, first=len(prompt) - 1))
     return [document for document in documents if document.num_positions > 0]
 
 
@@ -138,17 +131,6 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
     names = re.findall(r"\{(\w+)\}", template)
     words = {name: iter(rng.sample(slots[name], names.count(name))) for name in slots if name in names}
     return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
-
-
-def _generation_config(
-    model: PreTrainedModel, pad: int, max_length: int, temperature: float | None
-) -> GenerationConfig:
-    own: Any = model.generation_config
-    settings: dict[str, Any] = {"max_new_tokens": max_length, "pad_token_id": pad, "num_beams": 1}
-    settings |= {"eos_token_id": own.eos_token_id, "bos_token_id": own.bos_token_id, "repetition_penalty": 1.0}
-    if temperature is not None:
-        settings |= {"do_sample": True, "temperature": temperature, "top_k": 50, "top_p": 1.0}
-    return GenerationConfig(**settings) if temperature is not None else GenerationConfig(**settings, do_sample=False)
 
 
 def end_tokens(ends: int | list[int] | None) -> set[int]:

@@ -1,0 +1,52 @@
+"""Texts that a model goes on with: where they end, and that draws follow the model's own distribution."""
+
+import pytest
+import torch
+from families import VOCAB, tiny_model
+
+from tide_hf.calibration.continuing import BEST, DrawFromBest, continued
+
+TEXTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(temperature):
+    torch.manual_seed(0)
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    rows = logits.expand(20_000, -1).clone()
+    drawn = DrawFromBest(temperature)(None, rows).argmax(dim=-1)
+    shares = torch.bincount(drawn, minlength=4) / len(drawn)
+    torch.testing.assert_close(shares, (logits / temperature).softmax(dim=0), atol=0.015, rtol=0.0)
+
+
+def test_only_the_best_are_drawn():
+    torch.manual_seed(0)
+    scores = torch.arange(2.0 * BEST).expand(2000, -1) / 1000
+    drawn = DrawFromBest(1.0)(None, scores.clone()).argmax(dim=-1)
+    assert drawn.min() == BEST
+    assert len(drawn.unique()) > BEST / 2
+
+
+def test_texts_go_on_as_generate_would(tiny_llama):
+    model = tiny_llama()
+    expected = [
+        model.generate(torch.tensor([text]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0, len(text) :]
+        for text in TEXTS
+    ]
+    rows = continued(model, TEXTS, 6, temperature=None, ends=set())
+    assert rows == [row.tolist() for row in expected]
+    end = rows[0][3]
+    ended = continued(model, TEXTS, 6, temperature=None, ends={end})
+    assert ended == [row[: row.index(end)] if end in row else row for row in rows]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_draws_are_those_of_the_seed(family):
+    model = tiny_model(family)
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(continued(model, TEXTS, 8, temperature=1.0, ends=set()))
+    assert found[0] == found[1] != found[2]
+    assert all(0 <= token < VOCAB for row in found[0] for token in row)
