@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
-from tide_hf.cpu_kernels import load_op  # noqa: E402
+from tide_hf.cpu.kernels import load_op  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256

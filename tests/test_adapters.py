@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.calibration import work_folder
+from tide_hf.cpu.linear_gate import linear_gates
+from tide_hf.cpu.weight_forms import PackedWeight, fastest_form
 from tide_hf.errors import CalibrationError, UnsupportedModelError, UnsupportedOptionError
-from tide_hf.linear_gate import linear_gates
-from tide_hf.weight_forms import PackedWeight, fastest_form
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}

@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.capturable import CallFacts, why_not_captured
-from tide_hf.captured_steps import CapturedSteps
-from tide_hf.compiled_layers import CompiledLayers
 from tide_hf.errors import UnsupportedOptionError
 from tide_hf.policy import step_width
-from tide_hf.replay import HostReads
-from tide_hf.step_buffers import WIDTHS, capacity_for
+from tide_hf.steps.captured_steps import CapturedSteps
+from tide_hf.steps.compiled_layers import CompiledLayers
+from tide_hf.steps.replay import HostReads
+from tide_hf.steps.step_buffers import WIDTHS, capacity_for
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -373,8 +373,8 @@ def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch
 
 
 def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.captured_steps.MOST_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.captured_steps.MOST_BUFFERS", 1)
+    monkeypatch.setattr("tide_hf.steps.captured_steps.MOST_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.steps.captured_steps.MOST_BUFFERS", 1)
     model = tiny_llama()
     expected = model.generate(**prompts(2), **OPTIONS)
     steps = attach(model, linear_heads(model))

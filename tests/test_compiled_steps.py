@@ -16,11 +16,12 @@ from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
 from test_shared_heads import KeyHeads
 
-from tide_hf import TIDEModelForCausalLM, compiled_steps
-from tide_hf.compiled_layers import CompiledLayers
-from tide_hf.compiled_steps import CompiledSteps, StepCompiler
-from tide_hf.step_buffers import StepBuffers, capacity_for, slots_for_now
-from tide_hf.step_graphs import traced
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.steps import compiled_steps
+from tide_hf.steps.compiled_layers import CompiledLayers
+from tide_hf.steps.compiled_steps import CompiledSteps, StepCompiler
+from tide_hf.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
+from tide_hf.steps.step_graphs import traced
 
 UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
 
@@ -209,9 +210,9 @@ def test_buffers_of_rows_with_holes_grow(tiny_llama, monkeypatch):
 
 def small_buffers(monkeypatch):
     """Few slots; return the numbers to which buffers grow."""
-    monkeypatch.setattr("tide_hf.step_buffers.BUCKET", 8)
-    monkeypatch.setattr("tide_hf.step_buffers.FIRST_SLOTS", 32)
-    monkeypatch.setattr("tide_hf.step_buffers.SPARE_SLOTS", 8)
+    monkeypatch.setattr("tide_hf.steps.step_buffers.BUCKET", 8)
+    monkeypatch.setattr("tide_hf.steps.step_buffers.FIRST_SLOTS", 32)
+    monkeypatch.setattr("tide_hf.steps.step_buffers.SPARE_SLOTS", 8)
     grown = []
     take_over = StepBuffers.take_over
 

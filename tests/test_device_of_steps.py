@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.block_drafting import block_run
-from tide_hf.step_buffers import WIDTHS, Parts, StepBuffers
+from tide_hf.steps.step_buffers import WIDTHS, Parts, StepBuffers
 
 # Not MIXTURES, for which transformers asks which GPU there is.
 GPU, FILLED, SLOTS = torch.device("cuda:0"), 6, 64
@@ -74,7 +74,7 @@ def test_a_block_drafts(family, rows):
 
 
 def test_what_stays_on_the_cpu_is_found(monkeypatch):
-    monkeypatch.setattr("tide_hf.fixed_cache.Place.move_to", stay_behind)
+    monkeypatch.setattr("tide_hf.steps.fixed_cache.Place.move_to", stay_behind)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match="device"):
         run_every_step(model, linear_heads(model), 1, has_block=False)

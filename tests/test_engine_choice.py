@@ -7,7 +7,6 @@ import torch
 from drafters import use_drafter
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.compiled_steps import CompiledSteps
 from tide_hf.engine_choice import (
     GUESSED_SHARE,
     GUESSED_WARM_UP,
@@ -19,6 +18,7 @@ from tide_hf.engine_choice import (
     key_of,
 )
 from tide_hf.engines import call_key, candidate_for
+from tide_hf.steps.compiled_steps import CompiledSteps
 
 KNOWN = EngineTimes(rented_ms=20.0, bought_ms=10.0, warm_up_s=5.0)  # pays after 500 tokens
 

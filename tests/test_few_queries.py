@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tide_hf.cpu_kernels import VALUES
-from tide_hf.few_queries import attend_few
+from tide_hf.cpu.few_queries import attend_few
+from tide_hf.cpu.kernels import VALUES
 
 # Rows, heads, queries, size, all slots and filled ones.
 SHAPES = [

@@ -12,11 +12,11 @@ from test_joined_linears import Graphs
 from test_linear_gate import let_pay
 from torch._inductor.codecache import CppCodeCache
 
-from tide_hf import linear_gate, weight_forms
-from tide_hf.cpu_kernels import VALUES
-from tide_hf.few_rows import MOST_ROWS, product_of
-from tide_hf.linear_gate import linear_gates
-from tide_hf.weight_forms import StoredWeight
+from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu.few_rows import MOST_ROWS, product_of
+from tide_hf.cpu.kernels import VALUES
+from tide_hf.cpu.linear_gate import linear_gates
+from tide_hf.cpu.weight_forms import StoredWeight
 
 SIZES = [(576, (576, 192, 192)), (40, (7,)), (5000, (33, 5)), (3, (2, 1))]  # of input, and of weights
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
@@ -78,7 +78,7 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
         raise RuntimeError("C++ compile error\nand much more")
 
     monkeypatch.setattr(CppCodeCache, "load", failing)
-    with caplog.at_level(logging.WARNING, logger="tide_hf.cpu_kernels"):
+    with caplog.at_level(logging.WARNING, logger="tide_hf.cpu.kernels"):
         assert not StoredWeight.serves(torch.float32, 1)
         assert product_of(torch.float32) is None
     assert [record.getMessage() for record in caplog.records] == [

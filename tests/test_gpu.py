@@ -7,8 +7,8 @@ from families import ATTENTION, tiny_model
 from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.captured_steps import CapturedSteps
-from tide_hf.replay import replay_of
+from tide_hf.steps.captured_steps import CapturedSteps
+from tide_hf.steps.replay import replay_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")

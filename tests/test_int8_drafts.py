@@ -11,9 +11,10 @@ from test_joined_linears import attach_packed
 from test_linear_gate import let_pay
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
-from tide_hf.linear_gate import linear_gates
-from tide_hf.weight_forms import Int8Weight
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu.linear_gate import linear_gates
+from tide_hf.cpu.weight_forms import Int8Weight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 

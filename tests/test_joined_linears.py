@@ -9,10 +9,11 @@ from test_compiled_steps import UNTRACED, as_traced, attach, draft_with_heads
 from test_linear_gate import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
-from tide_hf.few_rows import MOST_ROWS, product_of
-from tide_hf.joined_linears import JOINED, ONE, call_kernels, join_linears
-from tide_hf.weight_forms import FORMS, Int8Weight, PackedWeight, StoredWeight, in_form
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu.few_rows import MOST_ROWS, product_of
+from tide_hf.cpu.weight_forms import FORMS, Int8Weight, PackedWeight, StoredWeight, in_form
+from tide_hf.steps.joined_linears import JOINED, ONE, call_kernels, join_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP

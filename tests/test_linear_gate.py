@@ -10,12 +10,13 @@ from families import VOCAB
 from test_block_head import routers_for
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, linear_gate, weight_forms
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu.few_rows import MOST_ROWS
+from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
+from tide_hf.cpu.weight_forms import FORMS, PROBED_ROWS, Int8Weight, PackedWeight, StoredWeight, fastest_form
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
-from tide_hf.few_rows import MOST_ROWS
-from tide_hf.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
 from tide_hf.skipping import LayerRun, active
-from tide_hf.weight_forms import FORMS, PROBED_ROWS, Int8Weight, PackedWeight, StoredWeight, fastest_form
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")

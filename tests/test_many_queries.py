@@ -8,10 +8,10 @@ from test_compiled_steps import attach
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from tide_hf import many_queries
-from tide_hf.cpu_kernels import VALUES
-from tide_hf.many_queries import LEAST_QUERIES, attend_many, is_faster
-from tide_hf.shared_heads import shared_heads
+from tide_hf.cpu import many_queries
+from tide_hf.cpu.kernels import VALUES
+from tide_hf.cpu.many_queries import LEAST_QUERIES, attend_many, is_faster
+from tide_hf.cpu.shared_heads import shared_heads
 
 measure = many_queries._measure
 # Rows, heads, shared heads, queries, slots, size.

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from tide_hf import TIDEModelForCausalLM, calibrate, linear_gate, weight_forms
-from tide_hf.linear_gate import LinearGate, PackedGate, packed_passes
+from tide_hf import TIDEModelForCausalLM, calibrate
+from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu.linear_gate import LinearGate, PackedGate, packed_passes
+from tide_hf.cpu.weight_forms import PackedWeight, gains_by_packing
 from tide_hf.structure import find_structure
-from tide_hf.weight_forms import PackedWeight, gains_by_packing
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 IDS = torch.arange(60).view(3, 20)

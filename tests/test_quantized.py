@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
-from tide_hf.linear_gate import linear_gates
+from tide_hf.cpu.linear_gate import linear_gates
 from tide_hf.structure import find_structure
 from tide_hf.unembed import hash_distance, unembed_hash
 

@@ -100,3 +100,8 @@ def test_every_module_has_its_room():
     rooms = README[README.index("| room | modules |") :].split("\n\n")[0]
     modules = {path.stem for path in (ROOT / "tide_hf").glob("*.py")} - {"__init__"}
     assert modules <= set(re.findall(r"`(\w+)`", rooms))
+    for room in ("cpu", "steps", "serving"):
+        assert f"`{room}/`" in rooms
+        said = (ROOT / "tide_hf" / room / "__init__.py").read_text(encoding="utf-8")
+        modules = {path.stem for path in (ROOT / "tide_hf" / room).glob("*.py")} - {"__init__"}
+        assert modules <= set(re.findall(r"`(\w+)`", said))

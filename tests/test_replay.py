@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tide_hf import replay
+from tide_hf.steps import replay
 
 
 class Stream:

@@ -6,7 +6,7 @@ from families import SDPA, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
-from tide_hf.shared_heads import shared_heads
+from tide_hf.cpu.shared_heads import shared_heads
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

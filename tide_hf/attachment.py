@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .block_head import BlockHead
-from .captured_steps import CapturedSteps
-from .compiled_layers import CompiledLayers
-from .compiled_steps import CompiledSteps
 from .configuration_tide import TIDEConfig
+from .cpu.linear_gate import linear_gates, linears_in, open_linear_gates
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .exit_points import ExitPoint
-from .linear_gate import linear_gates, linears_in, open_linear_gates
 from .modeling_tide import TIDERouters
 from .policy import CostTable
 from .skipping import LayerRun
+from .steps.captured_steps import CapturedSteps
+from .steps.compiled_layers import CompiledLayers
+from .steps.compiled_steps import CompiledSteps
 from .structure import DecoderStructure
 from .unembed import DraftUnembed, Unembed, is_plain_linear
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .captured_steps import CapturedSteps
 from .ranks import ranks_of
+from .steps.captured_steps import CapturedSteps
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 ATTENTION = ("eager", "sdpa")

@@ -15,14 +15,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attachment import Attachment
 from .capturable import facts_of, why_not_captured
+from .cpu.many_queries import LEAST_QUERIES, is_faster, is_known
+from .cpu.shared_heads import shared_heads
 from .drafting import UNREAD, Drafter
-from .fixed_cache import FixedSlots, fixed_bytes, give_back
 from .kv_cache import CacheSlots, cache_is_returned
-from .many_queries import LEAST_QUERIES, is_faster, is_known
 from .policy import step_width
-from .shared_heads import shared_heads
 from .speculation import SelfSpeculativeDecoder, ShallowLayers
-from .step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
+from .steps.fixed_cache import FixedSlots, fixed_bytes, give_back
+from .steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
 
 MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
 

@@ -18,11 +18,11 @@ from .configuration_tide import (
     check_min_layers,
     check_mode,
 )
+from .cpu.linear_gate import linear_gates
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .engines import engine_of
 from .errors import UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
-from .linear_gate import linear_gates
 from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats

@@ -13,8 +13,8 @@ from .calibration.convergence import convergence_by_layer
 from .calibration.tables import rows_by_layer
 from .choices import MODES
 from .configuration_tide import NEVER_EXIT
+from .cpu.linear_gate import linears_to_gate
 from .errors import UnsupportedModelError
-from .linear_gate import linears_to_gate
 from .modeling_tide import TIDERouters
 from .ops import kernel_facts, load_kernels
 from .structure import DecoderStructure, find_structure, input_device

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters import base_inside, check_wrapper
 from ..choices import STRATEGIES
 from ..configuration_tide import NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
-from ..linear_gate import packed_passes
+from ..cpu.linear_gate import packed_passes
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity, weights_hash

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ..cpu.shared_heads import shared_heads
 from ..padding import left_padded
-from ..shared_heads import shared_heads
 from ..structure import input_device
 
 BEST = 50  # tokens that are drawn from

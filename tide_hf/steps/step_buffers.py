@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .block_drafting import BlockRun
+from ..block_drafting import BlockRun
+from ..modeling_tide import TIDERouters
+from ..skipping import FixedDepthRun, LayerRun, active
+from ..structure import DecoderStructure
+from ..unembed import DraftUnembed, Unembed
 from .fixed_cache import fill, fixed_cache
-from .modeling_tide import TIDERouters
-from .skipping import FixedDepthRun, LayerRun, active
-from .structure import DecoderStructure
-from .unembed import DraftUnembed, Unembed
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are filled up
 WIDEST = WIDTHS[-1]

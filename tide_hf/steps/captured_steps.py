@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..errors import UnsupportedOptionError, describe
 from .compiled_layers import CompiledLayers
-from .errors import UnsupportedOptionError, describe
 from .replay import Replay, replay_of
 from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
 from .warm_up import WarmUp

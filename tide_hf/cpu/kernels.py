@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 
-from .errors import first_line
+from ..errors import first_line
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..timing import least_seconds
 from .few_rows import MOST_ROWS, product_of
-from .timing import least_seconds
 
 PROBED_ROWS = (1, 2, 4, 8, 16, 64, 256)  # what holds for one of them holds up to the next
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches

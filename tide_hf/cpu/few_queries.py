@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .cpu_kernels import load_op
+from .kernels import load_op
 
 
 def attend_few(

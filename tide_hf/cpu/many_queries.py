@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .cpu_kernels import load_op
-from .timing import least_seconds
+from ..timing import least_seconds
+from .kernels import load_op
 
 LEAST_QUERIES = 32  # of a row; fewer are no faster than by PyTorch
 PROBED_SHAPE = (1, 4, 1024, 64)  # rows, heads, queries, size

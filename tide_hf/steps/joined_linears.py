@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .few_rows import MOST_ROWS, product_of
-from .weight_forms import FORMS, StoredWeight
+from ..cpu.few_rows import MOST_ROWS, product_of
+from ..cpu.weight_forms import FORMS, StoredWeight
 
 ONE, JOINED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.joined_linear.default
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import first_line
+from ..errors import first_line
 
 WARM_UPS = 2  # in which libraries choose kernels and take their working memory
 HOST_READS = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .cpu_kernels import load_op
+from .kernels import load_op
 
 MOST_ROWS = 8
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .kv_cache import CacheSlots
-from .ops import kv_compact
+from ..kv_cache import CacheSlots
+from ..ops import kv_compact
 
 
 class Place:

@@ -21,10 +21,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .errors import first_line
+from ..cpu.linear_gate import COMPILED, LinearGate
+from ..errors import first_line
+from ..skipping import Gate, LayerGate, input_state
 from .fixed_cache import FixedLayer
-from .linear_gate import COMPILED, LinearGate
-from .skipping import Gate, LayerGate, input_state
 from .warm_up import WarmUp
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain

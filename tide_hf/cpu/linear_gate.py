@@ -15,10 +15,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from .cpu_kernels import VALUES
-from .errors import UnsupportedOptionError, describe
-from .skipping import Gate, active_run
-from .structure import DecoderStructure
+from ..errors import UnsupportedOptionError, describe
+from ..skipping import Gate, active_run
+from ..structure import DecoderStructure
+from .kernels import VALUES
 from .weight_forms import (
     FORMS,
     INT8_BLOCK,

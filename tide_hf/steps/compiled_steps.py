@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..cpu.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
+from ..cpu.shared_heads import filled_up_to, shared_heads
+from ..cpu.weight_forms import FORMS, WeightForm, in_form
+from ..errors import first_line
+from ..skipping import LayerGate
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
-from .errors import first_line
 from .joined_linears import Product, call_kernels, join_linears
-from .linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from .operation_log import OperationLog
 from .replay import Replay, restorer
-from .shared_heads import filled_up_to, shared_heads
-from .skipping import LayerGate
 from .step_buffers import StepBuffers
 from .step_graphs import compile_graph, in_parts, lift_constants, traced
 from .warm_up import WarmUp
-from .weight_forms import FORMS, WeightForm, in_form
 
 logger = logging.getLogger(__name__)
 
