@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
-from tide_hf.cpu.kernels import load_op  # noqa: E402
+from tide_hf.cpu.kernels import compiled, load_op  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256
@@ -61,9 +61,11 @@ def one_thread():
 @pytest.fixture
 def fresh_kernels():
     """Kernels are those that a test has compiled, and no other test meets them."""
-    load_op.cache_clear()
+    for known in (load_op, compiled):
+        known.cache_clear()
     yield
-    load_op.cache_clear()
+    for known in (load_op, compiled):
+        known.cache_clear()
 
 
 @pytest.fixture(params=[None, 256, 1], ids=["all bits", "256 bits", "no vectors"])

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
 from tide_hf.cpu.few_rows import MOST_ROWS, product_of
-from tide_hf.cpu.weight_forms import FORMS, Int8Weight, PackedWeight, StoredWeight, in_form
+from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, in_form
 from tide_hf.steps.joined_linears import JOINED, ONE, call_kernels, join_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -104,7 +104,7 @@ def test_their_memory_is_given_back(tiny_llama):
 
 @pytest.mark.parametrize("may_copy", [True, False])
 @pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
-@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one in 8 bits"])
+@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one rounded"])
 def test_layers_of_one_input_become_one_product(case, form, may_copy):
     weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
     if case in ("with biases", "one bias"):
@@ -112,7 +112,7 @@ def test_layers_of_one_input_become_one_product(case, form, may_copy):
 
     def layers(state, *constants):
         inputs = [state, state + 1 if case == "two inputs" else state]
-        forms = [FORMS.index(form), FORMS.index(Int8Weight if case == "one in 8 bits" else form)]
+        forms = [FORMS.index(form), FORMS.index(RoundedWeight if case == "one rounded" else form)]
         found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], forms, strict=True)]
         return torch.cat(found, dim=-1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from ..errors import first_line
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
 
+KERNELS = ("few_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
+
 logger = logging.getLogger(__name__)
 
 _traceable: set[str] = set()  # ops whose results traces know; each can be told once, but loaded again
@@ -30,15 +33,25 @@ def load_op(name: str, dtype: torch.dtype, like: Callable[..., Tensor]) -> OpOve
     """The op of a file in this folder.
 
     Args:
-        name: Of the file, without its ending.
+        name: One of `KERNELS`.
         dtype: Of its values.
         like: Takes the op's arguments and returns an empty result, which is all that a trace needs.
 
     Returns:
         `None` for other dtypes than `VALUES` has, and where nothing can be compiled.
     """
-    if dtype not in VALUES:
+    op = compiled(name, dtype) if dtype in VALUES else None
+    if op is None:
         return None
+    if op not in _traceable:
+        torch.library.register_fake(f"tide_hf::{op}", like)
+        _traceable.add(op)
+    return getattr(torch.ops.tide_hf, op).default
+
+
+@lru_cache
+def compiled(name: str, dtype: torch.dtype) -> str | None:
+    """Have a kernel compiled and loaded; return the name of its op, `None` where it cannot be."""
     bits = inductor_config.cpp.simdlen  # of vectors, where they are not to be the longest that this CPU has
     op = f"{name}_{VALUES[dtype].removeprefix('at::').lower()}" + (f"_{bits}" if bits is not None else "")
     head = f'#include <c10/util/BFloat16.h>\nusing Value = {VALUES[dtype]};\n#define NAME "{op}"\n'
@@ -52,7 +65,11 @@ def load_op(name: str, dtype: torch.dtype, like: Callable[..., Tensor]) -> OpOve
         reason = first_line(error)
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
         return None
-    if op not in _traceable:
-        torch.library.register_fake(f"tide_hf::{op}", like)
-        _traceable.add(op)
-    return getattr(torch.ops.tide_hf, op).default
+    return op
+
+
+def compile_all(dtype: torch.dtype) -> None:
+    """Have all kernels compiled at the same time, each of which takes a compiler some seconds once a machine."""
+    if dtype in VALUES:
+        with ThreadPoolExecutor(len(KERNELS)) as pool:
+            list(pool.map(lambda name: compiled(name, dtype), KERNELS))

@@ -1,7 +1,7 @@
 """Linear layers on a CPU that read their weights in the form that is the fastest (see `weight_forms`).
 
-A draft step does little else than read weights, and what it finds is verified. So it may read them in 8 bits, with a
-scale for each row (compare LLM.int8(), arXiv 2208.07339), which no pass that verifies ever does.
+A draft step does little else than read weights, and what it finds is verified. So it may read them in 7 bits, with a
+scale for each 64 (compare LLM.int8(), arXiv 2208.07339), which no pass that verifies ever does.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from ..structure import DecoderStructure
 from .kernels import VALUES
 from .weight_forms import (
     FORMS,
-    INT8_BLOCK,
-    Int8Weight,
     PackedWeight,
+    RoundedWeight,
     StoredWeight,
     WeightForm,
     can_pack,
@@ -37,7 +36,7 @@ MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 Forms = tuple[type[WeightForm], ...]
 
 COMPILED: Forms = (StoredWeight, PackedWeight)  # where things are compiled
-ROUNDED: Forms = (Int8Weight, *COMPILED)  # where they are compiled, and what is found is verified
+ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where they are compiled, and what is found is verified
 
 _forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=(PackedWeight,))
 
@@ -89,9 +88,7 @@ class LinearGate(Gate):
             Its place among `FORMS`; `None` where PyTorch's own linear is the fastest.
         """
         weight: Any = self.module.weight
-        can_round = self._size % INT8_BLOCK == 0
-        may_have = [form for form in forms if self.may_copy or not form.is_copy]
-        form = fastest_form(weight.dtype, rows, [form for form in may_have if can_round or form is not Int8Weight])
+        form = fastest_form(weight.dtype, rows, [form for form in forms if self.may_copy or not form.is_copy])
         return None if form is None else self.keep(form)
 
     def keep(self, form: type[WeightForm]) -> int:

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,14 +19,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..cpu.kernels import compile_all
 from ..cpu.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from ..cpu.shared_heads import filled_up_to, shared_heads
-from ..cpu.weight_forms import FORMS, WeightForm, in_form
+from ..cpu.weight_forms import WeightForm
 from ..errors import first_line
 from ..skipping import LayerGate
 from .captured_steps import CapturedSteps
 from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
-from .joined_linears import Product, call_kernels, join_linears
+from .joined_linears import Product, call_kernels, forms_of, held_by, join_linears
 from .operation_log import OperationLog
 from .replay import Replay, restorer
 from .step_buffers import StepBuffers
@@ -47,13 +49,20 @@ class Region:
         constants: Weights, K/V and what else stays where it is.
         like: Hidden states as it returns them.
         joined: Products of several layers' weights, which are among the constants.
+        rounded: Those by rounded weights, which `function` takes behind the constants.
     """
 
     def __init__(
-        self, function: Callable[..., Any], constants: list[Tensor], like: Tensor, joined: list[Product]
+        self,
+        function: Callable[..., Any],
+        constants: list[Tensor],
+        like: Tensor,
+        joined: list[Product],
+        rounded: list[Product],
     ) -> None:
-        self.function, self.constants = function, [tensor.detach() for tensor in constants]
-        self.joined = [in_form(FORMS[form], *(constants[i] for i in places)) for places, form in joined]
+        self.function = function
+        self.forms = forms_of(joined, constants), forms_of(rounded, constants)
+        self.constants = [*(tensor.detach() for tensor in constants), *held_by(self.forms[1])]
         self.shape, self.dtype = like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
@@ -93,8 +102,8 @@ class StepCompiler:
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
         self.compile_graph = compile_graph
         self._compiled: dict[tuple, Callable[..., Any]] = {}
-        # Compiled, which constants it takes, and which of those are joined.
-        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[Product]]] = {}
+        # Compiled, which constants it takes, and which of those are joined, and rounded.
+        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[Product], list[Product]]] = {}
         self.has_room = False
         self._regions: list[Region | None] | None = None  # while a step is learnt
         self._to_place: Iterator[Region | None] | None = None  # while it is traced
@@ -125,8 +134,8 @@ class StepCompiler:
                 regions = self._learn(function)
                 put_back()
                 graph, lifted = lift_constants(self._trace(function, regions))
-                constants = [tensor.detach() for tensor in lifted]
-                call_kernels(graph, constants)
+                rounded = forms_of(call_kernels(graph, lifted), lifted)
+                constants = [*(tensor.detach() for tensor in lifted), *held_by(rounded)]
                 compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self.compile_graph)
                 compiled(*constants)
         # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
@@ -140,7 +149,7 @@ class StepCompiler:
             with torch.inference_mode(False), torch.no_grad():
                 return compiled(*constants)
 
-        return Replay(run, kept=regions)
+        return Replay(run, kept=(regions, rounded))
 
     def _learn(self, function: Callable[[], Any]) -> list[Region | None]:
         regions: list[Region | None] = []
@@ -180,18 +189,20 @@ class StepCompiler:
             layer(*inputs)
         operations = log.key
         if operations in self._alike:
-            compiled, order, joined = self._alike[operations]
-            return Region(compiled, [log.constants[i] for i in order], like, joined)
+            compiled, order, *products = self._alike[operations]
+            return Region(compiled, [log.constants[i] for i in order], like, *products)
         graph, constants = lift_constants(traced(layer, *inputs))
         joined = join_linears(graph, constants, self.has_room)
-        call_kernels(graph, [*inputs, *constants])
-        kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *constants)))
+        rounded = call_kernels(graph, constants)
+        taken = [*inputs, *constants, *held_by(forms_of(rounded, constants))]
+        kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
         if kind not in self._compiled:
-            self._compiled[kind] = self.compile_graph(graph, [*inputs, *constants])
+            self._compiled[kind] = self.compile_graph(graph, taken)
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):
-            self._alike[operations] = self._compiled[kind], [known[id(tensor)] for tensor in constants], joined
-        return Region(self._compiled[kind], constants, like, joined)
+            order = [known[id(tensor)] for tensor in constants]
+            self._alike[operations] = self._compiled[kind], order, joined, rounded
+        return Region(self._compiled[kind], constants, like, joined, rounded)
 
 
 class CompiledSteps(CapturedSteps):
@@ -209,6 +220,7 @@ class CompiledSteps(CapturedSteps):
         self._compile_graph = compile_graph
         super().__init__(layers=partial(StepCompiler, compile_graph))
         self.warm_up = WarmUp("Compiling steps", "steps")
+        self._prepared: set[torch.dtype] = set()
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
@@ -218,6 +230,14 @@ class CompiledSteps(CapturedSteps):
         """Give buffers and graphs back."""
         super().release()
         self._kept: dict[tuple[LinearGate, type[WeightForm]], WeightForm] = {}
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Have the kernels compiled, all at the same time."""
+        if dtype not in self._prepared:
+            start = perf_counter()
+            compile_all(dtype)
+            self._prepared.add(dtype)
+            self.warm_up.add(0, perf_counter() - start)
 
     def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
         """As `CapturedSteps.buffers`; graphs with forms of weights that have changed are forgotten as well."""

@@ -1,7 +1,7 @@
 """Linear layers of a graph, with less between them.
 
 Those that read the same states become one product: fewer starts, and larger reads of memory. Those that read weights as
-they are stored call the kernel itself, without the Python of the op that finds weights in other forms.
+they are stored, or rounded, call the kernel itself, without the Python of the op that finds weights in other forms.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..cpu.few_rows import MOST_ROWS, product_of
-from ..cpu.weight_forms import FORMS, StoredWeight
+from ..cpu.few_rows import MOST_ROWS, product_of, rounded_product_of
+from ..cpu.weight_forms import FORMS, RoundedWeight, StoredWeight, WeightForm, in_form
 
 ONE, JOINED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.joined_linear.default
 
@@ -75,23 +75,49 @@ def _join(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
         graph.erase_node(linear)
 
 
-def call_kernels(graph: fx.GraphModule, inputs: list[Tensor]) -> None:
-    """Have linear layers call the kernel for a few rows where their weights are in the form that it reads.
+def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[Product]:
+    """Have linear layers call a kernel for a few rows where their weights are in a form that one reads.
 
     Args:
-        graph: Of a layer; changed in place.
-        inputs: What its placeholders stand for.
+        graph: Changed in place.
+        constants: What its last placeholders stand for.
+
+    Returns:
+        The products by rounded weights. What those hold, `packed` and `scales` of each in this order, are further
+        inputs of the graph, its last.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    given = dict(zip(placeholders, inputs, strict=True))
+    places = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
+    rounded: list[Product] = []
     for node in list(graph.graph.nodes):
-        if node.target not in (ONE, JOINED) or FORMS[_form_of(node)] is not StoredWeight:
+        if node.target not in (ONE, JOINED):
             continue
         weights: Any = node.args[1] if node.target is JOINED else [node.args[1]]
-        state = node.args[0].meta.get("val")
-        if not all(weight in given and given[weight].is_contiguous() for weight in weights) or state is None:
+        state, form = node.args[0].meta.get("val"), _form_of(node)
+        known = all(weight in places and constants[places[weight]].is_contiguous() for weight in weights)
+        if not known or state is None or state.numel() > MOST_ROWS * state.shape[-1]:
             continue
-        product = product_of(state.dtype)
-        if product is not None and state.numel() <= MOST_ROWS * state.shape[-1]:
+        if FORMS[form] is StoredWeight and (product := product_of(state.dtype)) is not None:
             node.target, node.args = product, (node.args[0], weights, node.args[2])
+        if FORMS[form] is RoundedWeight and (product := rounded_product_of(state.dtype)) is not None:
+            held = [_add_input(graph.graph, f"rounded_{len(rounded)}_{name}") for name in ("packed", "scales")]
+            node.target, node.args = product, (node.args[0], *held, node.args[2])
+            rounded.append(Product([places[weight] for weight in weights], form))
     graph.recompile()
+    return rounded
+
+
+def _add_input(graph: fx.Graph, name: str) -> fx.Node:
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.placeholder(name)
+
+
+def forms_of(products: list[Product], constants: list[Tensor]) -> list[WeightForm]:
+    """The weights of products, in the forms in which they are read."""
+    return [in_form(FORMS[form], *(constants[place] for place in places)) for places, form in products]
+
+
+def held_by(rounded: list[WeightForm]) -> list[Tensor]:
+    """The further inputs of a graph with products by rounded weights, see [`call_kernels`]."""
+    return [tensor for form in rounded if isinstance(form, RoundedWeight) for tensor in (form.packed, form.scales)]
