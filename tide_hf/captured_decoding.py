@@ -82,8 +82,6 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.buffers
 
     def _prefill(self, drafter: Drafter) -> None:
-        if self.may_capture:
-            self.steps.prepare(self.model.dtype)
         with shared_heads(self.model) if self.may_capture and self._has_kernel() else nullcontext():
             super()._prefill(drafter)
         if self._is_done() or not self.may_capture:

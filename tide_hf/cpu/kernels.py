@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from torch._ops import OpOverload
 from ..errors import first_line
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
-
 KERNELS = ("few_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
 
 logger = logging.getLogger(__name__)
@@ -66,10 +64,3 @@ def compiled(name: str, dtype: torch.dtype) -> str | None:
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
         return None
     return op
-
-
-def compile_all(dtype: torch.dtype) -> None:
-    """Have all kernels compiled at the same time, each of which takes a compiler some seconds once a machine."""
-    if dtype in VALUES:
-        with ThreadPoolExecutor(len(KERNELS)) as pool:
-            list(pool.map(lambda name: compiled(name, dtype), KERNELS))

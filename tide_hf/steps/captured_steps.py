@@ -112,9 +112,6 @@ class CapturedSteps:
                 )
             )
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Make ready what steps of a model in this dtype may need; it can be done while nothing else is."""
-
     def buffers(self, parts: Callable[[], Parts], like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
         """Buffers of at least `slots` slots; graphs of a model that has changed since are forgotten.
 

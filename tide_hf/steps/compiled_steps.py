@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..cpu.kernels import compile_all
 from ..cpu.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from ..cpu.shared_heads import filled_up_to, shared_heads
 from ..cpu.weight_forms import WeightForm
@@ -220,7 +218,6 @@ class CompiledSteps(CapturedSteps):
         self._compile_graph = compile_graph
         super().__init__(layers=partial(StepCompiler, compile_graph))
         self.warm_up = WarmUp("Compiling steps", "steps")
-        self._prepared: set[torch.dtype] = set()
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
@@ -230,14 +227,6 @@ class CompiledSteps(CapturedSteps):
         """Give buffers and graphs back."""
         super().release()
         self._kept: dict[tuple[LinearGate, type[WeightForm]], WeightForm] = {}
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Have the kernels compiled, all at the same time."""
-        if dtype not in self._prepared:
-            start = perf_counter()
-            compile_all(dtype)
-            self._prepared.add(dtype)
-            self.warm_up.add(0, perf_counter() - start)
 
     def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
         """As `CapturedSteps.buffers`; graphs with forms of weights that have changed are forgotten as well."""
