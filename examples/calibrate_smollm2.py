@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
 
 if __name__ == "__main__":
     model, tokenizer = load_demo_model(NAME, dtype=torch.float32)
-    settings = {"samples": 10000, "max_length": 96, "batch_size": 96, "exit_strategy": "block"}
+    settings = {"samples": 18000, "max_length": 96, "batch_size": 192, "exit_strategy": "block"}
     settings["exit_layers"] = [16, 24, 28]
     routers = calibrate(model, tokenizer, **settings, output_dir=FOLDER)
     routers.config.base_model_name_or_path = NAME
