@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.few_rows import MOST_ROWS, product_of
+from tide_hf.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, in_form
 from tide_hf.steps.joined_linears import JOINED, ONE, call_kernels, join_linears
 
@@ -34,7 +34,7 @@ class Graphs:
     def __call__(self, graph, _inputs):
         ops = [node for node in graph.graph.nodes if getattr(node.target, "namespace", None) == "tide_hf"]
         self.ops |= {node.target for node in ops}
-        joined = [len(node.args[1]) for node in ops if node.target is JOINED or "few_rows" in node.target.name()]
+        joined = [len(node.args[1]) for node in ops if node.target is JOINED or "stored_rows" in node.target.name()]
         self.products += [count for count in joined if count > 1]
         return as_traced(graph, _inputs)
 
@@ -134,12 +134,12 @@ def test_layers_of_one_input_become_one_product(case, form, may_copy):
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products
 
 
-@pytest.mark.parametrize("case", ["stored", "joined", "packed", "turned", "made here", "many rows", "no kernel"])
+@pytest.mark.parametrize("case", ["stored", "joined", "packed", "turned", "made here", "rounded, many", "no kernel"])
 def test_the_kernel_is_called_where_weights_are_read_as_they_are_stored(case):
-    form = FORMS.index(PackedWeight if case == "packed" else StoredWeight)
+    form = FORMS.index({"packed": PackedWeight, "rounded, many": RoundedWeight}.get(case, StoredWeight))
     dtype = torch.float64 if case == "no kernel" else torch.float32
     weights = [torch.randn(6, size).t() if case == "turned" else torch.randn(size, 6) for size in (4, 3)]
-    inputs = [torch.randn(1, MOST_ROWS + (case == "many rows"), 6), torch.randn(7), *weights]
+    inputs = [torch.randn(1, MOST_ROUNDED_ROWS + 1, 6), torch.randn(7), *weights]
     inputs = [tensor.to(dtype) for tensor in inputs]
 
     def function(state, bias, *weights):
@@ -152,6 +152,7 @@ def test_the_kernel_is_called_where_weights_are_read_as_they_are_stored(case):
     call_kernels(graph, inputs)
     targets = {node.target for node in graph.graph.nodes}
     is_called = case in ("stored", "joined")
-    assert (product_of(torch.float32) in targets) == is_called
+    assert (stored_product_of(torch.float32) in targets) == is_called
+    assert rounded_product_of(torch.float32) not in targets
     assert bool({ONE, JOINED} & targets) != is_called
     torch.testing.assert_close(graph(*inputs), function(*inputs))

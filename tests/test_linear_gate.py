@@ -12,8 +12,8 @@ from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.few_rows import MOST_ROWS
 from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
+from tide_hf.cpu.products import MOST_ROUNDED_ROWS
 from tide_hf.cpu.weight_forms import FORMS, PROBED_ROWS, PackedWeight, RoundedWeight, StoredWeight, fastest_form
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.skipping import LayerRun, active
@@ -103,10 +103,10 @@ def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
         assert fastest_form(torch.float32, 4, [form for form in FORMS if form is not fastest]) is others[0]
 
 
-def test_stored_weights_are_for_few_rows(monkeypatch):
-    let_pay(monkeypatch, order=(StoredWeight, PackedWeight, None))
-    forms = [fastest_form(torch.float32, rows, COMPILED) for rows in (1, MOST_ROWS, MOST_ROWS + 1)]
-    assert forms == [StoredWeight, StoredWeight, PackedWeight]
+def test_rounded_weights_are_for_few_rows_and_stored_ones_for_any(monkeypatch):
+    let_pay(monkeypatch, order=(RoundedWeight, StoredWeight, PackedWeight, None))
+    forms = [fastest_form(torch.float32, rows, ROUNDED) for rows in (1, MOST_ROUNDED_ROWS, MOST_ROUNDED_ROWS + 1, 300)]
+    assert forms == [RoundedWeight, RoundedWeight, StoredWeight, StoredWeight]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +115,7 @@ def test_where_things_are_compiled_weights_are_read_as_stored(attached, size_in,
     let_pay(monkeypatch, DTYPES, order=(StoredWeight, PackedWeight, None))
     linear = make_linear(size_in, size_out, bias).to(dtype)
     linear.forward.may_copy = False
-    for rows in (1, 2, MOST_ROWS):
+    for rows in (1, 2, 300):
         state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]  # with gaps
         with reading(COMPILED):
             found = linear(state)
@@ -125,7 +125,7 @@ def test_where_things_are_compiled_weights_are_read_as_stored(attached, size_in,
     assert list(linear.forward.kept) == [StoredWeight]
     assert linear.forward.kept[StoredWeight]._stored[0].data_ptr() == linear.weight.data_ptr()
     with reading(ROUNDED):  # copies are not allowed
-        linear(torch.randn(MOST_ROWS + 1, size_in).to(dtype))
+        linear(torch.randn(1, size_in).to(dtype))
     assert list(linear.forward.kept) == [StoredWeight]
 
 

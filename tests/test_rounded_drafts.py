@@ -13,9 +13,9 @@ from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.few_rows import MOST_ROWS, rounded_product_of
 from tide_hf.cpu.kernels import VALUES
 from tide_hf.cpu.linear_gate import linear_gates
+from tide_hf.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of
 from tide_hf.cpu.weight_forms import RoundedWeight
 from tide_hf.steps import compiled_steps
 
@@ -83,7 +83,7 @@ def test_the_product_is_that_of_the_rounded_weights(on_some_cpu, dtype):
         exact = ((form.packed.double() - 64) * form.scales.double()[..., None]).flatten(1)
         assert not exact[:, size:].any()
         torch.testing.assert_close(exact[:, :size].float(), torch.cat(weights).float(), atol=0.04, rtol=0.0)
-        for rows in (1, 3, MOST_ROWS):
+        for rows in (1, 3, MOST_ROUNDED_ROWS):
             state = torch.randn(rows, size).to(dtype)
             for bias in (None, torch.randn(sum(sizes)).to(dtype)):
                 expected = nn.functional.linear(
@@ -94,7 +94,7 @@ def test_the_product_is_that_of_the_rounded_weights(on_some_cpu, dtype):
 
 
 def test_more_rows_than_it_is_for_read_the_weights_as_they_are():
-    weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MOST_ROWS, 7)
+    weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MOST_ROUNDED_ROWS, 7)
     expected = nn.functional.linear(state, torch.cat(weights))
     assert torch.equal(RoundedWeight(*weights).apply(state, None), expected)
 

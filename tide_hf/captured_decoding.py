@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attachment import Attachment
 from .capturable import facts_of, why_not_captured
-from .cpu.many_queries import LEAST_QUERIES, is_faster, is_known
+from .cpu.kernels import load_op
+from .cpu.linear_gate import COMPILED, reading
+from .cpu.many_queries import LEAST_QUERIES, is_faster
+from .cpu.products import stored_product_of
 from .cpu.shared_heads import shared_heads
 from .drafting import UNREAD, Drafter
 from .kv_cache import CacheSlots, cache_is_returned
@@ -82,7 +85,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.buffers
 
     def _prefill(self, drafter: Drafter) -> None:
-        with shared_heads(self.model) if self.may_capture and self._has_kernel() else nullcontext():
+        with ExitStack() as kernels:
+            if self.may_capture and self.input_ids.device.type == "cpu":
+                self._use_kernels(kernels)
             super()._prefill(drafter)
         if self._is_done() or not self.may_capture:
             return
@@ -99,15 +104,15 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.rows)
         self.positions = None
 
-    def _has_kernel(self) -> bool:
-        """Whether the prompt's attention has one; compiling and timing it is part of the warm-up."""
-        if self.input_ids.device.type != "cpu" or self.input_ids.shape[1] < LEAST_QUERIES:
-            return False
-        is_new, start = not is_known(self.model.dtype), perf_counter()
-        found = is_faster(self.model.dtype)
-        if is_new:
+    def _use_kernels(self, prompt: ExitStack) -> None:
+        """Have the prompt read by those that are the faster; compiling them is part of the warm-up."""
+        dtype, start, compiled_before = self.model.dtype, perf_counter(), load_op.cache_info().misses
+        stored_product_of(dtype)
+        if self.input_ids.shape[1] >= LEAST_QUERIES and is_faster(dtype):
+            prompt.enter_context(shared_heads(self.model))
+        prompt.enter_context(reading(COMPILED))
+        if load_op.cache_info().misses > compiled_before:
             self.steps.warm_up.add(0, perf_counter() - start)
-        return found
 
     def _buffers(self, like: Cache, filled: int) -> StepBuffers:
         kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from ..errors import first_line
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
-KERNELS = ("few_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
+KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
 
 logger = logging.getLogger(__name__)
 

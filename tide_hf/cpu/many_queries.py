@@ -51,15 +51,10 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 
 def is_faster(dtype: torch.dtype) -> bool:
     """Whether there is a kernel, and it is faster than PyTorch's attention on this machine. Measured once."""
-    if not is_known(dtype):
-        faster = load_op("many_queries", dtype, _like) is not None and _measure(dtype)
-        _is_faster[dtype, torch.get_num_threads()] = faster
-    return _is_faster[dtype, torch.get_num_threads()]
-
-
-def is_known(dtype: torch.dtype) -> bool:
-    """Whether [`is_faster`] has been asked before."""
-    return (dtype, torch.get_num_threads()) in _is_faster
+    key = dtype, torch.get_num_threads()
+    if key not in _is_faster:
+        _is_faster[key] = load_op("many_queries", dtype, _like) is not None and _measure(dtype)
+    return _is_faster[key]
 
 
 def _measure(dtype: torch.dtype) -> bool:

@@ -2,9 +2,9 @@
 
 PyTorch's linear hands weights to MKL, or in bfloat16 to oneDNN, as they are stored. From a few rows on either copies
 them into a layout of its own at every call, which costs a verify pass once more what a token costs; and there are CPUs
-on which MKL reads them slowly even for one row. Weights that were copied once and kept cost neither. For very few rows
-a product of our own reads them where they are, as fast as memory gives them. Which form is the fastest for so many rows
-on this machine is measured at first use. Results differ from the plain call's by rounding, as those of passes of
+on which MKL reads them slowly even for one row. Weights that were copied once and kept cost neither. A product of our
+own reads them where they are, for few rows as fast as memory gives them. Which form is the fastest for so many rows on
+this machine is measured at first use. Results differ from the plain call's by rounding, as those of passes of
 another width do.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..timing import least_seconds
-from .few_rows import MOST_ROWS, product_of, rounded_product_of
+from .products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 
 PROBED_ROWS = (1, 2, 4, 8, 16, 64, 256)  # what holds for one of them holds up to the next
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
@@ -95,11 +95,11 @@ class RoundedWeight(WeightForm):
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
         """Few rows, where there is a compiler."""
-        return rows <= MOST_ROWS and rounded_product_of(dtype) is not None
+        return rows <= MOST_ROUNDED_ROWS and rounded_product_of(dtype) is not None
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        if input.numel() > MOST_ROWS * input.shape[-1]:  # as in `StoredWeight`
+        if input.numel() > MOST_ROUNDED_ROWS * input.shape[-1]:  # where a layer multiplies something but tokens
             return functional.linear(input, _joined([weight.detach() for weight in self.weights]), bias)
         return self._product(input, self.packed, self.scales, bias)
 
@@ -113,23 +113,21 @@ class RoundedWeight(WeightForm):
 
 
 class StoredWeight(WeightForm):
-    """As the model stores it, without a copy, for the product of a few rows that is compiled for this CPU."""
+    """As the model stores it, without a copy, for the product that is compiled for this CPU."""
 
     is_copy = False
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Few rows, where there is a compiler."""
-        return rows <= MOST_ROWS and product_of(dtype) is not None
+        """Wherever there is a compiler."""
+        return stored_product_of(dtype) is not None
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        if input.numel() > MOST_ROWS * input.shape[-1]:  # where a layer has a linear layer for something but tokens
-            return functional.linear(input, _joined(self._stored), bias)
         return self._product(input, self._stored, bias)
 
     def _take(self, weights: list[Tensor]) -> None:
-        self._product: Any = product_of(weights[0].dtype)
+        self._product: Any = stored_product_of(weights[0].dtype)
         self._stored = [weight.contiguous() for weight in weights]  # also kept where `.data` gets another
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..cpu.few_rows import MOST_ROWS, product_of, rounded_product_of
+from ..cpu.products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 from ..cpu.weight_forms import FORMS, RoundedWeight, StoredWeight, WeightForm, in_form
 
 ONE, JOINED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.joined_linear.default
@@ -76,7 +76,7 @@ def _join(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
 
 
 def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[Product]:
-    """Have linear layers call a kernel for a few rows where their weights are in a form that one reads.
+    """Have linear layers call a kernel where their weights are in a form that one reads.
 
     Args:
         graph: Changed in place.
@@ -95,11 +95,12 @@ def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[Product
         weights: Any = node.args[1] if node.target is JOINED else [node.args[1]]
         state, form = node.args[0].meta.get("val"), _form_of(node)
         known = all(weight in places and constants[places[weight]].is_contiguous() for weight in weights)
-        if not known or state is None or state.numel() > MOST_ROWS * state.shape[-1]:
+        if not known or state is None:
             continue
-        if FORMS[form] is StoredWeight and (product := product_of(state.dtype)) is not None:
+        if FORMS[form] is StoredWeight and (product := stored_product_of(state.dtype)) is not None:
             node.target, node.args = product, (node.args[0], weights, node.args[2])
-        if FORMS[form] is RoundedWeight and (product := rounded_product_of(state.dtype)) is not None:
+        few = state.numel() <= MOST_ROUNDED_ROWS * state.shape[-1]
+        if FORMS[form] is RoundedWeight and few and (product := rounded_product_of(state.dtype)) is not None:
             held = [_add_input(graph.graph, f"rounded_{len(rounded)}_{name}") for name in ("packed", "scales")]
             node.target, node.args = product, (node.args[0], *held, node.args[2])
             rounded.append(Product([places[weight] for weight in weights], form))

@@ -1,4 +1,4 @@
-"""Products of a few rows in C++: what PyTorch's linear gives, the same for a row whatever stands beside it."""
+"""Products by stored weights in C++: what PyTorch's linear gives, the same for a row whatever stands beside it."""
 
 import logging
 
@@ -13,11 +13,12 @@ from test_linear_gate import let_pay
 from torch._inductor.codecache import CppCodeCache
 
 from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.few_rows import MOST_ROWS, product_of
 from tide_hf.cpu.kernels import VALUES
 from tide_hf.cpu.linear_gate import linear_gates
+from tide_hf.cpu.products import stored_product_of
 from tide_hf.cpu.weight_forms import StoredWeight
 
+ROWS = (*range(1, 10), 16, 21)
 SIZES = [(576, (576, 192, 192)), (40, (7,)), (5000, (33, 5)), (3, (2, 1))]  # of input, and of weights
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
@@ -28,7 +29,7 @@ def test_the_product_is_that_of_linear(on_some_cpu, dtype):
     for size, sizes in SIZES:
         weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
         form = StoredWeight(*weights)
-        for rows in range(1, MOST_ROWS + 1):
+        for rows in ROWS:
             state = torch.randn(rows, size).to(dtype)
             for bias in (None, torch.randn(sum(sizes)).to(dtype)):
                 exact = torch.nn.functional.linear(
@@ -55,12 +56,6 @@ def test_threads_share_the_rows_of_all_weights(threads):
     torch.testing.assert_close(expected, torch.nn.functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
 
 
-def test_more_rows_than_it_is_for_are_left_to_pytorch():
-    weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MOST_ROWS, 7)
-    expected = torch.nn.functional.linear(state, torch.cat(weights))
-    torch.testing.assert_close(StoredWeight(*weights).apply(state, None), expected)
-
-
 def test_weights_need_not_stand_at_round_addresses():
     stored = torch.randn(64 * 33 + 3)
     weight = stored[3:].view(64, 33)
@@ -80,11 +75,11 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
     monkeypatch.setattr(CppCodeCache, "load", failing)
     with caplog.at_level(logging.WARNING, logger="tide_hf.cpu.kernels"):
         assert not StoredWeight.serves(torch.float32, 1)
-        assert product_of(torch.float32) is None
+        assert stored_product_of(torch.float32) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "PyTorch's own operations do what few_rows.cpp does, which cannot be compiled: C++ compile error"
+        "PyTorch's own operations do what stored_rows.cpp does, which cannot be compiled: C++ compile error"
     ]
-    assert product_of(torch.float64) is None
+    assert stored_product_of(torch.float64) is None
 
 
 class TestInSteps:
@@ -133,7 +128,7 @@ class TestInSteps:
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
         assert set(graphs.products) == {3, 2}
         names = {op.name() for op in graphs.ops}  # no Python between kernels
-        assert names == {f"tide_hf::{name}" for name in ("layer", "few_rows_float", "few_queries_float")}
+        assert names == {f"tide_hf::{name}" for name in ("layer", "stored_rows_float", "few_queries_float")}
         attention = model.model.layers[0].self_attn
         addresses = [getattr(attention, f"{name}_proj").weight.data_ptr() for name in "qkv"]
         joined = weight_forms._known[(StoredWeight, *addresses)]

@@ -1,7 +1,7 @@
-// y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], for a few rows m. `Value` is float or at::BFloat16.
+// y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as a model stores it. `Value` is float or at::BFloat16.
 //
-// Each row of the weights is read once, in the order in which it stands, for all rows of the input. Sums are made in the
-// same order whatever the number of rows is.
+// Each row of the weights is read once from memory, in the order in which it stands, for all rows of the input. Sums
+// are made in the same order whatever the number of rows is.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
@@ -9,14 +9,17 @@
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <torch/library.h>
 
+#include <array>
+#include <utility>
 #include <vector>
 
 namespace {
 
 using Floats = at::vec::Vectorized<float>;
 
-constexpr int64_t kBytesAhead = 8192;    // of the weights, which memory is asked for before they are read
-constexpr int64_t kCachedBytes = 32768;  // of the input, which a core's first cache holds
+constexpr int64_t kBytesAhead = 8192;     // of the weights, which memory is asked for before they are read
+constexpr int64_t kCachedBytes = 131072;  // of the weights, which a core's second cache holds beside other things
+constexpr int64_t kPanel = 96;            // rows of the weights at most, before the next rows of the input
 constexpr int64_t kLeastPerThread = 32768;  // multiplications; for fewer, waiting for another thread takes longer
 
 inline void ask_for(const void* address) {
@@ -61,6 +64,13 @@ struct OfBFloat16 {
 
 using Lanes = std::conditional_t<std::is_same_v<Value, float>, OfFloat, OfBFloat16>;
 
+// Rows of the input, and of the weights, whose products are summed up in registers at a time.
+constexpr int kTile = 8;
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kBlock = 3;
+#else
+constexpr int kBlock = 2;
+#endif
 constexpr int64_t kLanes = Lanes::kSize;
 constexpr int64_t kAligned = kLanes * sizeof(Value);
 
@@ -78,16 +88,16 @@ struct Cut {
 };
 
 // Rows of the input, cut as the weights are, with zeros where a register is filled in part.
-template <int kRows>
 class Input {
  public:
-  Input(const Value* x, int64_t size, const Cut& cut) : values_(x), stride_(size) {
+  Input(const Value* x, int64_t rows, int64_t size, const Cut& cut) : values_(x), stride_(size) {
     if (cut.head == 0 && cut.tail == 0) return;
     thread_local std::vector<Value> kept;
     stride_ = cut.registers() * kLanes;
-    kept.assign(kRows * stride_ + kLanes, Value(0.0f));
-    Value* start = kept.data() + (kAligned - reinterpret_cast<uintptr_t>(kept.data()) % kAligned) % kAligned / sizeof(Value);
-    for (int m = 0; m < kRows; ++m) {
+    kept.assign(rows * stride_ + kLanes, Value(0.0f));
+    const auto address = reinterpret_cast<uintptr_t>(kept.data());
+    Value* start = kept.data() + (kAligned - address % kAligned) % kAligned / sizeof(Value);
+    for (int64_t m = 0; m < rows; ++m) {
       const Value* row = x + m * size;
       Value* to = start + m * stride_;
       std::copy(row, row + cut.head, to);
@@ -95,17 +105,35 @@ class Input {
     }
     values_ = start;
   }
-  const Value* at(int m, int64_t place) const { return values_ + m * stride_ + place * kLanes; }
+  const Value* at(int64_t m, int64_t place) const { return values_ + m * stride_ + place * kLanes; }
 
  private:
   const Value* values_;
   int64_t stride_;
 };
 
-// kRows rows of the input by kBlock rows of the weights, `size` long and behind each other.
+// The sum of what is in each of kBlock registers, at most four, in the order in which `vec_reduce_all` adds.
+template <int kBlock>
+inline void add_up(const Floats* sums, float* found) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const auto halved = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+  };
+  constexpr int kLast = kBlock - 1;
+  const __m512 a = halved(sums[0], sums[std::min(1, kLast)]), b = halved(sums[std::min(2, kLast)], sums[kLast]);
+  __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+  all = _mm512_add_ps(all, _mm512_shuffle_ps(all, all, 0x4E));
+  all = _mm512_add_ps(all, _mm512_shuffle_ps(all, all, 0xB1));
+  _mm_mask_storeu_ps(found, (1 << kBlock) - 1, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
+#else
+  for (int n = 0; n < kBlock; ++n)
+    found[n] = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sums[n]);
+#endif
+}
+
+// kRows rows of the input, from `first` on, by kBlock rows of the weights, `size` long and behind each other.
 template <int kRows, int kBlock>
-inline void multiply(const Input<kRows>& x, const Cut& cut, const Value* w, int64_t size, const Value* bias, Value* y,
-                     int64_t size_out) {
+inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, float* found) {
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
@@ -115,7 +143,7 @@ inline void multiply(const Input<kRows>& x, const Cut& cut, const Value* w, int6
   const auto add = [&](const typename Lanes::Part* parts) {
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const auto part = Lanes::load(x.at(m, place));
+      const auto part = Lanes::load(x.at(first + m, place));
 #pragma GCC unroll 16
       for (int n = 0; n < kBlock; ++n) sums[m][n] = Lanes::add(part, parts[n], sums[m][n]);
     }
@@ -134,54 +162,61 @@ inline void multiply(const Input<kRows>& x, const Cut& cut, const Value* w, int6
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n, next += kLanes) {
       parts[n] = Lanes::load(w + n * size + cut.head + i * kLanes);
-      ask_for(next);
+      if (first == 0) ask_for(next);
     }
     add(parts);
   }
   if (cut.tail > 0) add_some(w + size - cut.tail, cut.tail);
 #pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 16
-    for (int n = 0; n < kBlock; ++n) {
-      const float sum = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sums[m][n]);
-      y[m * size_out + n] = static_cast<Value>(bias == nullptr ? sum : sum + static_cast<float>(bias[n]));
-    }
+  for (int m = 0; m < kRows; ++m) add_up<kBlock>(sums[m], found + m * kPanel);
 }
 
-// kRows rows of the input by `count` rows of the weights. The more of those at a time, the less often the input is read;
-// where it is small, few of them read memory the more evenly.
+// kRows rows of the input, from `first` on, by `count` rows of the weights, at most a panel.
 template <int kRows>
-void multiply_rows(const Value* x, const Value* w, int64_t size, const Value* bias, Value* y, int64_t size_out,
-                   int64_t count) {
-  constexpr int kFew = kRows <= 4 ? 1 : 2, kMany = kRows <= 4 ? 4 : 3;
-  const bool is_large = kRows * size * static_cast<int64_t>(sizeof(Value)) > kCachedBytes;
-  const Cut cut(w, size);
-  const Input<kRows> input(x, size, cut);
+void multiply_panel(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, const Value* bias,
+                    Value* y, int64_t size_out, int64_t count) {
+  float found[kRows * kPanel];
   int64_t n = 0;
-  const auto take = [&](auto block) {
-    constexpr int kBlock = decltype(block)::value;
-    for (; n + kBlock <= count; n += kBlock)
-      multiply<kRows, kBlock>(input, cut, w + n * size, size, bias == nullptr ? bias : bias + n, y + n, size_out);
-  };
-  if (is_large) take(std::integral_constant<int, kMany>());
-  take(std::integral_constant<int, kFew>());
-  take(std::integral_constant<int, 1>());
+  for (; n + kBlock <= count; n += kBlock) multiply<kRows, kBlock>(x, first, cut, w + n * size, size, found + n);
+  for (; n < count; ++n) multiply<kRows, 1>(x, first, cut, w + n * size, size, found + n);
+  for (int64_t m = 0; m < kRows; ++m) {
+    float* row = found + m * kPanel;
+    if (bias != nullptr)
+      for (n = 0; n < count; ++n) row[n] += static_cast<float>(bias[n]);
+    at::vec::convert(row, y + (first + m) * size_out, count);
+  }
 }
 
-constexpr decltype(&multiply_rows<1>) kByRows[] = {
-    multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-    multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
-};
+template <int... kRows>
+constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
+  return std::array{multiply_panel<kRows + 1>...};
+}
+constexpr auto kByRows = by_rows(std::make_integer_sequence<int, kTile>());
 
-// input (..., in), of at most eight rows, by weights (out, in) each, and a bias (sum of out): (..., sum of out). Threads
+// All rows of the input by `count` rows of the weights, which a core's second cache holds a panel of.
+void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, const Value* bias, Value* y,
+                   int64_t size_out, int64_t count) {
+  const Cut cut(w, size);
+  const Input input(x, rows, size, cut);
+  const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Value))) / kBlock * kBlock;
+  const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel);
+  for (int64_t n = 0; n < count; n += panel) {
+    const Value* b = bias == nullptr ? bias : bias + n;
+    for (int64_t m = 0; m < rows; m += kTile) {
+      const auto multiply_some = kByRows[std::min<int64_t>(kTile, rows - m) - 1];
+      multiply_some(input, m, cut, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
+    }
+  }
+}
+
+// input (..., in) by weights (out, in) each, and a bias (sum of out): (..., sum of out). Threads
 // share the rows of all weights.
-at::Tensor few_rows(const at::Tensor& given, at::TensorList weights, const std::optional<at::Tensor>& bias) {
+at::Tensor stored_rows(const at::Tensor& given, at::TensorList weights, const std::optional<at::Tensor>& bias) {
   const at::Tensor input = given.contiguous();
   const int64_t size = input.size(-1), rows = input.numel() / size;
-  TORCH_CHECK(rows >= 1 && rows <= static_cast<int64_t>(std::size(kByRows)), "few_rows: ", rows, " rows");
   int64_t size_out = 0;
   for (const at::Tensor& weight : weights) {
-    TORCH_CHECK(weight.is_contiguous() && weight.size(1) == size, "few_rows: weights of another size, or not contiguous");
+    TORCH_CHECK(weight.is_contiguous() && weight.size(1) == size, "stored_rows: weights of another size, or strided");
     size_out += weight.size(0);
   }
   std::vector<int64_t> sizes = input.sizes().vec();
@@ -200,7 +235,7 @@ at::Tensor few_rows(const at::Tensor& given, at::TensorList weights, const std::
       const int64_t from = std::max(start, first), to = std::min(end, first + weight.size(0));
       if (from < to) {
         const Value* w = weight.const_data_ptr<Value>() + (from - first) * size;
-        kByRows[rows - 1](x, w, size, b == nullptr ? b : b + from, y + from, size_out, to - from);
+        multiply_rows(x, rows, w, size, b == nullptr ? b : b + from, y + from, size_out, to - from);
       }
       first += weight.size(0);
     }
@@ -212,5 +247,5 @@ at::Tensor few_rows(const at::Tensor& given, at::TensorList weights, const std::
 
 TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
   library.def(NAME "(Tensor input, Tensor[] weights, Tensor? bias) -> Tensor");
-  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(few_rows)));
+  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(stored_rows)));
 }
