@@ -56,10 +56,11 @@ def test_threads_share_the_rows_of_all_weights(threads):
     torch.testing.assert_close(expected, torch.nn.functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
 
 
-def test_weights_need_not_stand_at_round_addresses():
+@pytest.mark.parametrize("rows", [3, 150])
+def test_weights_need_not_stand_at_round_addresses(rows):
     stored = torch.randn(64 * 33 + 3)
     weight = stored[3:].view(64, 33)
-    form, state = StoredWeight(weight), torch.randn(3, 2, 33)
+    form, state = StoredWeight(weight), torch.randn(rows, 2, 33)
     torch.testing.assert_close(form.apply(state, None), torch.nn.functional.linear(state, weight), atol=1e-4, rtol=1e-5)
     assert form._stored[0].data_ptr() == weight.data_ptr()
     turned = torch.randn(33, 64).t()

@@ -20,6 +20,7 @@ using Floats = at::vec::Vectorized<float>;
 constexpr int64_t kBytesAhead = 8192;     // of the weights, which memory is asked for before they are read
 constexpr int64_t kCachedBytes = 131072;  // of the weights, which a core's second cache holds beside other things
 constexpr int64_t kPanel = 96;            // rows of the weights at most, before the next rows of the input
+constexpr int64_t kMostRows = 256;        // of the input at a time, since they may have to be copied
 constexpr int64_t kLeastPerThread = 32768;  // multiplications; for fewer, waiting for another thread takes longer
 
 inline void ask_for(const void* address) {
@@ -235,7 +236,9 @@ at::Tensor stored_rows(const at::Tensor& given, at::TensorList weights, const st
       const int64_t from = std::max(start, first), to = std::min(end, first + weight.size(0));
       if (from < to) {
         const Value* w = weight.const_data_ptr<Value>() + (from - first) * size;
-        multiply_rows(x, rows, w, size, b == nullptr ? b : b + from, y + from, size_out, to - from);
+        for (int64_t m = 0; m < rows; m += kMostRows)
+          multiply_rows(x + m * size, std::min(kMostRows, rows - m), w, size, b == nullptr ? b : b + from,
+                        y + m * size_out + from, size_out, to - from);
       }
       first += weight.size(0);
     }
