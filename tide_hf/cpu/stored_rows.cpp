@@ -23,6 +23,13 @@ constexpr int64_t kPanel = 96;            // rows of the weights at most, before
 constexpr int64_t kMostRows = 256;        // of the input at a time, since they may have to be copied
 constexpr int64_t kLeastPerThread = 32768;  // multiplications; for fewer, waiting for another thread takes longer
 
+// Sums that are not kept in registers take several times as long.
+#if defined(__GNUC__)
+#define ALWAYS_INLINE __attribute__((always_inline))
+#else
+#define ALWAYS_INLINE
+#endif
+
 inline void ask_for(const void* address) {
 #if defined(__GNUC__)
   __builtin_prefetch(static_cast<const char*>(address) + kBytesAhead);
@@ -65,8 +72,9 @@ struct OfBFloat16 {
 
 using Lanes = std::conditional_t<std::is_same_v<Value, float>, OfFloat, OfBFloat16>;
 
-// Rows of the input, and of the weights, whose products are summed up in registers at a time.
-constexpr int kTile = 8;
+// Rows of the input, and of the weights, whose products are summed up in registers at a time. Few rows of the input take
+// one of the weights, since what they wait for is memory, which is read the more evenly.
+constexpr int kTile = 8, kFew = 4;
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kBlock = 3;
 #else
@@ -115,7 +123,7 @@ class Input {
 
 // The sum of what is in each of kBlock registers, at most four, in the order in which `vec_reduce_all` adds.
 template <int kBlock>
-inline void add_up(const Floats* sums, float* found) {
+ALWAYS_INLINE inline void add_up(const Floats* sums, float* found) {
 #if defined(CPU_CAPABILITY_AVX512)
   const auto halved = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
@@ -134,14 +142,14 @@ inline void add_up(const Floats* sums, float* found) {
 
 // kRows rows of the input, from `first` on, by kBlock rows of the weights, `size` long and behind each other.
 template <int kRows, int kBlock>
-inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, float* found) {
+ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, float* found) {
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n) sums[m][n] = Floats(0.0f);
   int64_t place = 0;
-  const auto add = [&](const typename Lanes::Part* parts) {
+  const auto add = [&](const typename Lanes::Part* parts) ALWAYS_INLINE {
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       const auto part = Lanes::load(x.at(first + m, place));
@@ -176,9 +184,10 @@ inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value*
 template <int kRows>
 void multiply_panel(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, const Value* bias,
                     Value* y, int64_t size_out, int64_t count) {
+  constexpr int kAtOnce = kRows <= kFew ? 1 : kBlock;
   float found[kRows * kPanel];
   int64_t n = 0;
-  for (; n + kBlock <= count; n += kBlock) multiply<kRows, kBlock>(x, first, cut, w + n * size, size, found + n);
+  for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, cut, w + n * size, size, found + n);
   for (; n < count; ++n) multiply<kRows, 1>(x, first, cut, w + n * size, size, found + n);
   for (int64_t m = 0; m < kRows; ++m) {
     float* row = found + m * kPanel;
