@@ -72,8 +72,8 @@ struct OfBFloat16 {
 
 using Lanes = std::conditional_t<std::is_same_v<Value, float>, OfFloat, OfBFloat16>;
 
-// Rows of the input, and of the weights, whose products are summed up in registers at a time. Few rows of the input take
-// one of the weights, since what they wait for is memory, which is read the more evenly.
+// Rows of the input, and of the weights, whose products are summed up in registers at a time. Few rows of the input
+// take one of the weights, since what they wait for is memory, which is read the more evenly.
 constexpr int kTile = 8, kFew = 4;
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kBlock = 3;
@@ -142,7 +142,8 @@ ALWAYS_INLINE inline void add_up(const Floats* sums, float* found) {
 
 // kRows rows of the input, from `first` on, by kBlock rows of the weights, `size` long and behind each other.
 template <int kRows, int kBlock>
-ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, float* found) {
+ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size,
+                                   float* found) {
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
