@@ -20,6 +20,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.steps import compiled_steps
 from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.steps.compiled_steps import CompiledSteps, StepCompiler
+from tide_hf.steps.layer_graphs import LayerGraphs
 from tide_hf.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
 from tide_hf.steps.step_graphs import traced
 
@@ -134,7 +135,8 @@ def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
     use_drafter(model, "right", new_tokens(expected), width=3)
     model.generate(**prompts(), **OPTIONS)
     widths = {size for _, kind, size in steps._steps}
-    assert len(compiled) == 3 * len(widths)  # a layer, and what is before and around layers
+    # A layer, and what is before and around layers; and a layer that reads the prompt.
+    assert len(compiled) == 3 * len(widths) + 1
     assert compiled.count(True) == len(widths)
     assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
 
@@ -142,10 +144,11 @@ def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
 def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
     times = []
     monkeypatch.setattr(compiled_steps, "traced", lambda *args: times.append(1) or traced(*args))
+    monkeypatch.setattr(compiled_steps, "LayerGraphs", lambda *args: LayerGraphs(*args, compiled_steps.traced))
     model = tiny_llama()
     steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right",))
     widths = {size if kind == "verify" else 1 for _, kind, size in steps._steps}
-    assert len(times) == len(widths) + steps.warm_up.num_made  # one layer of each, and what is around them all
+    assert len(times) == len(widths) + len(steps._steps)  # one layer of each, and what is around them all
 
 
 @pytest.mark.parametrize("what", ["number", "shape"])

@@ -207,11 +207,12 @@ def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
     expected = model.generate(**inputs, **OPTIONS)
     steps = attach(model)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
-    assert len(calls) == (model.config.num_hidden_layers if length == LEAST_QUERIES else 0)
+    assert bool(calls) == (length == LEAST_QUERIES)
     assert model.config._attn_implementation == "sdpa"
+    calls.clear()
     with steps.lock:  # as another thread's call would hold it: the model's attention is not ours to change
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
-    assert len(calls) == (model.config.num_hidden_layers if length == LEAST_QUERIES else 0)
+    assert not calls
 
 
 @pytest.mark.parametrize("length", [4, LEAST_QUERIES])

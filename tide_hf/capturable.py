@@ -75,7 +75,7 @@ def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str
     windows = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     return CallFacts(
         rows=rows,
-        devices=frozenset(str(parameter.device) for parameter in model.parameters())
+        devices=frozenset(map(str, {parameter.device for parameter in model.parameters()}))
         | {str(device) for device in getattr(model, "hf_device_map", {}).values() if device in ("cpu", "disk")},
         attention=config._attn_implementation,
         cache="an offloaded cache" if cache.offloading else type(cache).__name__,

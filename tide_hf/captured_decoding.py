@@ -85,8 +85,10 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.buffers
 
     def _prefill(self, drafter: Drafter) -> None:
+        if self.may_capture:
+            self.steps.refresh(self._parts)
         with ExitStack() as kernels:
-            if self.may_capture and self.input_ids.device.type == "cpu":
+            if self.may_capture and self.steps.prompts is not None:
                 self._use_kernels(kernels)
             super()._prefill(drafter)
         if self._is_done() or not self.may_capture:
@@ -105,19 +107,22 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.positions = None
 
     def _use_kernels(self, prompt: ExitStack) -> None:
-        """Have the prompt read by those that are the faster; compiling them is part of the warm-up."""
+        """Have the prompt read by compiled layers and kernels; compiling these is part of the warm-up."""
         dtype, start, compiled_before = self.model.dtype, perf_counter(), load_op.cache_info().misses
         stored_product_of(dtype)
-        if self.input_ids.shape[1] >= LEAST_QUERIES and is_faster(dtype):
-            prompt.enter_context(shared_heads(self.model))
-        prompt.enter_context(reading(COMPILED))
+        if self.input_ids.shape[1] >= LEAST_QUERIES:
+            is_faster(dtype)  # measured here, outside of any trace
         if load_op.cache_info().misses > compiled_before:
             self.steps.warm_up.add(0, perf_counter() - start)
+        prompt.enter_context(shared_heads(self.model))
+        prompt.enter_context(reading(COMPILED))
+        self.run.execute_layer = self.steps.prompts.run
+        prompt.callback(setattr, self.run, "execute_layer", None)
 
     def _buffers(self, like: Cache, filled: int) -> StepBuffers:
         kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}
         kinds["has_scores"] = self.steps.reads_drafts
-        return self.steps.buffers(self._parts, like, len(self.rows), self._num_slots(filled), **kinds)
+        return self.steps.buffers(like, len(self.rows), self._num_slots(filled), **kinds)
 
     def _num_slots(self, filled: int) -> int:
         most = self.config.max_length

@@ -51,6 +51,7 @@ class CapturedSteps:
     Args:
         make_replay: What makes a step ready to run again.
         layers: Compiles the layers, so that a graph has few and large kernels; `None` leaves them as they are.
+        warm_up: Counts what making steps ready takes.
 
     Attributes:
         warm_up: Steps made ready so far, and what that took, the memory of buffers included.
@@ -60,6 +61,7 @@ class CapturedSteps:
     """
 
     kind = "CUDA graphs"
+    prompts: Any = None  # reads prompts, where it is faster than the model does
     widths: tuple[int, ...] = WIDTHS
     reads_drafts = False  # waiting for each would cost more than what is known from it
     grows = False  # slots that are not filled cost next to nothing, and other steps much
@@ -68,10 +70,11 @@ class CapturedSteps:
         self,
         make_replay: Callable[..., Replay] = replay_of,
         layers: Callable[[], Any] | None = CompiledLayers,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.make_replay, self._make_layers = make_replay, layers
         self.reads, self.replays = 0, 0
-        self.warm_up = WarmUp("Capturing steps", "steps")
+        self.warm_up = warm_up if warm_up is not None else WarmUp("Capturing steps", "steps")
         self.refused: str | None = None
         self.lock = Lock()
         self._said: set[str] = set()
@@ -112,15 +115,11 @@ class CapturedSteps:
                 )
             )
 
-    def buffers(self, parts: Callable[[], Parts], like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
-        """Buffers of at least `slots` slots; graphs of a model that has changed since are forgotten.
+    def refresh(self, parts: Callable[[], Parts]) -> None:
+        """Begin a call: graphs of a model that has changed since the last one are forgotten.
 
         Args:
             parts: Makes what the steps run, where it is not known yet.
-            like: The filled cache of the call.
-            rows: Sequences.
-            slots: Slots that the call may need.
-            **kinds: As `StepBuffers` takes them.
         """
         found = self._parts or parts()
         if (fingerprint := fingerprint_of(found)) != self._fingerprint:
@@ -129,7 +128,18 @@ class CapturedSteps:
             if self.layers is not None:
                 found = replace(found, execute_layer=self.layers.run)
             self._parts, self._fingerprint = found, fingerprint
+
+    def buffers(self, like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
+        """Buffers of at least `slots` slots, in a call that has begun.
+
+        Args:
+            like: The filled cache of the call.
+            rows: Sequences.
+            slots: Slots that the call may need.
+            **kinds: As `StepBuffers` takes them.
+        """
         first: Any = like.layers[0]
+        parts: Any = self._parts
         capacity = capacity_for(rows, slots)
         key = (rows, capacity, first.keys.dtype, len(like.layers), *sorted(kinds.items()))
         if key not in self._buffers:
@@ -138,7 +148,7 @@ class CapturedSteps:
                 for step in [step for step in self._steps if step[0] is oldest]:
                     del self._steps[step]
             before = memory_of(first.keys.device)
-            self._buffers[key] = StepBuffers(found, like, rows, capacity, **kinds)
+            self._buffers[key] = StepBuffers(parts, like, rows, capacity, **kinds)
             self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
         self._buffers.move_to_end(key)
         return self._buffers[key]
@@ -193,14 +203,13 @@ def memory_of(device: torch.device) -> int:
 
 def fingerprint_of(parts: Parts) -> tuple:
     """What graphs depend on that can change between calls: modules, where their weights are, how they attend."""
-    roots = [parts.model, *([parts.routers] if parts.routers is not None else [])]
-    modules = [(id(module), id(module.__dict__.get("forward"))) for root in roots for module in root.modules()]
-    tensors = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
-    return (
-        tuple(modules),
-        tuple((id(tensor), _address(tensor), tensor.dtype) for tensor in tensors),
-        parts.model.config.get_text_config()._attn_implementation,
-    )
+    facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
+    for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
+        for module in root.modules():  # walking over it once more for its tensors would take as long
+            facts.append((id(module), id(module.__dict__.get("forward"))))
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+    return tuple(facts)
 
 
 def _address(tensor: Tensor) -> int:

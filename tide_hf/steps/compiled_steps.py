@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..cpu.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from ..cpu.shared_heads import filled_up_to, shared_heads
@@ -24,11 +23,12 @@ from ..cpu.weight_forms import WeightForm
 from ..errors import first_line
 from ..skipping import LayerGate
 from .captured_steps import CapturedSteps
-from .compiled_layers import cache_at, layer_on_fixed_cache, place_of_cache, placed
-from .joined_linears import Product, call_kernels, forms_of, held_by, join_linears
-from .operation_log import OperationLog
+from .compiled_layers import layer_on_fixed_cache
+from .compiled_prompts import CompiledPrompts
+from .joined_linears import call_kernels, forms_of, held_by
+from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs
 from .replay import Replay, restorer
-from .step_buffers import StepBuffers
+from .step_buffers import Parts, StepBuffers
 from .step_graphs import compile_graph, in_parts, lift_constants, traced
 from .warm_up import WarmUp
 
@@ -42,26 +42,13 @@ class Region:
     """One decoder layer in one kind of step.
 
     Args:
-        function: Takes `inputs` and `constants`, and returns the layer's hidden states; in a tuple, which Inductor
+        graph: Takes what changes from pass to pass, and returns the layer's hidden states; in a tuple, which Inductor
             need not take apart and put together.
-        constants: Weights, K/V and what else stays where it is.
         like: Hidden states as it returns them.
-        joined: Products of several layers' weights, which are among the constants.
-        rounded: Those by rounded weights, which `function` takes behind the constants.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        constants: list[Tensor],
-        like: Tensor,
-        joined: list[Product],
-        rounded: list[Product],
-    ) -> None:
-        self.function = function
-        self.forms = forms_of(joined, constants), forms_of(rounded, constants)
-        self.constants = [*(tensor.detach() for tensor in constants), *held_by(self.forms[1])]
-        self.shape, self.dtype = like.shape, like.dtype
+    def __init__(self, graph: LayerGraph, like: Tensor) -> None:
+        self.graph, self.shape, self.dtype = graph, like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
 
@@ -73,8 +60,7 @@ _ops.define("layer(Tensor[] inputs, int region) -> Tensor")
 
 
 def _run_region(inputs: list[Tensor], region: int) -> Tensor:
-    found = _regions[region]
-    (state,) = found.function(*inputs, *found.constants)
+    (state,) = _regions[region].graph(*inputs)
     return state
 
 
@@ -94,15 +80,12 @@ class StepCompiler:
         compile_graph: Makes a function of a graph and its inputs.
 
     Attributes:
-        has_room: Whether there is memory for one more copy of the weights.
+        graphs: Of layers.
     """
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
         self.compile_graph = compile_graph
-        self._compiled: dict[tuple, Callable[..., Any]] = {}
-        # Compiled, which constants it takes, and which of those are joined, and rounded.
-        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[Product], list[Product]]] = {}
-        self.has_room = False
+        self.graphs = LayerGraphs(compile_graph)
         self._regions: list[Region | None] | None = None  # while a step is learnt
         self._to_place: Iterator[Region | None] | None = None  # while it is traced
 
@@ -112,7 +95,7 @@ class StepCompiler:
             region = next(self._to_place)
             if region is None:
                 return gate.native(*args, **kwargs)
-            state = torch.ops.tide_hf.layer(_tensors_of(gate, args, kwargs)[0], region.number)
+            state = torch.ops.tide_hf.layer(_inputs_of(LayerArguments(args, kwargs), gate), region.number)
             return gate.with_state(None, state)
         output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have their weights' forms
         if self._regions is not None:
@@ -170,37 +153,21 @@ class StepCompiler:
         return graph
 
     def _region_of(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> Region | None:
-        place = place_of_cache(args, kwargs)
+        arguments = LayerArguments(args, kwargs)
+        place = arguments.place
         if place is None:
             return None
-        inputs, rebuild = _tensors_of(gate, args, kwargs)
-        stored = cache_at(place, args, kwargs).layers[gate.layer_idx]
+        stored = arguments.cache.layers[gate.layer_idx]
 
         def layer(*tensors: Tensor) -> tuple[Tensor]:
             *rest, slots, start = tensors
-            call = rebuild(rest)
+            call = arguments.rebuilt(rest)
             with filled_up_to(slots[-1] + 1):
                 output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
             return (gate.state_of(output).contiguous(),)
 
-        with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
-            layer(*inputs)
-        operations = log.key
-        if operations in self._alike:
-            compiled, order, *products = self._alike[operations]
-            return Region(compiled, [log.constants[i] for i in order], like, *products)
-        graph, constants = lift_constants(traced(layer, *inputs))
-        joined = join_linears(graph, constants, self.has_room)
-        rounded = call_kernels(graph, constants)
-        taken = [*inputs, *constants, *held_by(forms_of(rounded, constants))]
-        kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
-        if kind not in self._compiled:
-            self._compiled[kind] = self.compile_graph(graph, taken)
-        known = {id(tensor): i for i, tensor in enumerate(log.constants)}
-        if all(id(tensor) in known for tensor in constants):
-            order = [known[id(tensor)] for tensor in constants]
-            self._alike[operations] = self._compiled[kind], order, joined, rounded
-        return Region(self._compiled[kind], constants, like, joined, rounded)
+        inputs = _inputs_of(arguments, gate)
+        return Region(self.graphs.graph_of(layer, inputs), like)
 
 
 class CompiledSteps(CapturedSteps):
@@ -208,6 +175,9 @@ class CompiledSteps(CapturedSteps):
 
     Args:
         compile_graph: As `StepCompiler` takes it.
+
+    Attributes:
+        prompts: Reads prompts.
     """
 
     kind = "compiled steps"
@@ -216,8 +186,7 @@ class CompiledSteps(CapturedSteps):
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]] = compile_graph) -> None:
         self._compile_graph = compile_graph
-        super().__init__(layers=partial(StepCompiler, compile_graph))
-        self.warm_up = WarmUp("Compiling steps", "steps")
+        super().__init__(layers=partial(StepCompiler, compile_graph), warm_up=WarmUp("Compiling steps", "steps"))
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
@@ -227,12 +196,13 @@ class CompiledSteps(CapturedSteps):
         """Give buffers and graphs back."""
         super().release()
         self._kept: dict[tuple[LinearGate, type[WeightForm]], WeightForm] = {}
+        self.prompts = CompiledPrompts(self._compile_graph, self.warm_up)
 
-    def buffers(self, *args: Any, **kwargs: Any) -> StepBuffers:
-        """As `CapturedSteps.buffers`; graphs with forms of weights that have changed are forgotten as well."""
+    def refresh(self, parts: Callable[[], Parts]) -> None:
+        """As `CapturedSteps.refresh`; graphs with forms of weights that have changed are forgotten as well."""
         if any(gate.kept.get(form) is not kept for (gate, form), kept in self._kept.items()):
             self.release()
-        return super().buffers(*args, **kwargs)
+        super().refresh(parts)
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str) -> Replay:
         parts = buffers.parts
@@ -240,28 +210,15 @@ class CompiledSteps(CapturedSteps):
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
         if not self._kept:  # else it was asked before, and the copies made then have taken memory
             may_copy = all(gate.may_copy for gate in gates)
-            self.layers.has_room = may_copy and copies_fit(gate.module for gate in gates)
-        forms = ROUNDED if kind == "draft" and self.layers.has_room else COMPILED
+            self.layers.graphs.has_room = may_copy and copies_fit(gate.module for gate in gates)
+        forms = ROUNDED if kind == "draft" and self.layers.graphs.has_room else COMPILED
         with shared_heads(parts.model, block), reading(forms):
             replay = self.layers.replay_of(function, buffers.state())
         self._kept = {(gate, form): kept for gate in gates for form, kept in gate.kept.items()}
         return replay
 
 
-def _tensors_of(
-    gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
+def _inputs_of(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
     """What changes from pass to pass in a layer's call: tensors among its arguments, and where the pass stands."""
-    place: Any = place_of_cache(args, kwargs)
-    leaves, layout = tree_flatten(placed(None, place, args, kwargs))
-    where = cache_at(place, args, kwargs).layers[gate.layer_idx].place
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-    def rebuild(tensors: list[Tensor]) -> tuple[Any, Any]:
-        replaced = list(leaves)
-        for position, tensor in zip(positions, tensors, strict=True):
-            replaced[position] = tensor
-        args, kwargs = tree_unflatten(replaced, layout)
-        return args, kwargs
-
-    return [*(leaves[position] for position in positions), where.slots, where.start], rebuild
+    where = arguments.cache.layers[gate.layer_idx].place
+    return [*arguments.tensors, where.slots, where.start]

@@ -99,8 +99,8 @@ def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[Product
             continue
         if FORMS[form] is StoredWeight and (product := stored_product_of(state.dtype)) is not None:
             node.target, node.args = product, (node.args[0], weights, node.args[2])
-        few = state.numel() <= MOST_ROUNDED_ROWS * state.shape[-1]
-        if FORMS[form] is RoundedWeight and few and (product := rounded_product_of(state.dtype)) is not None:
+        is_rounded = FORMS[form] is RoundedWeight and state.numel() <= MOST_ROUNDED_ROWS * state.shape[-1]
+        if is_rounded and (product := rounded_product_of(state.dtype)) is not None:
             held = [_add_input(graph.graph, f"rounded_{len(rounded)}_{name}") for name in ("packed", "scales")]
             node.target, node.args = product, (node.args[0], *held, node.args[2])
             rounded.append(Product([places[weight] for weight in weights], form))

@@ -43,6 +43,11 @@ class OperationLog(TorchDispatchMode):
                 self._seen.append(tensor)
         return result
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Like PyTorch's own modes that trace, it is none of a user's who counts operations."""
+        return True
+
     @property
     def key(self) -> tuple[tuple[Any, str], ...]:
         """The operations; equal where two functions do the same."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, fx, nn
+import torch
+from torch import SymInt, Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile as inductor_compile
 from torch._ops import OpOverload
@@ -21,12 +22,50 @@ VALUES_PER_THREAD = 16384  # for fewer, waiting for another thread takes longer 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     """The operations of a function; whatever it asks of values is an error."""
+    return _traced(function, inputs, "fake")
+
+
+def traced_for_sizes(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """As [`traced`], for other sizes of the inputs as well; see [`Sizes`]."""
+    shapes: Any = torch.fx.experimental._config
+    with shapes.patch(use_duck_shape=False):  # or sizes that are the same by chance would have to stay so
+        return _traced(function, inputs, "symbolic")
+
+
+def _traced(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], mode: Literal["fake", "symbolic"]
+) -> fx.GraphModule:
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, torch_logger.disabled = torch_logger.disabled, True  # or it prints a traceback of what is caught here
     try:
-        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     finally:
         torch_logger.disabled = before
+
+
+class Sizes:
+    """For which sizes of its inputs a graph holds, as far as its trace, and its compiler if that is through, ask.
+
+    Args:
+        graph: From [`traced_for_sizes`].
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        inputs = [node.meta["val"] for node in placeholders if "val" in node.meta]  # constants have none
+        self._env = inputs[0].fake_mode.shape_env
+        self._sizes = [size for tensor in inputs for size in tensor.shape]
+        self._asked: str | None = None
+        self._known: dict[tuple[int, ...], bool] = {}
+
+    def hold(self, inputs: list[Tensor]) -> bool:
+        """Whether the graph can take these inputs."""
+        sizes = tuple(size for tensor in inputs for size in tensor.shape)
+        if self._asked is None:
+            self._asked = self._env.produce_guards_expression(placeholders=self._sizes) or "True"
+        if sizes not in self._known:
+            self._known[sizes] = bool(self._env.evaluate_guards_expression(self._asked, list(sizes)))
+        return self._known[sizes]
 
 
 def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -49,11 +88,21 @@ def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
 
 
 def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph by Inductor, for inputs of these shapes alone."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one it would not look into its cache on disk
-    fixed: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    """Compile a graph by Inductor, for inputs of these shapes alone, or of the sizes for which it was traced."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    sized = {node: node.meta["val"] for node in placeholders if _changes_size(node.meta.get("val"))}
+    # Without an environment Inductor would not look into its cache on disk.
+    mode = next((value.fake_mode for value in sized.values()), None) or FakeTensorMode(shape_env=ShapeEnv())
+    fakes: list[Any] = [
+        sized[node] if node in sized else mode.from_tensor(tensor, static_shapes=True)
+        for node, tensor in zip(placeholders, inputs, strict=True)
+    ]
     with tracing(TracingContext(mode)):
-        return inductor_compile(graph, fixed, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
+        return inductor_compile(graph, fakes, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
+
+
+def _changes_size(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape)
 
 
 class _Part(nn.Module):

@@ -1,0 +1,187 @@
+"""Prompts read by compiled layers: the base model's tokens in every family, and one graph for many lengths.
+
+Most tests run what was traced as it is, which takes no compiler.
+"""
+
+import logging
+
+import pytest
+import torch
+from drafters import use_drafter
+from families import ATTENTION, MIXTURES, SDPA, VOCAB, tiny_model
+from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED
+from test_compiled_steps import attach
+from torch.utils.flop_counter import FlopCounterMode
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.cpu.many_queries import LEAST_QUERIES
+from tide_hf.steps import compiled_prompts
+from tide_hf.steps.compiled_prompts import MOST_GRAPHS
+
+
+def prompts(length, rows=1, pads=0):
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[-1, :pads] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+class Graphs:
+    """Stands in for Inductor; counts what it is given with sizes that are left open."""
+
+    def __init__(self):
+        self.num_sized = 0
+
+    def __call__(self, graph, _inputs):
+        values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+        self.num_sized += any(isinstance(size, torch.SymInt) for one in values if one is not None for size in one.shape)
+        return graph
+
+
+def check(model, batches):
+    """Generate behind each of the prompts; return what reads them, and how many graphs were compiled for each."""
+    expected = [model.generate(**batch, **OPTIONS) for batch in batches]
+    graphs, counts = Graphs(), []
+    steps = attach(model, compile_graph=graphs)
+    use_drafter(model, "random", [[5] * NEW] * max(len(batch["input_ids"]) for batch in batches))
+    for batch, tokens in zip(batches, expected, strict=True):
+        before = graphs.num_sized
+        assert torch.equal(model.generate(**batch, **OPTIONS), tokens)
+        counts.append(graphs.num_sized - before)
+    return steps.prompts, counts
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [*((family, "eager") for family in ATTENTION), *((family, "sdpa") for family in SDPA)]
+)
+def test_every_family_reads_prompts_of_any_length_by_the_graphs_of_one(family, attention):
+    model = tiny_model(family, attention=attention)
+    prompts_of, counts = check(model, [prompts(length) for length in (9, 9, 11, 14)])
+    if family in MIXTURES:  # of which some cannot be traced, with some versions
+        return
+    assert not prompts_of.refused
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0, 0]
+    assert prompts_of.num_compiled == 3 * LAYERS
+
+
+@pytest.mark.parametrize("family", [family for family in FEW if family not in (*MIXTURES, *WINDOWED)])
+def test_rows_with_padding(family):
+    batches = [prompts(length, rows, pads=3) for length, rows in ((9, 3), (12, 3), (12, 4))]
+    prompts_of, counts = check(tiny_model(family), batches)
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+    assert prompts_of.num_compiled == 2 * LAYERS
+
+
+def test_one_row_and_several_have_graphs_of_their_own(tiny_llama):
+    model = tiny_llama()
+    _, counts = check(model, [prompts(9), prompts(9), prompts(9)])
+    assert counts == [1, 0, 0]
+    model = TIDEModelForCausalLM.detach(model)
+    _, counts = check(model, [prompts(9, 2), prompts(9, 3), prompts(40, 3), prompts(70, 2)])
+    assert counts == [1, 0, 1, 0]
+
+
+def test_what_was_asked_of_the_length_bounds_what_a_graph_serves(tiny_llama):
+    lengths = (LEAST_QUERIES - 1, LEAST_QUERIES, LEAST_QUERIES + 20, LEAST_QUERIES - 2, 5)
+    prompts_of, counts = check(tiny_llama(), [prompts(length) for length in lengths])
+    assert counts == [1, 1, 0, 0, 0]
+    assert prompts_of.num_compiled == 3 * LAYERS
+
+
+def test_compiled_by_inductor(tiny_llama):
+    model = tiny_llama()
+    batches = [prompts(length) for length in (40, 40, 57, 90)]
+    expected = [model.generate(**batch, **OPTIONS) for batch in batches]
+    TIDEModelForCausalLM.attach(model, engine="compiled", pack_weights=False)
+    found = []
+    for batch, tokens in zip(batches, expected, strict=True):
+        output = model.generate(**batch, **OPTIONS, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, tokens)
+        found.append(output.past_key_values)
+    steps = model._tide.compiled_steps
+    assert steps.prompts.num_compiled == 3 * LAYERS
+    plain = TIDEModelForCausalLM.detach(model)(**batches[2], use_cache=True).past_key_values
+    for layer, own in zip(plain.layers, found[2].layers, strict=True):
+        torch.testing.assert_close(own.keys[:, :, :57], layer.keys)
+        torch.testing.assert_close(own.values[:, :, :57], layer.values)
+
+
+def test_making_graphs_is_part_of_the_warm_up(tiny_llama):
+    model = tiny_llama()
+    attach(model)
+    seconds = []
+    for length in (9, 9, LEAST_QUERIES, LEAST_QUERIES):
+        model.generate(**prompts(length), **OPTIONS)
+        seconds.append(model.last_exit_stats.warm_up_s)
+    assert [second > 0 for second in seconds] == [True, False, True, False]
+
+
+def test_there_are_so_many_graphs_of_a_layer_at_most(tiny_llama, monkeypatch):
+    monkeypatch.setattr(compiled_prompts, "MOST_GRAPHS", 1)
+    assert MOST_GRAPHS > 1
+    prompts_of, counts = check(tiny_llama(), [prompts(length) for length in (9, LEAST_QUERIES, LEAST_QUERIES, 9)])
+    assert counts == [1, 0, 0, 0]
+    assert prompts_of.num_compiled == LAYERS
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+def test_weights_that_change_are_read_as_they_are_then(tiny_llama, change):
+    model = tiny_llama()
+    other = tiny_llama(seed=7)
+    check(model, [prompts(40)] * 2)
+    with torch.no_grad():
+        for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+            if change == "data":
+                parameter.data = new.data
+            else:
+                parameter.copy_(new)
+    assert torch.equal(model.generate(**prompts(40), **OPTIONS), other.generate(**prompts(40), **OPTIONS))
+
+
+def test_what_cannot_be_traced_is_read_natively_and_said_once(tiny_llama, monkeypatch, caplog):
+    model = tiny_llama()
+    kind = type(model.model.layers[0].mlp)
+    native = kind.forward
+
+    def forward(self, states):
+        print(end="", flush=bool(states.sum().item() > 1e9))
+        return native(self, states)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with caplog.at_level(logging.INFO, logger="tide_hf"):
+        prompts_of, counts = check(model, [prompts(9), prompts(12)])
+    assert counts == [0, 0]
+    assert prompts_of.num_compiled == 0
+    assert list(prompts_of.refused) == [type(model.model.layers[0])]
+    assert sum("reads prompts uncompiled" in record.message for record in caplog.records) == 1
+
+
+def test_those_who_count_operations_see_them_all(tiny_llama):
+    model = tiny_llama()
+    options = {**OPTIONS, "max_new_tokens": 1}
+    with FlopCounterMode(display=False) as plain:
+        model.generate(**prompts(40), **options)
+    attach(model)
+    for _ in range(2):
+        model.generate(**prompts(40), **options)
+    before = model._tide.compiled_steps.prompts.num_compiled
+    with FlopCounterMode(display=False) as counted:
+        model.generate(**prompts(40), **options)
+    assert counted.get_total_flops() == plain.get_total_flops()
+    assert model._tide.compiled_steps.prompts.num_compiled == before == LAYERS
+
+
+def test_prompts_behind_a_filled_cache_are_read_natively(tiny_llama):
+    model = tiny_llama()
+    batch = prompts(20)
+    expected = model.generate(**batch, **OPTIONS)
+    attach(model)
+    for _ in range(2):
+        read = model(input_ids=batch["input_ids"][:, :12], use_cache=True)
+        found = model.generate(**batch, **OPTIONS, past_key_values=read.past_key_values)
+        assert torch.equal(found, expected)
+    prompts_of = model._tide.compiled_steps.prompts
+    assert prompts_of.num_compiled == 0
+    assert not prompts_of.refused

@@ -1,0 +1,122 @@
+"""Graphs of decoder layers: each layer is traced by itself, and compiled once for all that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .compiled_layers import cache_at, place_of_cache, placed
+from .joined_linears import Product, call_kernels, forms_of, held_by, join_linears
+from .operation_log import OperationLog
+from .step_graphs import lift_constants, traced
+
+
+class LayerArguments:
+    """What a layer is called with, taken apart into tensors and all else.
+
+    Args:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        place: Of the cache, a position or a name; `None` where there is none.
+        cache: The cache.
+        tensors: Those among the arguments.
+        leaves: All arguments but the cache, tensors where they stand.
+        layout: How the leaves are nested.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.place: Any = place_of_cache(args, kwargs)
+        without = (args, kwargs)
+        if self.place is not None:
+            self.cache, without = cache_at(self.place, args, kwargs), placed(None, self.place, args, kwargs)
+        self.leaves, self.layout = tree_flatten(without)
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def rebuilt(self, tensors: Sequence[Tensor], cache: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors, and another cache."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.layout)
+        return placed(cache, self.place, args, kwargs)
+
+
+class LayerGraph:
+    """What is compiled, with one layer's constants.
+
+    Args:
+        function: Takes inputs and `constants`, and returns a tuple.
+        constants: Weights, K/V and what else stays where it is.
+        joined: Products of several layers' weights, which are among the constants.
+        rounded: Those by rounded weights, which `function` takes behind the constants.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], constants: list[Tensor], joined: list[Product], rounded: list[Product]
+    ) -> None:
+        self.function = function
+        self.forms = forms_of(joined, constants), forms_of(rounded, constants)
+        self.constants = [*(tensor.detach() for tensor in constants), *held_by(self.forms[1])]
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the layer."""
+        found: tuple[Tensor, ...] = self.function(*inputs, *self.constants)
+        return found
+
+
+class LayerGraphs:
+    """Compiles functions of layers.
+
+    Args:
+        compile_graph: Makes a function of a graph and its inputs.
+        trace: Makes a graph of a function and its inputs.
+
+    Attributes:
+        has_room: Whether there is memory for one more copy of the weights.
+    """
+
+    def __init__(
+        self,
+        compile_graph: Callable[..., Callable[..., Any]],
+        trace: Callable[..., fx.GraphModule] = traced,
+    ) -> None:
+        self._compile, self._trace = compile_graph, trace
+        self._compiled: dict[tuple, Callable[..., Any]] = {}
+        # Compiled, which constants it takes, and which of those are joined, and rounded.
+        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[Product], list[Product]]] = {}
+        self.has_room = False
+
+    @property
+    def num_compiled(self) -> int:
+        """Graphs that were compiled so far."""
+        return len(self._compiled)
+
+    def graph_of(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> LayerGraph:
+        """The graph of a layer.
+
+        Args:
+            function: Runs it on `inputs`; all else that it reads or writes stays where it is.
+            inputs: What changes from pass to pass.
+        """
+        with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
+            function(*inputs)
+        operations = log.key
+        if operations in self._alike:
+            compiled, order, *products = self._alike[operations]
+            return LayerGraph(compiled, [log.constants[i] for i in order], *products)
+        graph, constants = lift_constants(self._trace(function, *inputs))
+        joined = join_linears(graph, constants, self.has_room)
+        rounded = call_kernels(graph, constants)
+        taken = [*inputs, *constants, *held_by(forms_of(rounded, constants))]
+        kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
+        if kind not in self._compiled:
+            self._compiled[kind] = self._compile(graph, taken)
+        known = {id(tensor): i for i, tensor in enumerate(log.constants)}
+        if all(id(tensor) in known for tensor in constants):
+            order = [known[id(tensor)] for tensor in constants]
+            self._alike[operations] = self._compiled[kind], order, joined, rounded
+        return LayerGraph(self._compiled[kind], constants, joined, rounded)
