@@ -189,7 +189,8 @@ void multiply_panel(const Input& x, int64_t first, const Cut& cut, const Value* 
   float found[kRows * kPanel];
   int64_t n = 0;
   for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, cut, w + n * size, size, found + n);
-  for (; n < count; ++n) multiply<kRows, 1>(x, first, cut, w + n * size, size, found + n);
+  if constexpr (kAtOnce > 1)  // some are left, and there would be the same once more to compile
+    for (; n < count; ++n) multiply<kRows, 1>(x, first, cut, w + n * size, size, found + n);
   for (int64_t m = 0; m < kRows; ++m) {
     float* row = found + m * kPanel;
     if (bias != nullptr)
@@ -220,8 +221,8 @@ void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, c
   }
 }
 
-// input (..., in) by weights (out, in) each, and a bias (sum of out): (..., sum of out). Threads
-// share the rows of all weights.
+// input (..., in) by weights (out, in) each, and a bias (sum of out): (..., sum of out). Threads share the rows of all
+// weights.
 at::Tensor stored_rows(const at::Tensor& given, at::TensorList weights, const std::optional<at::Tensor>& bias) {
   const at::Tensor input = given.contiguous();
   const int64_t size = input.size(-1), rows = input.numel() / size;
