@@ -36,7 +36,7 @@ def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight
 
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
-    """Whatever this machine is, packed weights are the faster ones but for 64 to 255 rows."""
+    """Whatever this machine is, packed weights are the faster ones but for 64 to 127 rows."""
     let_pay(monkeypatch, DTYPES, but=64)
 
 
@@ -101,6 +101,14 @@ def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
     assert fastest_form(torch.float32, 4, FORMS) is fastest
     if fastest is not None:
         assert fastest_form(torch.float32, 4, [form for form in FORMS if form is not fastest]) is others[0]
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.95, StoredWeight), (0.85, PackedWeight)])
+def test_a_copy_has_to_be_clearly_faster(monkeypatch, gain, chosen):
+    seconds = {StoredWeight: 1.0, PackedWeight: gain, None: 2.0}
+    key = torch.float32, torch.get_num_threads(), 64
+    monkeypatch.setattr(weight_forms, "_measured", {(form, *key): seconds[form] for form in seconds})
+    assert fastest_form(torch.float32, 100, [PackedWeight, StoredWeight]) is chosen
 
 
 def test_rounded_weights_are_for_few_rows_and_stored_ones_for_any(monkeypatch):

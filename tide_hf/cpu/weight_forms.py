@@ -22,9 +22,10 @@ from torch.nn import functional
 from ..timing import least_seconds
 from .products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 
-PROBED_ROWS = (1, 2, 4, 8, 16, 64, 256)  # what holds for one of them holds up to the next
+PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256)  # what holds for one of them holds up to the next
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
 MANY_ROWS = PROBED_ROWS[-1]
+COPY_GAIN = 1.12  # by which a copy has to be faster: it takes memory, and gains less on smaller weights than are probed
 CLEAR_GAIN = 1.5
 REPEATS = 2
 SAMPLED_WEIGHTS = 16  # of each: they lie far apart, so that each is a wait for memory, in every call
@@ -159,7 +160,9 @@ def fastest_form(dtype: torch.dtype, rows: int, forms: Iterable[type[WeightForm]
         return None
     probed = max(known for known in PROBED_ROWS if known <= rows)
     among = [None, *[form for form in forms if form.serves(dtype, rows)]]
-    return min(among, key=lambda form: _seconds_of(form, dtype, probed)) if len(among) > 1 else None
+    if len(among) == 1:
+        return None
+    return min(among, key=lambda form: _seconds_of(form, dtype, probed) * (COPY_GAIN if form and form.is_copy else 1))
 
 
 def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:

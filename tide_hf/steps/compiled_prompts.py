@@ -92,6 +92,7 @@ class CompiledPrompts:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 graph: Any = self._layers.graph_of(layer, inputs)
+                graph(*inputs)
             known.append((graph.function.sizes, graph))
         except (RuntimeError, AssertionError) as error:  # as of steps
             self.refused[type(gate.module)] = reason = first_line(error)
