@@ -30,8 +30,8 @@ FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # in w
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def prompts(rows=1, pads=0):
-    ids = torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
+def prompts(rows=1, pads=0, length=PROMPT):
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[-1, :pads] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}

@@ -6,9 +6,10 @@ Most tests run what was traced as it is, which takes no compiler.
 import logging
 
 import pytest
+import test_captured_steps
 import torch
 from drafters import use_drafter
-from families import ATTENTION, MIXTURES, SDPA, VOCAB, tiny_model
+from families import ATTENTION, MIXTURES, SDPA, tiny_model
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED
 from test_compiled_steps import attach
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,10 +21,7 @@ from tide_hf.steps.compiled_prompts import MOST_GRAPHS
 
 
 def prompts(length, rows=1, pads=0):
-    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
-    mask = torch.ones_like(ids)
-    mask[-1, :pads] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
+    return test_captured_steps.prompts(rows, pads, length)
 
 
 class Graphs:

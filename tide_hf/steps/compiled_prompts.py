@@ -55,8 +55,8 @@ class CompiledPrompts:
         arguments = LayerArguments(args, kwargs)
         others = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
         is_plain = all(leaf is None or isinstance(leaf, (bool, int, float, str)) for leaf in others)
-        is_watched = is_in_torch_dispatch_mode() or gate.replaced is not None
-        if is_watched or not is_plain or type(gate.module) in self.refused or not _is_first(arguments, gate):
+        is_own = is_plain and gate.replaced is None and type(gate.module) not in self.refused
+        if is_in_torch_dispatch_mode() or not is_own or not _is_first(arguments, gate):  # the first: somebody looks on
             return gate.native(*args, **kwargs)
         inputs = [tensor.contiguous() for tensor in arguments.tensors]
         kinds = tuple((tensor.ndim, tensor.dtype) for tensor in inputs)

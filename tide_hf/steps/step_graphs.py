@@ -44,25 +44,23 @@ def _traced(
 
 
 class Sizes:
-    """For which sizes of its inputs a graph holds, as far as its trace, and its compiler if that is through, ask.
+    """For which sizes of its inputs a graph holds, by what its trace, and then its compiler, asked of them.
 
     Args:
-        graph: From [`traced_for_sizes`].
+        graph: From [`traced_for_sizes`], compiled.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         inputs = [node.meta["val"] for node in placeholders if "val" in node.meta]  # constants have none
         self._env = inputs[0].fake_mode.shape_env
-        self._sizes = [size for tensor in inputs for size in tensor.shape]
-        self._asked: str | None = None
+        sizes = [size for tensor in inputs for size in tensor.shape]
+        self._asked = self._env.produce_guards_expression(placeholders=sizes) or "True"
         self._known: dict[tuple[int, ...], bool] = {}
 
     def hold(self, inputs: list[Tensor]) -> bool:
         """Whether the graph can take these inputs."""
         sizes = tuple(size for tensor in inputs for size in tensor.shape)
-        if self._asked is None:
-            self._asked = self._env.produce_guards_expression(placeholders=self._sizes) or "True"
         if sizes not in self._known:
             self._known[sizes] = bool(self._env.evaluate_guards_expression(self._asked, list(sizes)))
         return self._known[sizes]
