@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.block_head import block_config_of
 from tide_hf.calibration import block_training, mixed_precision
-from tide_hf.calibration.block_stage import EPOCHS, pad_documents
+from tide_hf.calibration.block_stage import FRESH, pad_documents
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document, plan_batches, token_batch
 from tide_hf.calibration.hidden_states import StateReader
@@ -306,7 +306,7 @@ def test_calibrate_makes_a_block_that_drafts(tiny_llama, tiny_tokenizer, tmp_pat
     routers = calibrate(model, tiny_tokenizer, texts, exit_strategy="block", output_dir=tmp_path, **options)
     figures = routers.config.calibration["block"]
     assert routers.config.block_layer == figures["layer"] == 1
-    assert figures["epochs"] == EPOCHS
+    assert figures["epochs"] == FRESH.epochs
     assert not figures["stopped"]
     assert 0.0 <= figures["agreement"] <= 1.0
     assert figures["parameters"] == sum(parameter.numel() for parameter in routers.block.parameters())

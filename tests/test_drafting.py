@@ -139,7 +139,7 @@ def test_a_head_goes_on_where_n_grams_stop():
     one = drafter([[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]], {2: 0.9}, shallow)
     one.heads, one.acceptances = [2], AcceptanceTable({"5-gram": 0.95, "exit layer 2": 0.9})
     drafts = [Draft().add([3, 4], "5-gram")]
-    one._continue_with_head([0], [4], drafts, [0.9], cheap())
+    one._continue_with_head([0], [4], drafts, [0.9], cheap(), ms_per_token=10.0)
     assert drafts[0].tokens == [3, 4, 5, 6]
     assert drafts[0].pieces == [Piece("5-gram", 2), Piece("exit layer 2", 2, 2)]
     assert shallow.fed == [[2], [3]]
@@ -148,7 +148,7 @@ def test_a_head_goes_on_where_n_grams_stop():
 def test_a_block_does_not_go_on_behind_n_grams():
     one = drafter([[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]], {2: 0.9}, Fluent(0.95, block_layer=2))
     drafts = [Draft().add([3, 4], "5-gram")]
-    one._continue_with_head([0], [4], drafts, [0.9], cheap())
+    one._continue_with_head([0], [4], drafts, [0.9], cheap(), ms_per_token=10.0)
     assert drafts[0].tokens == [3, 4]
 
 
@@ -156,7 +156,7 @@ def test_a_block_does_not_go_on_behind_n_grams():
 def test_no_head_goes_on_without_room_or_where_rows_stand_apart(limits, lengths):
     one = drafter([[1, 2, 3], [1, 2, 3]], {2: 0.9}, Fluent(1.0))
     drafts = [Draft().add([1] * length, "5-gram") for length in lengths]
-    one._continue_with_head([0, 1], limits, drafts, [1.0, 1.0], cheap())
+    one._continue_with_head([0, 1], limits, drafts, [1.0, 1.0], cheap(), ms_per_token=10.0)
     assert [len(draft.tokens) for draft in drafts] == list(lengths)
 
 

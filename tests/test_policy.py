@@ -62,7 +62,7 @@ def test_a_pass_costs_what_the_step_costs_that_it_is_filled_up_to():
     assert [table.verify(width) for width in (1, 2, 3, 4, 8)] == [10.0, 10.5, 20.0, 20.0, 20.0]
     assert table.verify(9) == math.inf  # there is no such step
     assert table.resized().verify(3) == table.resized().verify(8)
-    assert not worth_another_draft([1.0], 7, 0, table)
+    assert not worth_another_draft([1.0], 1.0, 7, 0, table, ms_per_token=10.0)
     offer = Option("n-gram", ((0.3, 2),))  # two tokens would take the step of eight
     assert choose([offer], table).num_assistant_tokens == 1
 
@@ -137,10 +137,19 @@ def test_a_head_that_cannot_pay_is_not_even_tried():
 
 def test_drafting_goes_on_only_while_it_pays():
     table = costs({("verify", 1): 10.0, ("verify", 8): 11.0, ("draft", 4): 2.0})
-    assert worth_another_draft([0.9], 1, 4, table)
-    assert not worth_another_draft([0.1], 1, 4, table)
-    assert worth_another_draft([0.9, 0.1], 1, 4, table)
-    assert not worth_another_draft([0.3, 0.1], 1, 4, table)
+    assert worth_another_draft([0.9], 1.0, 1, 4, table, ms_per_token=10.0)
+    assert not worth_another_draft([0.1], 1.0, 1, 4, table, ms_per_token=10.0)
+    assert worth_another_draft([0.9, 0.1], 1.0, 1, 4, table, ms_per_token=5.0)
+    assert not worth_another_draft([0.3, 0.1], 1.0, 1, 4, table, ms_per_token=5.0)
+    assert not worth_another_draft([0.9], 0.2, 1, 4, table, ms_per_token=10.0)  # the next one is seldom right
+    assert not worth_another_draft([0.9], 1.0, 1, 4, table, ms_per_token=2.0)  # rounds without it give cheaper tokens
+
+
+def test_a_choice_says_what_its_tokens_cost():
+    table = costs({("verify", 1): 10.0, ("verify", 8): 12.0, ("draft", 4): 1.0})
+    choice = choose([Option("head", ((1.0, 7), (1.0, 7)), exit_layer=4)], table)
+    assert choice.num_assistant_tokens == 7
+    assert choice.ms_per_token == pytest.approx((12.0 + 7 * 1.0) / 16)
 
 
 def test_acceptance_counts_up_to_the_first_rejection():

@@ -21,6 +21,7 @@ LARGEST = {
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LARGEST_BLOCK_COUNT = 2**12  # of layers or experts in block_config
+LARGEST_COUNT = 2**63  # of documents
 LONGEST_NAME = 1024
 
 
@@ -108,7 +109,7 @@ def check_block_config(block_layer: int | None, config: Any) -> None:
 
 
 def check_record(record: Any) -> None:
-    """Refuse a record whose agreements, which the drafting policy starts from, are none."""
+    """Refuse a record whose agreements are none, which the drafting policy starts from, or whose counts are none."""
     if record is None:
         return
     layers = record.get("exit_layers", {}) if isinstance(record, dict) else record
@@ -117,12 +118,14 @@ def check_record(record: Any) -> None:
         rows = [*layers.values(), *([record["block"]] if "block" in record else [])]
         valid = all(re.fullmatch("[0-9]{1,4}", str(layer)) for layer in layers)
         valid = valid and all(isinstance(row, dict) and _is_share(row.get("agreement")) for row in rows)
+        valid = valid and _is_count(record.get("num_documents", 0))
+        valid = valid and all(_is_count(row.get("documents_before", 0)) for row in rows)
     if not valid:
         raise ConfigurationError(
             describe(
                 "the calibration record cannot be used",
                 got=short(layers),
-                expected="an agreement from 0 to 1 for each exit layer",
+                expected="an agreement from 0 to 1 for each exit layer, and whole numbers of documents",
                 do="Make new routers with tide_hf.calibrate().",
             )
         )
@@ -130,6 +133,10 @@ def check_record(record: Any) -> None:
 
 def _is_share(value: object) -> bool:
     return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def check_inherited(config: dict[str, Any]) -> None:

@@ -148,7 +148,9 @@ class HybridDrafter:
         if choice.option.exit_layer and runs_ahead:
             return self._draft_ahead(choice.option.exit_layer, lengths, drafts)
         if choice.option.exit_layer:
-            survivals = self._draft_with_head(choice.option.exit_layer, rows, lengths, drafts, [1.0] * len(rows), costs)
+            survivals = self._draft_with_head(
+                choice.option.exit_layer, rows, lengths, drafts, [1.0] * len(rows), costs, choice.ms_per_token
+            )
             self._continue_with_ngrams(rows, limits, drafts, survivals, costs)
             return drafts
         survivals = []
@@ -157,7 +159,7 @@ class HybridDrafter:
                 draft.add(self.indexes[row].continuation(position, length), _ngram(match_length))
             survivals.append(self.acceptances.probability(_ngram(match_length)) ** length if match_length else 0.0)
         if not runs_ahead:
-            self._continue_with_head(rows, limits, drafts, survivals, costs)
+            self._continue_with_head(rows, limits, drafts, survivals, costs, choice.ms_per_token)
         return drafts
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
@@ -201,6 +203,7 @@ class HybridDrafter:
         drafts: list[Draft],
         survivals: list[float],
         costs: CostTable,
+        ms_per_token: float,
     ) -> list[float]:
         """Add a head's tokens to the drafts of all rows together, until their routers doubt that one more pays.
 
@@ -211,6 +214,7 @@ class HybridDrafter:
             drafts: What the rows have drafted so far, all of one length; added to.
             survivals: For each row the probability that all of that is accepted.
             costs: Measured costs of a batch of this size.
+            ms_per_token: As `policy.worth_another_draft` takes it.
 
         Returns:
             The survivals after the new tokens.
@@ -224,7 +228,7 @@ class HybridDrafter:
             tokens, scores = shallow.step(exit_layer, drafted)
             survivals = [survival * score for survival, score in zip(survivals, scores, strict=True)]
             drafted = [[*tokens_before, token] for tokens_before, token in zip(drafted, tokens, strict=True)]
-            if not worth_another_draft(survivals, len(drafted[0]), exit_layer, costs):
+            if not worth_another_draft(survivals, own, len(drafted[0]), exit_layer, costs, ms_per_token):
                 break
             if all(self._ngram_chance(row, tokens)[0] >= own for row, tokens in zip(rows, drafted, strict=True)):
                 break  # an n-gram goes on from here, as well and for nothing
@@ -250,7 +254,13 @@ class HybridDrafter:
                 draft.add(tokens, _ngram(match_length))
 
     def _continue_with_head(
-        self, rows: list[int], limits: list[int], drafts: list[Draft], survivals: list[float], costs: CostTable
+        self,
+        rows: list[int],
+        limits: list[int],
+        drafts: list[Draft],
+        survivals: list[float],
+        costs: CostTable,
+        ms_per_token: float,
     ) -> None:
         """Let a head go on behind n-grams where it is surer than they are; rows have to stand at one length."""
         drafted = len(drafts[0].tokens)
@@ -261,10 +271,9 @@ class HybridDrafter:
             if self.shallow is not None and exit_layer == self.shallow.block_layer:
                 continue  # it lacks the deep state of the n-gram's last token
             sure = self.acceptances.probability(_head(exit_layer))
-            if worth_another_draft(
-                [survival * sure for survival in survivals], drafted, exit_layer, costs, catch_up=True
-            ):
-                self._draft_with_head(exit_layer, rows, [room] * len(rows), drafts, survivals, costs)
+            if worth_another_draft(survivals, sure, drafted, exit_layer, costs, ms_per_token, catch_up=True):
+                lengths = [room] * len(rows)
+                self._draft_with_head(exit_layer, rows, lengths, drafts, survivals, costs, ms_per_token)
                 return
 
     def _ngram_chance(self, row: int, drafted: list[int]) -> tuple[float, int, int]:

@@ -215,10 +215,12 @@ class Choice:
     Attributes:
         option: The source; `None` for plain decoding.
         num_assistant_tokens: Draft tokens per row to ask for.
+        ms_per_token: What a new token is then expected to cost.
     """
 
     option: Option | None = None
     num_assistant_tokens: int = 0
+    ms_per_token: float = math.inf
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
@@ -250,28 +252,37 @@ def choose(options: list[Option], costs: CostTable) -> Choice:
         for length in {min(length, most) for length in DRAFT_LENGTHS} - {0}:
             rate = option.expected_tokens(length) / (per_draft * length + costs.verify(length + 1))
             if rate > best_rate:
-                best, best_rate = Choice(option, length), rate
+                best, best_rate = Choice(option, length, 1.0 / rate), rate
     return best
 
 
 def worth_another_draft(
-    survivals: list[float], drafted: int, exit_layer: int, costs: CostTable, catch_up: bool = False
+    survivals: list[float],
+    acceptance: float,
+    drafted: int,
+    exit_layer: int,
+    costs: CostTable,
+    ms_per_token: float,
+    catch_up: bool = False,
 ) -> bool:
     """Whether one more draft token for each row pays for itself, given how sure the ones so far are.
 
     Args:
         survivals: For each row the probability that all tokens drafted so far are accepted (the product of their exit
-            scores), which bounds that of the next.
+            scores).
+        acceptance: The probability that the next is, where these are.
         drafted: Tokens drafted so far.
         exit_layer: The layer that drafts.
         costs: Measured costs of a batch of this size.
+        ms_per_token: What a token costs in rounds like this one: so much time may be spent on one more, and no more,
+            since the rounds to come give tokens at that price.
         catch_up: Whether that layer has yet to see the tokens drafted so far, which another source wrote.
     """
     draft = costs.draft(exit_layer)
     if catch_up:
         draft *= costs.verify(drafted + 1) / costs.verify(1)
     extra = draft + costs.verify(drafted + 2) - costs.verify(drafted + 1)
-    return sum(survivals) * costs.verify(1) > extra * len(survivals)
+    return sum(survivals) * acceptance * ms_per_token > extra
 
 
 def choose_continuation(

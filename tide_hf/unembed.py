@@ -230,11 +230,12 @@ def unembed_hash(head: nn.Module) -> str | None:
     return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
 
 
-def weights_hash(model: PreTrainedModel) -> str:
+def weights_hash(model: nn.Module) -> str:
     """Tell models apart that share a head, as one does with and without an adapter.
 
     Args:
-        model: The model. Of each tensor a few values are read; what is packed or offloaded is left out.
+        model: The model, or a part of it. Of each tensor a few values are read; what is packed or offloaded is left
+            out.
 
     Returns:
         64 hexadecimal digits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..cpu.linear_gate import packed_passes
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity, weights_hash
-from .block_stage import place_block
+from .block_stage import BlockStart, block_start, place_block
 from .budget import Budget
 from .data import Document, Splits, full_depth
 from .distillation import frequent_tokens
@@ -47,6 +47,7 @@ def calibrate(
     labels: str = "agreement",
     exit_strategy: str = "linear",
     exit_layers: Sequence[int] | None = None,
+    start_from: TIDERouters | str | os.PathLike[str] | None = None,
     tolerance: float = 0.02,
     confidence: float = 0.95,
     draft_vocab_size: int | None = 8192,
@@ -92,6 +93,9 @@ def calibrate(
             drafts from one layer and the deep state before (see [`block_head.BlockHead`]), which takes longer to make.
         exit_layers: Numbers of executed layers after which a token may leave; default: every fourth is tried, and those
             are kept that can be of use (see [`selection.useful_exit_layers`]).
+        start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further on
+            this data, instead of a new one: so routers learn from text like yours what others have not seen, in less
+            time. Where that makes the block no better it stays as it was; the other heads and routers are made anew.
         tolerance: Largest expected share of a document's tokens that may come out differently in `early_exit`.
         confidence: Probability with which `tolerance` is kept.
         draft_vocab_size: Heads draft among so many of the tokens that are most frequent in the fit split; `None` for
@@ -114,8 +118,10 @@ def calibrate(
     Raises:
         CalibrationError: The data cannot be found, reached or used, states are NaN, the labels do not exist, the disk
             is full, or `output_dir` holds another calibration's unfinished work.
-        ConfigurationError: An exit layer, strategy or bound makes no sense.
+        BaseModelMismatchError: `start_from` belongs to another model.
+        ConfigurationError: An exit layer, strategy or bound makes no sense, or `start_from` has no block head.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
+        RoutersNotFoundError: There are no routers at `start_from`.
         UnsupportedModelError: The model is not supported.
     """
     check_labels(labels)
@@ -130,14 +136,13 @@ def calibrate(
         structure = find_structure(model)
         check_precision(model, structure)
         check_parity(model, structure)
-        layers = list(exit_layers) if exit_layers is not None else _candidates(structure)
-        block_layer, block_config = place_block(model, structure) if exit_strategy == "block" else (None, None)
-        routers = TIDERouters.for_model(
+        start = block_start(start_from, model, exit_strategy) if start_from is not None else None
+        routers = _fresh_routers(
             model,
-            exit_layers=layers,
-            exit_strategy="linear" if exit_strategy == "block" else exit_strategy,
-            block_layer=block_layer,
-            block_config=block_config,
+            structure,
+            exit_strategy,
+            start,
+            exit_layers=list(exit_layers) if exit_layers is not None else _candidates(structure),
             translator_rank=translator_rank,
             draft_vocab_size=None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
         ).to(input_device(model))
@@ -146,6 +151,8 @@ def calibrate(
         )
         layers = routers.exit_layers
         settings = Settings(samples, max_length, labels, exit_strategy, layers, translator_rank, batch_size, seed)
+        if start is not None:
+            settings = replace(settings, start_from=weights_hash(start.point))
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
             pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)
@@ -153,6 +160,8 @@ def calibrate(
                 measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)
             record = _record(pipeline, measured, text, tolerance, confidence)
             record |= {"dtype": str(model.dtype), "max_minutes": max_minutes}
+            if start is not None:
+                record["block"]["documents_before"] = start.num_documents
             record["seconds"] = round(perf_counter() - budget.started, 1)
             _finish(routers, measured, record)
             if output_dir is not None and processes.is_main:
@@ -195,6 +204,24 @@ def _draft_vocab(pipeline: Pipeline, store: StateStore) -> Tensor:
     size = pipeline.routers.config.draft_vocab_size
     read, chosen = store.count_tokens("fit", pipeline.structure.vocab_size)
     return frequent_tokens(read + chosen, pipeline.structure.vocab_size if size is None else size)
+
+
+def _fresh_routers(
+    model: PreTrainedModel,
+    structure: DecoderStructure,
+    exit_strategy: str,
+    start: BlockStart | None,
+    **config: Any,
+) -> TIDERouters:
+    """Routers that have learnt nothing yet, but for the block that is trained further."""
+    if exit_strategy != "block":
+        return TIDERouters.for_model(model, exit_strategy=exit_strategy, **config)
+    layer, block_config = place_block(model, structure) if start is None else (start.layer, start.config)
+    config |= {"exit_strategy": "linear", "block_layer": layer, "block_config": block_config}
+    routers = TIDERouters.for_model(model, **config)
+    if start is not None and routers.block is not None:
+        routers.block.load_state_dict(start.point.state_dict())
+    return routers
 
 
 def _candidates(structure: DecoderStructure) -> list[int]:

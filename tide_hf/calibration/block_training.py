@@ -99,15 +99,16 @@ class BlockTrainer:
             self.head.translator.bias.copy_(solution[-1])
 
     def train(
-        self, batches: Batches, num_batches: int, epochs: int, *, deadline: float = math.inf
+        self, batches: Batches, num_batches: int, epochs: int, *, rate: float = 1.0, deadline: float = math.inf
     ) -> Iterator[tuple[int, float]]:
         """Go over the documents `epochs` times, or until `deadline` (of `perf_counter`); yield (steps, mean loss).
 
-        The learning rate falls along a cosine over the steps, or over the time where that is the shorter.
+        The learning rate, of which `rate` is a share, falls along a cosine over the steps, or over the time where that
+        is the shorter.
         """
-        rates = [(self.head.translator, TRANSLATOR_RATE), (self.head.layer, LEARNING_RATE)]
+        rates = [(self.head.translator, rate * TRANSLATOR_RATE), (self.head.layer, rate * LEARNING_RATE)]
         optimizer = torch.optim.AdamW(
-            [{"params": module.parameters(), "lr": rate, "peak": rate} for module, rate in rates],
+            [{"params": module.parameters(), "lr": peak, "peak": peak} for module, peak in rates],
             betas=(0.9, 0.95),
             weight_decay=0.0,
         )

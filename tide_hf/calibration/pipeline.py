@@ -48,6 +48,7 @@ class Settings:
     translator_rank: int | None
     batch_size: int
     seed: int
+    start_from: str | None = None  # fingerprint of the block head that is trained further
 
     def to_dict(self) -> dict[str, Any]:
         """For the fingerprint."""
@@ -183,8 +184,9 @@ class Pipeline:
             return None
 
         def train(_: int) -> None:
-            parts = (self.model, self.structure, self.unembed, store, point, block_layer, tokens, self.settings.seed)
-            stage = BlockStage(*parts)
+            settings = self.settings
+            parts = (self.model, self.structure, self.unembed, store, point, block_layer, tokens, settings.seed)
+            stage = BlockStage(*parts, is_fresh=settings.start_from is None)
             facts = stage.make(self.budget.share_of_rest(BLOCK_SHARE))
             self.work.write(BLOCK, point.state_dict(), facts | stage.figures())
 

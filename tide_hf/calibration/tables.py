@@ -24,7 +24,8 @@ COVERAGE_NOTE = (
 BLOCK_NOTE = (
     "The block head only drafts (self_speculative). Agreement: its top token, given the true states before, is the "
     "full model's; along a draft it leans on its own guesses and agrees less often. AUC and calibration error are of "
-    "the probability that it gives to that token, as a prediction of that."
+    "the probability that it gives to that token, as a prediction of that. Documents before: those that earlier "
+    "calibrations trained it on."
 )
 TOLERANCE_NOTE = (
     "Each promise holds by itself, so pick the tolerance before looking. The interval is for the measured "
@@ -80,13 +81,15 @@ def layer_table(record: dict[str, Any], num_layers: int) -> TextTable:
 
 def block_table(record: dict[str, Any], num_layers: int) -> TextTable:
     """One row, where there is a block head."""
-    headings = ["after layer", "agreement", "confidence AUC", "calibration error", "parameters", "epochs"]
+    headings = ["after layer", "agreement", "confidence AUC", "calibration error"]
+    headings += ["parameters", "epochs", "documents before"]
     block = record.get("block")
     if block is None:
         return TextTable(headings, [])
     figures = [_number(block.get(name)) for name in ("confidence_auc", "expected_calibration_error")]
     row = [f"{block['layer']} of {num_layers}", _percent(block["agreement"]), *figures]
-    return _without_empty_columns(headings, [[*row, _count(block["parameters"]), _count(block["epochs"])]])
+    row += [_count(block["parameters"]), _count(block["epochs"]), _count(block.get("documents_before"))]
+    return _without_empty_columns(headings, [row])
 
 
 def coverage_table(record: dict[str, Any]) -> TextTable:

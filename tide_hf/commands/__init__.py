@@ -40,6 +40,7 @@ CALIBRATE_OPTIONS: dict[str, tuple[Any, str]] = {
     "labels": (LABELS, "what a router predicts"),
     "exit_strategy": (STRATEGIES, "kind of exit head"),
     "exit_layers": (layer_list, "numbers of executed layers after which a token may leave, such as 8,16"),
+    "start_from": (str, "routers whose block head is trained further, instead of a new one"),
     "tolerance": (share, "largest share of tokens that may differ in early_exit, such as 0.02"),
     "confidence": (share, "probability with which the tolerance is kept, such as 0.95"),
     "draft_vocab_size": (positive, "heads draft only among so many of the most frequent tokens"),
