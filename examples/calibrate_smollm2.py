@@ -10,13 +10,12 @@ from tide_hf.model_card import write_model_card
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
-SETTINGS = {"max_length": 96, "batch_size": 192, "exit_strategy": "block", "exit_layers": [16, 24, 28]}
 
 if __name__ == "__main__":
     model, tokenizer = load_demo_model(NAME, dtype=torch.float32)
-    # Twice, since the states of all the text at once would take more than 30 GB of disk.
-    first = calibrate(model, tokenizer, samples=18000, seed=0, **SETTINGS, output_dir="first-routers")
-    routers = calibrate(model, tokenizer, samples=12000, seed=1, start_from=first, **SETTINGS, output_dir=FOLDER)
+    settings = {"samples": 18000, "max_length": 96, "batch_size": 192, "exit_strategy": "block"}
+    settings["exit_layers"] = [16, 24, 28]
+    routers = calibrate(model, tokenizer, **settings, output_dir=FOLDER)
     routers.config.base_model_name_or_path = NAME
     routers.config.calibration["weights"] = getattr(model, "weights_origin", None)
     routers.config.calibration["command"] = "python examples/calibrate_smollm2.py"
