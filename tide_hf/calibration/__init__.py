@@ -94,8 +94,8 @@ def calibrate(
         exit_layers: Numbers of executed layers after which a token may leave; default: every fourth is tried, and those
             are kept that can be of use (see [`selection.useful_exit_layers`]).
         start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further on
-            this data, instead of a new one: so routers learn from text like yours what others have not seen, in less
-            time. Where that makes the block no better it stays as it was; the other heads and routers are made anew.
+            this data instead of a new one, which takes less text and time. Where that makes it no better it stays as it
+            was; the other heads and routers are made anew. Text that it was trained on before flatters its figures.
         tolerance: Largest expected share of a document's tokens that may come out differently in `early_exit`.
         confidence: Probability with which `tolerance` is kept.
         draft_vocab_size: Heads draft among so many of the tokens that are most frequent in the fit split; `None` for
