@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attachment import Attachment
 from .capturable import facts_of, why_not_captured
+from .captured_shallow import CapturedShallow
 from .cpu.kernels import load_op
 from .cpu.linear_gate import COMPILED, reading
 from .cpu.many_queries import LEAST_QUERIES, is_faster
@@ -23,8 +24,9 @@ from .cpu.shared_heads import shared_heads
 from .drafting import UNREAD, Drafter
 from .kv_cache import CacheSlots, cache_is_returned
 from .policy import step_width
-from .speculation import SelfSpeculativeDecoder, ShallowLayers
+from .speculation import SelfSpeculativeDecoder
 from .steps.fixed_cache import FixedSlots, fixed_bytes, give_back
+from .steps.places import Places
 from .steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
 
 MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
@@ -35,12 +37,16 @@ logger = logging.getLogger(__name__)
 class CapturedDecoder(SelfSpeculativeDecoder):
     """Decodes the sequences of one call on fixed buffers, once the prompt is read.
 
-    Rows that are stopped keep their places: for another number of rows there would have to be other graphs.
+    Rows that are stopped keep their places, and cost what they did, unless there are steps for fewer rows already.
+
+    Attributes:
+        places: Which row of the buffers each sequence has.
     """
 
     on_steps = True
     fills_block_late = False  # a verify step does it
     shallow: CapturedShallow
+    places: Places
     fixed_slots: FixedSlots
     native_slots: CacheSlots
 
@@ -48,7 +54,6 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         super().__init__(model, attachment, *args, **kwargs)
         self.steps = attachment.steps_of(self.engine)
         self.widths = self.steps.widths
-        self.drops_stopped = False
         self.shallow = CapturedShallow(self)
         self.buffers: StepBuffers | None = None
         self.may_capture = False
@@ -76,7 +81,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         if slots.holes is not None or slots.num_compactions > self.compactions:
             buffers.write_mask(slots.mask)
             self.compactions = slots.num_compactions
-        buffers.write(slots.length, self.starts, ids, self.kept)
+        spread = self.places.spread
+        kept = None if self.kept is None else spread(self.kept)
+        buffers.write(slots.length, spread(self.starts), spread(ids), kept)
 
     @property
     def ready(self) -> StepBuffers:
@@ -99,11 +106,12 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             return
         self.native_slots, self.has_positions = self.slots, self.positions is not None
         self.buffers = self._buffers(cache, length)
-        mask = mask.cpu() if mask is not None else None
+        self.places, self.measured_rows = Places(len(self.batch), self.buffers.rows), self.buffers.rows
+        mask = mask.cpu()[self.places.shown] if mask is not None else None
         self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
         self.slots = self.fixed_slots
-        self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.rows)
+        self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.batch)
         self.positions = None
 
     def _use_kernels(self, prompt: ExitStack) -> None:
@@ -122,7 +130,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     def _buffers(self, like: Cache, filled: int) -> StepBuffers:
         kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}
         kinds["has_scores"] = self.steps.reads_drafts
-        return self.steps.buffers(like, len(self.rows), self._num_slots(filled), **kinds)
+        return self.steps.buffers(like, len(self.batch), self._num_slots(filled), **kinds)
 
     def _num_slots(self, filled: int) -> int:
         most = self.config.max_length
@@ -130,14 +138,33 @@ class CapturedDecoder(SelfSpeculativeDecoder):
 
     def _grow(self) -> None:
         """Go on in buffers with more slots."""
-        slots, smaller = self.fixed_slots, self.ready
-        self.buffers = self._buffers(smaller.cache, slots.length)
-        self.buffers.take_over(smaller, slots.length, slots.mask)
-        slots.cache = self.buffers.cache
+        self._move_to(self._buffers(self.ready.cache, self.fixed_slots.length))
+
+    def _move_to(self, buffers: StepBuffers) -> None:
+        """Go on in other buffers with the sequences that go on."""
+        slots, own, other = self.fixed_slots, self.places.own, self.ready
+        self.places = Places(len(own), buffers.rows)
+        slots.show(self.places.spread(own))
+        buffers.take_over(other, slots.length, slots.mask, own)
+        slots.cache, self.buffers = buffers.cache, buffers
+
+    def _select(self, going: list[int]) -> None:
+        """Let sequences that are over cost nothing more, or at least change nothing any more."""
+        if self.buffers is None:
+            super()._select(going)
+            return
+        self.places.keep(going)
+        self.starts = [self.starts[number] for number in going]
+        self.kept = None if self.kept is None else [self.kept[number] for number in going]
+        smaller = self.steps.smaller(self.buffers, len(going))
+        if smaller is not None:
+            self._move_to(smaller)
+        else:
+            self.fixed_slots.show(self.places.spread(self.places.own))
 
     def _fits(self, filled: int) -> bool:
         """Whether there is memory for the buffers."""
-        cache, rows = self.slots.cache, len(self.rows)
+        cache, rows = self.slots.cache, len(self.batch)
         needed = fixed_bytes(cache, rows, capacity_for(rows, self._num_slots(filled)))
         device: Any = cache.layers[0].keys.device
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
@@ -173,18 +200,26 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             for draft, found in zip(drafts, self._results(), strict=True):
                 fed = found[WIDEST + 1 :]
                 draft.tokens = [fed[i] if token == UNREAD else token for i, token in enumerate(draft.tokens)]
-        new_tokens = self._accept(step.logits, drafts)
+        new_tokens = self._accept(self._of_batch(step.logits), drafts)
         self.kept = accepted = [len(tokens) for tokens in new_tokens]
-        self.fixed_slots.commit(width, accepted)
+        self.fixed_slots.commit(width, self.places.spread(accepted))
         self.starts = [position + count for position, count in zip(self.starts, accepted, strict=True)]
         milliseconds = (perf_counter() - start) * 1000
         costs.record(("verify", width), self.shallow.take_share(milliseconds))
         self._learn(drafter, drafts, new_tokens)
+        self._drop_stopped()
+
+    def _of_batch(self, logits: Tensor) -> Tensor:
+        """The logits of the sequences that go on."""
+        own = self.places.own
+        if own[-1] == len(own) - 1:
+            return logits[: len(own)]
+        return logits[own] if self.chooser.needs_logits else logits
 
     def _results(self) -> list[list[int]]:
-        """What the steps of this round found; reading it is the round's one synchronisation."""
+        """What the steps of this round found for each sequence; reading it is the round's one synchronisation."""
         if self.read is None:
-            self.read = self.steps.read(self.ready)
+            self.read = self.places.gather(self.steps.read(self.ready))
         return self.read
 
     def _top_tokens(self, logits: Tensor) -> list[list[int]]:
@@ -223,77 +258,3 @@ def decoder_for(
                 logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
             engine = "eager"
     return SelfSpeculativeDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
-
-
-class CapturedShallow(ShallowLayers):
-    """The exit heads' view of a captured decoder: chains of draft steps that nobody waits for."""
-
-    decoder: CapturedDecoder
-
-    def __init__(self, decoder: CapturedDecoder) -> None:
-        super().__init__(decoder)
-        self.num_ahead = 0
-        self.exit_layer = 0
-        self.marks: list[Any] = []
-
-    @property
-    def runs_ahead(self) -> bool:  # type: ignore[override]
-        """Whether drafts are not read; not where the call goes on eagerly."""
-        return self.decoder.buffers is not None and not self.decoder.steps.reads_drafts
-
-    def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
-        """As `ShallowLayers.step`, one draft step for each token that the exit layer has not seen."""
-        decoder = self.decoder
-        if decoder.buffers is None:
-            return super().step(exit_layer, tokens)
-        start, fed = perf_counter(), len(self.depths)
-        if fed == 0:
-            decoder.upload([[row.last] for row in decoder.batch])
-        buffers = decoder.buffers
-        num_steps = len(tokens[0]) + 1 - fed
-        for position in range(num_steps):
-            if fed + position:
-                buffers.feed([drafted[fed + position - 1] for drafted in tokens])
-            self.layers_executed += decoder.steps.run(buffers, "draft", exit_layer).num_layers
-        self.depths += [exit_layer] * num_steps
-        found = buffers.read_draft()
-        self.costs_of(len(tokens)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
-        return found
-
-    def rollback(self) -> None:
-        """Forget the drafts; a verify pass writes over their K/V."""
-        if self.decoder.buffers is None:
-            super().rollback()
-        else:
-            self.depths.clear()
-
-    def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
-        """Draft so many tokens for each row, which nobody reads before they are verified."""
-        decoder = self.decoder
-        decoder.upload([[row.last] for row in decoder.batch])
-        buffers = decoder.ready
-        self.marks = [_mark(buffers.device)]
-        for _ in range(num_tokens):
-            step = decoder.steps.run(buffers, "draft", exit_layer)
-            self.layers_executed += step.num_layers
-        self.marks.append(_mark(buffers.device))
-        self.num_ahead, self.exit_layer = num_tokens, exit_layer
-
-    def take_share(self, milliseconds: float) -> float:
-        """Record what the drafts took of a round that is over; return what is left."""
-        if not self.num_ahead:
-            return milliseconds
-        before, after = self.marks
-        drafts = before.elapsed_time(after) if isinstance(before, torch.cuda.Event) else (after - before) * 1000
-        self.costs_of(len(self.decoder.batch)).record(("draft", self.exit_layer), drafts / self.num_ahead)
-        self.num_ahead = 0
-        return max(0.0, milliseconds - drafts)
-
-
-def _mark(device: torch.device) -> Any:
-    """A point in time of the device's work; no wait."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -60,7 +60,7 @@ def engine_of(
 
     def learn(decoder: SelfSpeculativeDecoder) -> None:
         tokens = max(len(row.tokens) for row in decoder.rows)
-        plain = decoder.shallow.costs_of(rows).plain
+        plain = attachment.costs_of(decoder.measured_rows, decoder.engine, decoder.widths).plain
         chooser.observe(decoder.engine, key, tokens, plain, attachment.warm_up_seconds(decoder.engine))
 
     return chosen, learn

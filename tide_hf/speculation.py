@@ -95,6 +95,7 @@ class SelfSpeculativeDecoder:
             or self.chooser.together
             or has_adapters_by_row(model, attachment.structure)
         )
+        self.measured_rows = len(self.rows)  # of the batch whose costs tell what the call's engine is worth
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
         self.stats = ExitStats("self_speculative", attachment.structure.num_layers, engine=engine)
 
@@ -193,6 +194,10 @@ class SelfSpeculativeDecoder:
         if not self.drops_stopped or len(going) in (0, len(self.batch)):
             return
         self.batch = [self.batch[position] for position in going]
+        self._select(going)
+
+    def _select(self, going: list[int]) -> None:
+        """Keep only these rows of the batch in the cache."""
         index = self.slots.select(going)
         if self.block is not None:
             self.block.select(index)

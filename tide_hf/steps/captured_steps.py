@@ -26,7 +26,7 @@ from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
 from .warm_up import WarmUp
 
 MOST_GRAPHS = 64
-MOST_BUFFERS = 4  # by numbers of rows and slots
+MOST_BUFFERS = 8  # by numbers of rows and slots
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,9 @@ class CapturedSteps:
             self._parts, self._fingerprint = found, fingerprint
 
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
-        """Buffers of at least `slots` slots, in a call that has begun.
+        """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
+
+        Those of less than twice as many rows will do, where there are some: rows cost less than steps of their own.
 
         Args:
             like: The filled cache of the call.
@@ -141,17 +143,34 @@ class CapturedSteps:
         first: Any = like.layers[0]
         parts: Any = self._parts
         capacity = capacity_for(rows, slots)
-        key = (rows, capacity, first.keys.dtype, len(like.layers), *sorted(kinds.items()))
+        others = (capacity, first.keys.dtype, len(like.layers), *sorted(kinds.items()))
+        known = {key[0]: found for key, found in self._buffers.items() if key[1:] == others and key[0] >= rows}
+        nearest = min(known, default=rows)
+        key = (nearest if 1 < rows <= nearest < 2 * rows else rows, *others)
         if key not in self._buffers:
             while len(self._buffers) >= MOST_BUFFERS:
                 _, oldest = self._buffers.popitem(last=False)
                 for step in [step for step in self._steps if step[0] is oldest]:
                     del self._steps[step]
             before = memory_of(first.keys.device)
-            self._buffers[key] = StepBuffers(parts, like, rows, capacity, **kinds)
+            shared = known[nearest].cache if nearest in known else None
+            self._buffers[key] = StepBuffers(parts, like, rows, capacity, **kinds, shared=shared)
             self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
         self._buffers.move_to_end(key)
         return self._buffers[key]
+
+    def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
+        """Buffers for the `rows` sequences that are left, if there are some with fewer rows and all the same steps."""
+        (key,) = (key for key, found in self._buffers.items() if found is buffers)
+        steps = self._steps_of(buffers)
+        for other in sorted(other for other in self._buffers if other[1:] == key[1:] and rows <= other[0] < key[0]):
+            if steps <= self._steps_of(self._buffers[other]):
+                self._buffers.move_to_end(other)
+                return self._buffers[other]
+        return None
+
+    def _steps_of(self, buffers: StepBuffers) -> set[tuple[str, int]]:
+        return {(kind, size) for found, kind, size in self._steps if found is buffers}
 
     def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
         """Run a step: `("verify", width)` or `("draft", exit_layer)`. The first time it is made ready."""

@@ -84,6 +84,14 @@ def fixed_cache(like: Cache, rows: int, capacity: int) -> Cache:
     return Cache(layers=layers)
 
 
+def first_rows(cache: Cache, rows: int) -> Cache:
+    """The first rows of buffers, as buffers of their own in the same memory."""
+    place = Place()
+    parts = [_kv(layer) for layer in cache.layers]
+    layers: Any = [FixedLayer(keys[:rows], values[:rows], place) for keys, values in parts]
+    return Cache(layers=layers)
+
+
 def fixed_bytes(like: Cache, rows: int, capacity: int) -> int:
     """What [`fixed_cache`] would take."""
     parts = [part for layer in like.layers for part in _kv(layer)]
@@ -91,11 +99,22 @@ def fixed_bytes(like: Cache, rows: int, capacity: int) -> int:
 
 
 def fill(cache: Cache, source: Cache, length: int) -> None:
-    """Copy a cache of `length` tokens into a fixed one; dynamic layers with a window hold only the last of them."""
+    """Copy a cache of `length` tokens into a fixed one; dynamic layers with a window hold only the last of them.
+
+    The fixed one may have more rows.
+    """
     for fixed, layer in zip(cache.layers, source.layers, strict=True):
         for into, part in zip(_kv(fixed), _kv(layer), strict=True):
             stored = min(length, part.shape[2])
-            into[:, :, length - stored : length].copy_(part[:, :, :stored])
+            into[: len(part), :, length - stored : length].copy_(part[:, :, :stored])
+
+
+def take_rows(layer: Any, source: Any, length: int, rows: list[int]) -> None:
+    """Copy the first `length` slots of some rows, ascending, into the first rows of a layer, which may be the same."""
+    for into, part in zip(_kv(layer), _kv(source), strict=True):
+        for row, taken in enumerate(rows):  # none is written over before it is read
+            if into[row].data_ptr() != part[taken].data_ptr():
+                into[row, :, :length] = part[taken, :, :length]
 
 
 def give_back(cache: Cache, source: Cache, length: int) -> None:
@@ -106,7 +125,8 @@ def give_back(cache: Cache, source: Cache, length: int) -> None:
         if layer.is_sliding:
             start = max(0, length - any_layer.sliding_window + 1)
             any_layer.cumulative_length = length
-        layer.keys, layer.values = (part[:, :, start:length].clone() for part in _kv(fixed))
+        rows = len(any_layer.keys)
+        layer.keys, layer.values = (part[:rows, :, start:length].clone() for part in _kv(fixed))
 
 
 class FixedSlots(CacheSlots):
@@ -134,6 +154,13 @@ class FixedSlots(CacheSlots):
         if self.length + width > most:
             self.settle()
         return self.length + width <= most
+
+    def show(self, rows: list[int]) -> None:
+        """Let each row hide what that of `rows` in its place has hidden so far."""
+        if self.mask is not None:
+            self.mask = self.mask[rows]
+        if self.holes is not None:
+            self.holes = self.holes[rows]
 
     def _stored(self) -> int:
         return self.length

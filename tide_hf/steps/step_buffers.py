@@ -19,7 +19,7 @@ from ..modeling_tide import TIDERouters
 from ..skipping import FixedDepthRun, LayerRun, active
 from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed
-from .fixed_cache import fill, fixed_cache
+from .fixed_cache import fill, first_rows, fixed_cache, take_rows
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are filled up
 WIDEST = WIDTHS[-1]
@@ -60,6 +60,7 @@ class StepBuffers:
         has_positions: Whether the model is told the positions.
         has_block: Whether the block drafts, whose K/V are in the last layer of the cache.
         has_scores: Whether each draft token's exit score is wanted.
+        shared: K/V of as many slots and more rows, of which these are to be a part.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class StepBuffers:
         has_positions: bool,
         has_block: bool,
         has_scores: bool = False,
+        shared: Cache | None = None,
     ) -> None:
         self.parts, self.rows, self.capacity, self.has_positions = parts, rows, capacity, has_positions
         first: Any = like.layers[0]
         self.device = device = first.keys.device
-        self.cache = fixed_cache(like, rows, capacity)
+        self.cache = fixed_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         hidden, dtype = parts.structure.hidden_size, first.keys.dtype
         sizes = (1, 1, rows, rows, rows * WIDEST)  # of what the host says in each round
         with torch.inference_mode(False):
@@ -97,17 +99,29 @@ class StepBuffers:
             self.block = BlockRun(parts.structure, self.cache, parts.unembed, parts.routers.block, block_layer)
 
     def load(self, source: Cache, length: int, mask: Tensor | None, deep: Tensor | None) -> None:
-        """Take over a cache of `length` tokens, its (rows, length) mask, and the block's last deep state."""
+        """Take over a cache of `length` tokens, a (rows, length) mask, and the block's last deep state.
+
+        Cache and state may be of fewer rows, the first ones.
+        """
         fill(self.cache, source, length)
         self.write_mask(mask)
         if deep is not None and self.block is not None:
-            self.deep.copy_(deep)
+            self.deep[: len(deep)] = deep
 
-    def take_over(self, smaller: StepBuffers, length: int, mask: Tensor | None) -> None:
-        """Go on where smaller buffers, `length` slots of which are filled, have no more room."""
-        self.load(smaller.cache, length, mask, smaller.deep if self.block is not None else None)
+    def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
+        """Go on with some rows of other buffers, which may share memory with these.
+
+        Args:
+            other: The buffers.
+            length: Slots of theirs that are filled.
+            mask: (rows of these buffers, length).
+            rows: Of `other`, ascending, for the first rows of these.
+        """
+        for own, layer in zip(self.cache.layers, other.cache.layers, strict=True):
+            take_rows(own, layer, length, rows)
+        self.write_mask(mask)
         if self.block is not None:
-            self.finals.copy_(smaller.finals)
+            self.finals[: len(rows)] = other.finals[rows]
 
     def write_mask(self, mask: Tensor | None) -> None:
         """Hide what a (rows, length) mask on the CPU hides; `None` hides nothing."""
