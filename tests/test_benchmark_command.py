@@ -4,7 +4,9 @@ import json
 
 import pytest
 from families import tiny_model
+from test_compiled_steps import attach_without_compiler
 
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli import main
 
 QUICK = ("--max-new-tokens", "8", "--repeats", "1")
@@ -63,3 +65,17 @@ def test_errors_are_explained(tiny_model_folder, tmp_path, refused, arguments, m
         (tmp_path / name).write_text(content)
     files = [str(tmp_path / one) if one.split(".")[0].isupper() and "." in one else one for one in arguments]
     refused(["benchmark", str(tiny_model_folder), *QUICK, *files], message)
+
+
+def test_the_engine_is_that_of_all_modes(tiny_model_folder, routers_folder, capsys, monkeypatch):
+    """Layers run as they were traced, which takes no compiler."""
+    monkeypatch.setattr(TIDEModelForCausalLM, "attach", attach_without_compiler)
+    command = ["benchmark", str(tiny_model_folder), "--routers", str(routers_folder), "--prompt", "abcabc", "--json"]
+    assert main([*command, *QUICK, "--engine", "compiled", "--mode", "self_speculative"]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    assert record["engine"] == "compiled"
+    assert "engine   compiled" in captured.err
+    ours = next(result for result in record["results"] if result["name"] == "self_speculative")
+    assert ours["num_equal"] == 1
+    assert ours["warm_up_s"] > 0

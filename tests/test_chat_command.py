@@ -12,6 +12,7 @@ import pytest
 
 from tide_hf.cli import main
 from tide_hf.conversation import Conversation
+from tide_hf.generation import TIDEGenerationMixin
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ("--max-new-tokens", "8")
@@ -162,3 +163,14 @@ def read_until(controller, end):
     while end not in seen:
         seen += os.read(controller, 4096)
     return seen
+
+
+@pytest.mark.parametrize(("arguments", "times"), [(["--engine", "compiled"], 1), (["--mode", "post_hoc"], 0)])
+def test_the_engine_is_made_ready_before_the_first_message(
+    tiny_model_folder, routers_folder, pipe_in, monkeypatch, arguments, times
+):
+    ready = []
+    monkeypatch.setattr(TIDEGenerationMixin, "tide_warm_up", lambda model: ready.append(model._tide.engine))
+    pipe_in(b"/quit\n")
+    assert main(["chat", str(tiny_model_folder), "--routers", str(routers_folder), *arguments]) == 0
+    assert ready == ["compiled"] * times

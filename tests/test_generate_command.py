@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from test_compiled_steps import attach_without_compiler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli import main
 from tide_hf.prompts import read_prompts
 
@@ -132,3 +134,17 @@ def test_an_interrupt_ends_with_130(tiny_model_folder, monkeypatch):
 def test_prompts_are_read_from_files(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert read_prompts(tmp_path / name) == ["one", "two\nlines"]
+
+
+def test_the_engine_is_made_ready_and_that_is_told_apart(generate, tiny_model_folder, monkeypatch):
+    """Layers run as they were traced, which takes no compiler."""
+    monkeypatch.setattr(TIDEModelForCausalLM, "attach", attach_without_compiler)
+    tokens, _ = plain_answer(tiny_model_folder, "<user>hello<answer>")
+    assert "to make engine='compiled' ready" in generate("hello", "--engine", "compiled").err
+    found = json.loads(generate("hello", "--engine", "compiled", "--json").out)
+    assert found["tokens"] == tokens
+    assert found["stats"]["engine"] == "compiled"
+    assert found["stats"]["warm_up_s"] > 0
+    captured = generate("hello", "--json")
+    assert json.loads(captured.out)["stats"]["engine"] == "eager"
+    assert "ready" not in captured.err

@@ -13,10 +13,11 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
 from servers import ask, chat, client, connected, metrics_of, request_head, serving, wait_until  # noqa: E402
+from test_compiled_steps import attach_without_compiler  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM  # noqa: E402
 from tide_hf.serving.batching import Batcher  # noqa: E402
-from tide_hf.serving.engine import EngineOptions  # noqa: E402
+from tide_hf.serving.engine import Engine, EngineOptions, batch_sizes  # noqa: E402
 from tide_hf.serving.protocol import Accepted, Delta, Finished, Refused, parse_chat_request  # noqa: E402
 
 TEXTS = ("hello", "abcabcabcabc", "one two one two one", "x")
@@ -224,3 +225,32 @@ def test_closing_ends_what_runs_and_refuses_what_waits(make_engine):
     for last in asyncio.run(asyncio.wait_for(run(), 30)):
         assert isinstance(last, Refused)
         assert last.status == 500
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+def test_few_sizes_serve_all_batches(most, sizes):
+    assert batch_sizes(most) == sizes
+    for rows in range(1, most + 1):
+        assert any(rows <= size < 2 * rows for size in sizes)
+
+
+def test_no_request_waits_for_steps(tiny_model_folder, monkeypatch):
+    """Layers run as they were traced, which takes no compiler."""
+    monkeypatch.setattr(TIDEModelForCausalLM, "attach", attach_without_compiler)
+    engine = Engine.load(EngineOptions(model=str(tiny_model_folder), dtype="float32", engine="compiled", max_batch=4))
+    steps = engine.model._tide.compiled_steps
+    made = steps.warm_up.num_made
+    replays = steps.replays
+    lengths = dict(zip(TEXTS, (24, 7, 16, 30), strict=True))
+    for texts in (TEXTS, TEXTS[:3], TEXTS[:1]):
+        events = {text: [] for text in texts}
+        jobs = []
+        for text in texts:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": lengths[text]}
+            request = parse_chat_request(json.dumps(body | {"temperature": 0}).encode(), "tiny")
+            jobs.append(engine.prepare(request, events[text].append))
+        engine.run(jobs)
+        for text in texts:
+            assert events[text][-1].completion_tokens > 0
+    assert steps.replays > replays
+    assert steps.warm_up.num_made == made

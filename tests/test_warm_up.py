@@ -41,6 +41,16 @@ def test_the_line_counts_and_ends_with_the_call(terminal):
     assert terminal.getvalue() == shown
 
 
+def test_calls_in_turn_share_a_line(terminal):
+    warm_up = WarmUp("Capturing steps", "steps")
+    with warm_up.shown():
+        for _ in range(2):
+            with warm_up.shown():
+                warm_up.add(1, 1.0)
+        assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("\rCapturing steps: 2 steps, 2.0 s\n")
+
+
 def test_what_takes_long_is_announced(terminal):
     with WarmUp("Compiling decoder layers", "graphs").shown(is_due=True):
         assert "\rCompiling decoder layers: 0 graphs" in terminal.getvalue()

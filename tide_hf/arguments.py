@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from .choices import DTYPES, MODES
+from .choices import DTYPES, ENGINES, MODES
 from .errors import ConfigurationError, describe
 
 ALL = "all"
@@ -111,7 +111,7 @@ def add_mode_arguments(
     several: bool = False,
     threshold_default: str = "the calibrated one, or 0.9 where that lets no token leave",
 ) -> None:
-    """Add --mode and --exit-threshold.
+    """Add --mode, --exit-threshold and --engine.
 
     Args:
         parser: Of the command.
@@ -124,12 +124,18 @@ def add_mode_arguments(
     parser.add_argument(
         "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {threshold_default})"
     )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="what runs the layers; all but eager are made ready first, which can take a minute (default: %(default)s)",
+    )
 
 
 def add_decoding_arguments(
     parser: argparse.ArgumentParser, *, max_new_tokens: int, mode: str = MODES[0], several: bool = False
 ) -> None:
-    """Add --mode, --exit-threshold and --max-new-tokens.
+    """Add --mode, --exit-threshold, --engine and --max-new-tokens.
 
     Args:
         parser: Of the command.

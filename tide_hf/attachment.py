@@ -20,6 +20,7 @@ from .skipping import LayerRun
 from .steps.captured_steps import CapturedSteps
 from .steps.compiled_layers import CompiledLayers
 from .steps.compiled_steps import CompiledSteps
+from .steps.warm_up import WarmUp
 from .structure import DecoderStructure
 from .unembed import DraftUnembed, Unembed, is_plain_linear
 
@@ -100,11 +101,14 @@ class Attachment:
             with self.steps_of(engine).warm_up.shown():
                 yield
 
+    def warm_ups(self, engine: str) -> list[WarmUp]:
+        """What counts what making an engine ready takes."""
+        compiled = [self.compiled_layers.warm_up, self.compiled_steps.warm_up]
+        return {"compiled": compiled, "cuda_graph": [self.captured_steps.warm_up]}.get(engine, [])
+
     def warm_up_seconds(self, engine: str) -> float:
         """What making an engine ready has taken so far."""
-        compiled = [self.compiled_layers.warm_up, self.compiled_steps.warm_up]
-        warm_ups = {"compiled": compiled, "cuda_graph": [self.captured_steps.warm_up]}
-        return sum((warm_up.seconds for warm_up in warm_ups.get(engine, [])), 0.0)
+        return sum((warm_up.seconds for warm_up in self.warm_ups(engine)), 0.0)
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
@@ -165,12 +169,7 @@ class Attachment:
 
 def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
-    record = config.calibration or {}
-    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
-    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
-    if shallow.block_layer is not None and "block" in record:
-        priors[shallow.block_layer] = float(record["block"]["agreement"])
+    priors = head_priors(attachment, shallow)
     return HybridDrafter(
         prompts,
         shallow.costs_of,
@@ -178,3 +177,14 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: An
         shallow if priors else None,
         attachment.acceptances.setdefault(shallow.temperature, {}),
     )
+
+
+def head_priors(attachment: Attachment, shallow: Any) -> dict[int, float]:
+    """The exit layers at which a head drafts, and how often it agreed when it was calibrated."""
+    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
+    record = config.calibration or {}
+    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
+    if shallow.block_layer is not None and "block" in record:
+        priors[shallow.block_layer] = float(record["block"]["agreement"])
+    return priors

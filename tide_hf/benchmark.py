@@ -179,7 +179,12 @@ def weight_sharing_copy(model: nn.Module) -> Any:
 
 
 def tide_contenders(
-    model: Any, routers: TIDERouters | None, modes: Sequence[str], *, exit_threshold: float | None = None
+    model: Any,
+    routers: TIDERouters | None,
+    modes: Sequence[str],
+    *,
+    exit_threshold: float | None = None,
+    engine: str = "eager",
 ) -> list[Contender]:
     """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
 
@@ -188,6 +193,7 @@ def tide_contenders(
         routers: Its routers; `None` leaves `self_speculative` alone.
         modes: The modes.
         exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 where that never exits.
+        engine: What runs the layers in all modes.
 
     Returns:
         The contenders, plain `generate` first.
@@ -201,7 +207,7 @@ def tide_contenders(
                 do="Call TIDEModelForCausalLM.detach(model) first.",
             )
         )
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0])
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
     threshold = usable_threshold(routers, exit_threshold)
     return [Contender("generate", model), *(tide_contender(attached, mode, threshold) for mode in modes)]
 

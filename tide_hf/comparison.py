@@ -18,10 +18,11 @@ from .model_arguments import Loaded
 from .provenance import provenance
 
 
-def setting(loaded: Loaded) -> dict[str, Any]:
+def setting(loaded: Loaded, engine: str) -> dict[str, Any]:
     """What is measured, and where, ready for JSON."""
     num_layers = loaded.model.config.get_text_config().num_hidden_layers
-    return provenance(loaded.model) | {"routers": loaded.routers_origin, "num_hidden_layers": num_layers}
+    facts = {"routers": loaded.routers_origin, "engine": engine, "num_hidden_layers": num_layers}
+    return provenance(loaded.model) | facts
 
 
 def print_setting(record: dict[str, Any], console: Console) -> None:
@@ -30,6 +31,7 @@ def print_setting(record: dict[str, Any], console: Console) -> None:
     lines = (
         f"model    {record['model']}, {record['dtype']}, from {record['weights_origin']}",
         f"routers  {routers}",
+        f"engine   {record['engine']}",
         f"machine  {record['cpu']}, {record['torch_threads']} threads, device {record['device']}",
     )
     for line in lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,13 +21,15 @@ from .configuration_tide import (
 )
 from .cpu.linear_gate import linear_gates
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
-from .engines import engine_of
+from .engine_choice import RENTED
+from .engines import candidate_for, engine_of
 from .errors import UnsupportedOptionError, describe
 from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
 from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import check_rope
+from .warming_up import check_sizes, warm_up
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
@@ -112,6 +115,36 @@ class TIDEGenerationMixin:
     def tide_release(self) -> None:
         """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
         self._tide.release()
+
+    def tide_warm_up(
+        self, rows: int | Iterable[int] = 1, *, max_length: int = 1024, engine: str | None = None
+    ) -> float:
+        """Make an engine ready, so that no answer waits for it: compile its steps, or capture them.
+
+        What other calls need than those that were asked for (longer ones, other heads) is made ready in them, as ever.
+
+        Args:
+            rows: Sequences of the calls to come, or several numbers of them. Calls with fewer rows share steps with
+                those of less than twice as many, so `(1, 2, 4, 8)` serves all batches of up to 8.
+            max_length: Most tokens of prompt and answer.
+            engine: Which; default: the one of calls that name none. `"auto"` is the one that it may change to.
+
+        Returns:
+            Seconds that it took; 0 where nothing has to be made ready.
+
+        Raises:
+            ConfigurationError: An argument makes no sense.
+            UnsupportedModelError: The model cannot decode in `self_speculative`.
+            UnsupportedOptionError: `engine="cuda_graph"`, and the model is not on a GPU.
+        """
+        attachment = self._tide
+        chosen: str | None = check_engine(engine or attachment.engine)
+        check_sizes(rows, max_length)
+        if chosen == "auto":
+            chosen = candidate_for(self)
+        if chosen in (None, RENTED):
+            return 0.0
+        return warm_up(self, attachment, str(chosen), rows, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""

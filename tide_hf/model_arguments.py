@@ -98,7 +98,8 @@ def attached_contender(loaded: Loaded, args: argparse.Namespace) -> Contender:
     """
     (mode,) = modes_to_run(args.mode, loaded.routers)
     threshold = usable_threshold(loaded.routers, args.exit_threshold)
-    return tide_contender(TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode), mode, threshold)
+    attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
+    return tide_contender(attached, mode, threshold)
 
 
 def _device(name: str | None) -> torch.device:

@@ -108,7 +108,10 @@ def print_figures(run: Run, console: Console) -> None:
     console.print(legend(run))
     if run.stats is not None:
         layers = f"{run.stats.depth_fraction * run.stats.num_layers:.1f} of {run.stats.num_layers} layers per token"
-        figures = f"  {run.stats.mode}: {len(run.new_tokens)} tokens, {run.tokens_per_s:.1f} tokens/s, {layers}"
+        tokens, warm_up_s = len(run.new_tokens), run.stats.warm_up_s
+        figures = f"  {run.stats.mode}: {tokens} tokens, {tokens / (run.seconds - warm_up_s):.1f} tokens/s, {layers}"
+        if warm_up_s:
+            figures += f"; {warm_up_s:.1f} s before that to make engine={run.stats.engine!r} ready"
         console.print(figures, style="dim", highlight=False)
 
 

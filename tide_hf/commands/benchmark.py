@@ -35,8 +35,10 @@ def run(args: argparse.Namespace) -> None:
     for encoded in inputs:
         check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)
     modes = modes_to_run(args.mode, loaded.routers)
-    plain, *ours = tide_contenders(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold)
-    record = setting(loaded)
+    plain, *ours = tide_contenders(
+        loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine
+    )
+    record = setting(loaded, args.engine)
     print_setting(record, console)
     theirs, left_out = those_that_run([prompt_lookup(loaded.model), assistant_early_exit(loaded.model)], inputs[0])
     record = measure([plain, *theirs, *ours], inputs, record, args, console)

@@ -25,7 +25,10 @@ def run(args: argparse.Namespace) -> None:
     interactive = sys.stdin.isatty()
     notices = Console(stderr=True)
     loaded = load(args, notices)
-    conversation = Conversation(attached_contender(loaded, args), loaded.tokenizer, args.max_new_tokens)
+    contender = attached_contender(loaded, args)
+    conversation = Conversation(contender, loaded.tokenizer, args.max_new_tokens)
+    if contender.lossless:  # the other modes run layer by layer
+        contender.model.tide_warm_up()
     if interactive:
         notices.print(CHAT_HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
     answer = _answer_in_json if args.json else _answer_in_text

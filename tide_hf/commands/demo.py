@@ -22,8 +22,10 @@ def run(args: argparse.Namespace) -> None:
     console = Console(stderr=args.json)
     loaded = load(args, console)
     modes = modes_to_run(args.mode, loaded.routers)
-    contenders = tide_contenders(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold)
-    record = setting(loaded)
+    contenders = tide_contenders(
+        loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine
+    )
+    record = setting(loaded, args.engine)
     print_setting(record, console)
     prompts = args.prompt or PROMPTS
     inputs = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]

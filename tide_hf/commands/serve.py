@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
         routers=args.routers,
         mode=args.mode,
         exit_threshold=args.exit_threshold,
+        engine=args.engine,
         dtype=args.dtype,
         threads=args.threads,
         max_batch=args.max_batch,

@@ -35,6 +35,7 @@ class EngineOptions:
         routers: Folder or Hub repository; `None` is those that are shipped for the model, or none.
         mode: Of decoding.
         exit_threshold: For `early_exit` and `post_hoc`; `None` is the calibrated one.
+        engine: What runs the layers.
         dtype: `None` is what the model was saved in.
         threads: CPU threads; `None` is torch's choice.
         max_batch: Most requests that decode together.
@@ -47,6 +48,7 @@ class EngineOptions:
     routers: str | None = None
     mode: str = "self_speculative"
     exit_threshold: float | None = None
+    engine: str = "eager"
     dtype: str | None = None
     threads: int | None = None
     max_batch: int = 8
@@ -159,7 +161,7 @@ class Engine:
             torch.set_num_threads(options.threads)
         model, tokenizer = load_demo_model(options.model, dtype=options.dtype, console=Console(stderr=True))
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(attach(model, options), tokenizer, options)
+        return cls(attach(model, options, batch_sizes(options.max_batch)), tokenizer, options)
 
     def prepare(self, request: ChatRequest, emit: Callable[[Event], None]) -> Job:
         """Encode a request.
@@ -247,11 +249,17 @@ class Engine:
         self.unreported.update(dict(zip(WORK, counts, strict=True)))
 
 
-def attach(model: Any, options: EngineOptions) -> Any:
-    """Attach TIDE to a loaded model.
+def attach(model: Any, options: EngineOptions, rows: Sequence[int]) -> Any:
+    """Attach TIDE to a loaded model, and make its engine ready, so that no request waits for that.
+
+    Args:
+        model: The model.
+        options: How it decodes.
+        rows: Numbers of requests that decode together.
 
     Raises:
         ConfigurationError: The mode needs routers, and there are none.
+        UnsupportedOptionError: The engine cannot run here.
     """
     routers = options.routers or shipped_routers(options.model)
     if routers is None and options.mode != "self_speculative":
@@ -264,7 +272,20 @@ def attach(model: Any, options: EngineOptions) -> Any:
             )
         )
     loaded = load_routers(routers) if routers is not None else None
-    return TIDEModelForCausalLM.attach(model, loaded, mode=options.mode, exit_threshold=options.exit_threshold)
+    settings: dict[str, Any] = {
+        "mode": options.mode,
+        "exit_threshold": options.exit_threshold,
+        "engine": options.engine,
+    }
+    attached = TIDEModelForCausalLM.attach(model, loaded, **settings)
+    if options.mode == "self_speculative":  # the other modes run layer by layer
+        attached.tide_warm_up(rows)
+    return attached
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Numbers of rows whose steps serve batches of any number up to `most`: powers of two, and `most`."""
+    return [*(2**power for power in range((most - 1).bit_length())), most]
 
 
 class _Rows(RowCriterion):

@@ -28,7 +28,7 @@ def run_transformers_server(options: EngineOptions, host: str, port: int, **serv
 
     class Manager(model_manager.ModelManager):
         def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-            return attach(super()._load_model(*args, **kwargs), options)
+            return attach(super()._load_model(*args, **kwargs), options, [1])
 
     own, model_manager.ModelManager = model_manager.ModelManager, Manager
     try:

@@ -132,7 +132,8 @@ class CapturedSteps:
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
 
-        Those of less than twice as many rows will do, where there are some: rows cost less than steps of their own.
+        Those of up to twice as many slots, and less than twice as many rows, will do where there are some: what is not
+        used costs less than steps of one's own.
 
         Args:
             like: The filled cache of the call.
@@ -141,21 +142,21 @@ class CapturedSteps:
             **kinds: As `StepBuffers` takes them.
         """
         first: Any = like.layers[0]
-        parts: Any = self._parts
         capacity = capacity_for(rows, slots)
-        others = (capacity, first.keys.dtype, len(like.layers), *sorted(kinds.items()))
-        known = {key[0]: found for key, found in self._buffers.items() if key[1:] == others and key[0] >= rows}
-        nearest = min(known, default=rows)
-        key = (nearest if 1 < rows <= nearest < 2 * rows else rows, *others)
+        others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
+        alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
+        near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
+        key = min(near, default=(rows, capacity, *others))
         if key not in self._buffers:
-            while len(self._buffers) >= MOST_BUFFERS:
+            before = memory_of(first.keys.device)
+            shared = next((self._buffers[other].cache for other in alike if other[1] == capacity), None)
+            parts: Any = self._parts
+            self._buffers[key] = StepBuffers(parts, like, rows, capacity, **kinds, shared=shared)
+            self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
+            while len(self._buffers) > MOST_BUFFERS:
                 _, oldest = self._buffers.popitem(last=False)
                 for step in [step for step in self._steps if step[0] is oldest]:
                     del self._steps[step]
-            before = memory_of(first.keys.device)
-            shared = known[nearest].cache if nearest in known else None
-            self._buffers[key] = StepBuffers(parts, like, rows, capacity, **kinds, shared=shared)
-            self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
         self._buffers.move_to_end(key)
         return self._buffers[key]
 

@@ -28,6 +28,7 @@ class WarmUp:
         self.description, self.unit = description, unit
         self.num_made, self.seconds, self.bytes = 0, 0.0, 0
         self._line: Any = None
+        self._shown = 0
 
     def __reduce__(self) -> tuple:
         """Copies and pickles count for themselves."""
@@ -35,17 +36,19 @@ class WarmUp:
 
     @contextmanager
     def shown(self, *, is_due: bool = False) -> Iterator[None]:
-        """A call in which things may have to be made ready: the line ends with it.
+        """A call, or several in turn, in which things may have to be made ready: the line ends with the outermost.
 
         Args:
             is_due: Draw the line at once, since something will be.
         """
         if is_due:
             self._draw()
+        self._shown += 1
         try:
             yield
         finally:
-            if self._line is not None:
+            self._shown -= 1
+            if self._line is not None and not self._shown:
                 self._line.close()
                 self._line = None
 

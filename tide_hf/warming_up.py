@@ -1,0 +1,169 @@
+"""Make an engine ready before the first answer: calls in which every step runs that answers are likely to need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from .attachment import Attachment, head_priors
+from .config_checks import short
+from .drafting import UNREAD, Draft, Drafter
+from .errors import ConfigurationError, describe
+from .policy import CostTable, Option, choose
+from .rows import RowCriterion
+from .steps.step_buffers import WIDTHS
+
+# Tokens of prompts: a linear layer may read its weights in another form for each of these numbers.
+PROMPT_LENGTHS = (8, 40, 80, 160, 320)
+ANSWER_LENGTH = 2 * sum(WIDTHS)  # room for what is drafted
+
+
+class WarmUpDrafter:
+    """Drafts a token with a head, and then as many as each width of a verify pass takes, right or wrong.
+
+    Args:
+        shallow: The model's shallow layers.
+        exit_layers: The heads' layers.
+        widths: Of verify passes.
+
+    Attributes:
+        rounds: What is still to be drafted: `("draft", exit_layer)` or `("verify", width)`.
+    """
+
+    def __init__(self, shallow: Any, exit_layers: Iterable[int], widths: Iterable[int]) -> None:
+        self.shallow = shallow
+        self.rounds = [("verify", width) for width in reversed(list(widths))]
+        self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        """Draft what is next."""
+        kind, size = self.rounds.pop() if self.rounds else ("verify", 1)
+        if kind == "verify" or min(limits) < 1:
+            return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
+        if self.shallow.runs_ahead:
+            self.shallow.run_ahead(size, 1)
+            return [Draft().add([UNREAD], "warm-up", size) for _ in rows]
+        tokens, _ = self.shallow.step(size, [[] for _ in rows])
+        self.shallow.rollback()
+        return [Draft().add([token], "warm-up", size) for token in tokens]
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        """Learn nothing."""
+
+
+class _Enough(RowCriterion):
+    """Ends all rows once nothing is left to be drafted."""
+
+    def __init__(self) -> None:
+        self.drafter: WarmUpDrafter | None = None
+
+    def stops_row(self, index: int, token: int) -> bool:
+        return self.drafter is not None and not self.drafter.rounds
+
+
+def warm_up(model: Any, attachment: Attachment, engine: str, rows: int | Iterable[int], max_length: int) -> float:
+    """Make an engine ready for batches of `rows` sequences; see `TIDEGenerationMixin.tide_warm_up`.
+
+    Args:
+        model: The attached model.
+        attachment: What TIDE added to it.
+        engine: One that has to be made ready.
+        rows: Sequences of a call, or several numbers of them.
+        max_length: Most tokens of prompt and answer.
+
+    Returns:
+        Seconds that it took.
+    """
+    before, stats = attachment.warm_up_seconds(engine), model.last_exit_stats
+    numbers = sorted({rows} if isinstance(rows, int) else set(rows), reverse=True)  # fewer share the memory of more
+    most = min(max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length)
+    with ExitStack() as lines:
+        for counter in attachment.warm_ups(engine):
+            lines.enter_context(counter.shown())
+        for number in numbers:
+            _run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
+            for length in PROMPT_LENGTHS[1:] if number in (numbers[0], numbers[-1]) else ():
+                if length + ANSWER_LENGTH <= most:
+                    _run(model, attachment, engine, number, length, length + 1)
+    model.last_exit_stats = stats
+    return attachment.warm_up_seconds(engine) - before
+
+
+def check_sizes(rows: Any, max_length: Any) -> None:
+    """Refuse numbers of sequences and tokens that are none.
+
+    Raises:
+        ConfigurationError: One of them is.
+    """
+    numbers = list(rows) if isinstance(rows, Iterable) else [rows]
+    bad = [("max_length", max_length)] if not _is_count(max_length) else []
+    bad += [("rows", rows)] if not numbers or not all(map(_is_count, numbers)) else []
+    for name, value in bad:
+        raise ConfigurationError(
+            describe(
+                f"{name} makes no sense",
+                got=short(value),
+                expected="a whole number of at least 1" + (", or several of them" if name == "rows" else ""),
+                do="Pass rows=1 for single sequences, or rows=(1, 2, 4, 8), say, for batches as well."
+                if name == "rows"
+                else "Pass max_length=1024, say.",
+            )
+        )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _run(model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int) -> None:
+    """One call, on any tokens: every step runs in it, or, where there is room for one token, the prompt alone."""
+    enough = _Enough()
+
+    def make(_attachment: Attachment, _prompts: list[list[int]], shallow: Any) -> WarmUpDrafter:
+        widths = shallow.decoder.widths or WIDTHS
+        enough.drafter = WarmUpDrafter(shallow, _layers_to_draft(attachment, shallow), widths)
+        return enough.drafter
+
+    ids = torch.arange(length, device=model.device).expand(rows, -1) % attachment.structure.vocab_size
+    mask = torch.ones_like(ids)
+    mask[1:, 0] = 0  # prompts of a batch are padded, as a rule, which takes graphs of its own
+    with _drafting_by(attachment, make):
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max_length - length,
+            stopping_criteria=[enough],
+            tide_mode="self_speculative",
+            tide_engine=engine,
+            do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=False,
+        )
+
+
+def _layers_to_draft(attachment: Attachment, shallow: Any) -> list[int]:
+    """The layer of the head that the policy would choose if costs went by depth, if any."""
+    costs = CostTable(attachment.structure.num_layers, attachment.structure.head_share, WIDTHS)
+    for _ in range(2):  # the first is not believed
+        costs.record(("verify", 1), 1.0)
+    priors = head_priors(attachment, shallow)
+    choice = choose([Option("head", ((prior, WIDTHS[-1] - 1),), layer) for layer, prior in priors.items()], costs)
+    return [choice.option.exit_layer] if choice.option is not None else []
+
+
+@contextmanager
+def _drafting_by(attachment: Attachment, make: Callable[..., Drafter]) -> Iterator[None]:
+    """Let calls of this thread, and of no other, draft by what `make` makes."""
+    before, own = attachment.make_drafter, get_ident()
+    attachment.make_drafter = lambda *args: make(*args) if get_ident() == own else before(*args)
+    try:
+        yield
+    finally:
+        attachment.make_drafter = before
