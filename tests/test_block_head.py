@@ -131,7 +131,7 @@ def test_the_cache_holds_no_trace_of_the_block(tiny_llama):
     assert len(first.past_key_values.layers) == 4
 
 
-def test_a_continued_cache_goes_on_without_the_block(tiny_llama):
+def test_a_continued_cache_gives_the_base_models_tokens(tiny_llama):
     model = tiny_llama()
     routers = routers_for(model, 1)
     routers.config.calibration = {"exit_layers": {}, "block": {"agreement": 0.99}}

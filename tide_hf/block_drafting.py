@@ -16,6 +16,23 @@ from .skipping import LayerCall, LayerGate, LayerRun
 from .structure import DecoderStructure
 from .unembed import Unembed
 
+MEMORY = "_tide_block"  # the attribute of a cache that has a `BlockMemory`
+
+
+@dataclass
+class BlockMemory:
+    """What a cache that is returned keeps for the block, so that a call that goes on behind it can draft.
+
+    Attributes:
+        made_by: The block, by [`BlockPoint.identity`].
+        layer: Its K/V, which are those of the cache's first tokens.
+        deep_before: (rows, 1, D) normalised final state of the last of them.
+    """
+
+    made_by: str
+    layer: DynamicLayer
+    deep_before: Tensor | None
+
 
 class BlockRun(LayerRun):
     """Full-depth passes that leave the block what it needs: K/V for the new tokens, and their final states.
@@ -72,10 +89,14 @@ class BlockRun(LayerRun):
         """After a verify pass: go on behind the first `accepted[row]` of its tokens."""
         if self.final is None:
             return
-        rows = torch.arange(len(accepted), device=self.final.device)
-        last = torch.tensor(accepted, device=self.final.device) - 1
-        self.deep_before = self.final[rows, last.clamp(min=0)][:, None]
+        self.keep_state(self.final, accepted)
         self.drafted = None
+
+    def keep_state(self, final: Tensor, accepted: list[int]) -> None:
+        """Go on behind the first `accepted[row]` tokens of a pass with these final states, (rows, width, D)."""
+        rows = torch.arange(len(accepted), device=final.device)
+        last = torch.tensor(accepted, device=final.device) - 1
+        self.deep_before = final[rows, last.clamp(min=0)][:, None]
 
     def select(self, index: Tensor) -> None:
         """Keep only these rows."""
@@ -100,6 +121,11 @@ class BlockRun(LayerRun):
     def rollback(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` that it drafted."""
         crop(self.cache.layers[self.num_layers], num_tokens)
+
+    def remember(self) -> None:
+        """Leave with the cache, which is returned, what a call takes that goes on behind it."""
+        (layer,) = self.cache.layers[self.num_layers :]
+        setattr(self.cache, MEMORY, BlockMemory(self.point.identity, layer, self.deep_before))
 
     def finish(self) -> None:
         """Take the block's K/V out of the cache."""
@@ -174,6 +200,14 @@ class LateBlockRun(BlockRun):
             self._catch_up()
             self.finish()
 
+    def remember(self) -> None:
+        """Fill in what is missing, and leave it with the cache; see [`BlockRun.remember`]."""
+        if self._behind:
+            self._catch_up()
+        elif len(self.cache.layers) == self.num_layers:
+            self.cache.layers.append(self._layer)
+        super().remember()
+
     def draft(self, call: LayerCall) -> Tensor:
         """Run the block on one token; see [`BlockRun.draft`]."""
         if self._behind:
@@ -226,6 +260,8 @@ def block_run(
 ) -> BlockRun | None:
     """The run of a call in which the block drafts; `None` where there is no block or no K/V for what is cached.
 
+    For that there are some where another call of a block drafted before, and returned the cache.
+
     Args:
         config: The base model's text config.
         structure: Its structure.
@@ -236,9 +272,31 @@ def block_run(
     """
     if routers is None or routers.block is None or type(cache) is not DynamicCache:
         return None
-    if cache.get_seq_length() > 0 or cache.offloading or len(cache.layers) != structure.num_layers:
+    if cache.offloading or len(cache.layers) != structure.num_layers:
+        return None
+    memory = _memory_of(cache, routers.block.identity)
+    if memory is None:
         return None
     routers.block.head.use_attention_of(config)
-    cache.layers.append(DynamicLayer())
+    cache.layers.append(memory.layer)
     kind = LateBlockRun if late else BlockRun
-    return kind(structure, cache, unembed, routers.block, routers.config.block_layer)
+    run = kind(structure, cache, unembed, routers.block, routers.config.block_layer)
+    run.deep_before = memory.deep_before
+    return run
+
+
+def _memory_of(cache: Any, identity: str) -> BlockMemory | None:
+    """Take what a cache keeps for a block; of an empty one nothing is needed."""
+    memory = vars(cache).pop(MEMORY, None)
+    length = cache.get_seq_length()
+    if length == 0:
+        return BlockMemory(identity, DynamicLayer(), None)
+    if memory is None or memory.made_by != identity or len(memory.layer.keys) != len(cache.layers[0].keys):
+        return None
+    surplus = memory.layer.get_seq_length() - length
+    if surplus < 0:  # the cache has grown without the block
+        return None
+    if surplus > 0:  # it was cut back; what stood before its last token now is not known
+        crop(memory.layer, surplus)
+        memory.deep_before = None
+    return memory

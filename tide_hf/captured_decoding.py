@@ -22,7 +22,7 @@ from .cpu.many_queries import LEAST_QUERIES, is_faster
 from .cpu.products import stored_product_of
 from .cpu.shared_heads import shared_heads
 from .drafting import UNREAD, Drafter
-from .kv_cache import CacheSlots, cache_is_returned
+from .kv_cache import CacheSlots
 from .policy import step_width
 from .speculation import SelfSpeculativeDecoder
 from .steps.fixed_cache import FixedSlots, fixed_bytes, give_back
@@ -226,9 +226,11 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return super()._top_tokens(logits) if self.buffers is None else self._results()
 
     def _result(self) -> Tensor | GenerateDecoderOnlyOutput:
-        if self.buffers is not None and cache_is_returned(self.config, self.native_slots.cache):
+        if self.buffers is not None and self.is_returned:
             self.fixed_slots.settle()
             give_back(self.buffers.cache, self.native_slots.cache, self.fixed_slots.length)
+            if self.block is not None and self.kept is not None:
+                self.block.keep_state(self.buffers.finals, self.kept)
             self.slots = self.native_slots
         return super()._result()
 

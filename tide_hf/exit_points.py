@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import torch
 from torch import Tensor, nn
 
@@ -83,6 +85,7 @@ class BlockPoint(nn.Module):
         super().__init__()
         self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
         self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of its logit
+        self.identity = uuid4().hex  # of its weights, which copies share
 
     def score(self, log_probabilities: Tensor) -> Tensor:
         """(...) log-probabilities of the top tokens -> (...) probabilities that they are the full model's."""

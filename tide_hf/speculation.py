@@ -83,15 +83,15 @@ class SelfSpeculativeDecoder:
         self.shallow = ShallowLayers(self)
         self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         stopping = Stopping(stopping_criteria, generation_config)
-        is_returned = cache_is_returned(generation_config, cache)
+        self.is_returned = cache_is_returned(generation_config, cache)
         self.chooser = TokenChooser(
-            self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, is_returned
+            self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, self.is_returned
         )
         # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others
         # need them, or the rows have adapters of their own.
         self.drops_stopped = not (
             not stopping.pads
-            or is_returned
+            or self.is_returned
             or self.chooser.together
             or has_adapters_by_row(model, attachment.structure)
         )
@@ -106,12 +106,15 @@ class SelfSpeculativeDecoder:
                 self._prefill(drafter)
                 while not self._is_done():
                     self._round(drafter)
+                result = self._result()
+                if self.block is not None and self.is_returned:
+                    self.block.remember()
         finally:
             if self.block is not None:
                 self.block.finish()
         if self.streamer is not None:
             self.streamer.end()
-        return self._result()
+        return result
 
     def forward(self, tokens: list[list[int]], start: int = 0) -> Any:
         """One pass over as many new tokens for each row.
