@@ -160,3 +160,18 @@ def test_rows_in_a_returned_cache_are_the_calls_own(tiny_llama):
         assert layer.keys.shape == other.keys.shape
         torch.testing.assert_close(layer.keys[:, :, PROMPT:], other.keys[:, :, PROMPT:], atol=1e-4, rtol=1e-4)
     assert isinstance(model, TIDEModelForCausalLM)
+
+
+def test_buffers_that_were_given_back_in_between_do_no_harm(tiny_llama):
+    """As another thread may do at any time."""
+    model, batch = tiny_llama(), prompts(4)
+    options, expected, _ = ending_early(model, batch)
+    attach_compiled(model)
+
+    class Releases(ScriptedDrafter):
+        def draft(self, rows, limits):
+            model._tide.compiled_steps.release()
+            return super().draft(rows, limits)
+
+    model._tide.make_drafter = lambda *_: Releases("mixed", new_tokens(expected), VOCAB)
+    assert torch.equal(model.generate(**batch, **options), expected)

@@ -30,7 +30,7 @@ def test_answers_wait_for_nothing(attach, tiny_llama):
     batches = [prompts(rows, pads=3 if rows > 1 else 0) for rows in range(1, 5)]
     expected = [model.generate(**batch, **options) for batch in batches]
     steps = attach(model, with_figures(routers_for(model, 1)))
-    assert model.tide_warm_up((1, 2, 4), max_length=200) > 0.0
+    assert model.tide_warm_up((rows for rows in (1, 4, 2)), max_length=200) > 0.0
     made = {(buffers.rows, kind, size) for buffers, kind, size in steps._steps}
     verify = {("verify", width) for width in WIDTHS}
     assert made == {(rows, *step) for rows in (1, 2, 4) for step in (*verify, ("draft", 1))}
@@ -60,7 +60,7 @@ def test_prompts_of_all_lengths_are_read(tiny_llama):
 
 @pytest.mark.parametrize(
     ("max_length", "positions", "longest"),
-    [(1024, 2048, PROMPT_LENGTHS[-1]), (130, 2048, 40), (1024, 130, 40), (64, 64, 8)],
+    [(1024, 2048, PROMPT_LENGTHS[-1]), (130, 2048, 40), (1024, 130, 40), (64, 64, 8), (5, 2048, 8)],
 )
 def test_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions, longest):
     model, lengths = tiny_llama(max_position_embeddings=positions), []

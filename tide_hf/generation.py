@@ -29,7 +29,7 @@ from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import check_rope
-from .warming_up import check_sizes, warm_up
+from .warming_up import checked_rows, warm_up
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
@@ -139,12 +139,12 @@ class TIDEGenerationMixin:
         """
         attachment = self._tide
         chosen: str | None = check_engine(engine or attachment.engine)
-        check_sizes(rows, max_length)
+        numbers = checked_rows(rows, max_length)
         if chosen == "auto":
             chosen = candidate_for(self)
         if chosen in (None, RENTED):
             return 0.0
-        return warm_up(self, attachment, str(chosen), rows, max_length)
+        return warm_up(self, attachment, str(chosen), numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""

@@ -65,21 +65,20 @@ class _Enough(RowCriterion):
         return self.drafter is not None and not self.drafter.rounds
 
 
-def warm_up(model: Any, attachment: Attachment, engine: str, rows: int | Iterable[int], max_length: int) -> float:
-    """Make an engine ready for batches of `rows` sequences; see `TIDEGenerationMixin.tide_warm_up`.
+def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int], max_length: int) -> float:
+    """Make an engine ready; see `TIDEGenerationMixin.tide_warm_up`.
 
     Args:
         model: The attached model.
         attachment: What TIDE added to it.
         engine: One that has to be made ready.
-        rows: Sequences of a call, or several numbers of them.
+        numbers: Of the sequences of a call, descending: fewer share the memory of more.
         max_length: Most tokens of prompt and answer.
 
     Returns:
         Seconds that it took.
     """
     before, stats = attachment.warm_up_seconds(engine), model.last_exit_stats
-    numbers = sorted({rows} if isinstance(rows, int) else set(rows), reverse=True)  # fewer share the memory of more
     most = min(max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length)
     with ExitStack() as lines:
         for counter in attachment.warm_ups(engine):
@@ -93,11 +92,11 @@ def warm_up(model: Any, attachment: Attachment, engine: str, rows: int | Iterabl
     return attachment.warm_up_seconds(engine) - before
 
 
-def check_sizes(rows: Any, max_length: Any) -> None:
-    """Refuse numbers of sequences and tokens that are none.
+def checked_rows(rows: Any, max_length: Any) -> list[int]:
+    """The numbers of sequences, descending.
 
     Raises:
-        ConfigurationError: One of them is.
+        ConfigurationError: These, or that of tokens, are none.
     """
     numbers = list(rows) if isinstance(rows, Iterable) else [rows]
     bad = [("max_length", max_length)] if not _is_count(max_length) else []
@@ -113,6 +112,7 @@ def check_sizes(rows: Any, max_length: Any) -> None:
                 else "Pass max_length=1024, say.",
             )
         )
+    return sorted(set(numbers), reverse=True)
 
 
 def _is_count(value: object) -> bool:
@@ -135,7 +135,7 @@ def _run(model: Any, attachment: Attachment, engine: str, rows: int, length: int
         model.generate(
             ids,
             attention_mask=mask,
-            max_new_tokens=max_length - length,
+            max_new_tokens=max(1, max_length - length),
             stopping_criteria=[enough],
             tide_mode="self_speculative",
             tide_engine=engine,

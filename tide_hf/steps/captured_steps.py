@@ -162,12 +162,12 @@ class CapturedSteps:
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
         """Buffers for the `rows` sequences that are left, if there are some with fewer rows and all the same steps."""
-        (key,) = (key for key, found in self._buffers.items() if found is buffers)
+        kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)  # `None`: released
         steps = self._steps_of(buffers)
-        for other in sorted(other for other in self._buffers if other[1:] == key[1:] and rows <= other[0] < key[0]):
-            if steps <= self._steps_of(self._buffers[other]):
-                self._buffers.move_to_end(other)
-                return self._buffers[other]
+        for key in sorted(key for key in self._buffers if key[1:] == kind and rows <= key[0] < buffers.rows):
+            if steps <= self._steps_of(self._buffers[key]):
+                self._buffers.move_to_end(key)
+                return self._buffers[key]
         return None
 
     def _steps_of(self, buffers: StepBuffers) -> set[tuple[str, int]]:
