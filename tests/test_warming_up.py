@@ -12,6 +12,7 @@ from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
+from tide_hf.padding import left_padded
 from tide_hf.steps.compiled_steps import CompiledSteps
 from tide_hf.steps.step_buffers import WIDTHS
 from tide_hf.warming_up import PROMPT_LENGTHS, _drafting_by
@@ -55,6 +56,18 @@ def test_prompts_of_all_lengths_are_read(tiny_llama):
     for length in (4, 30, 200):
         model.generate(**prompts(1, length=length), **OPTIONS)
     assert steps.prompts.num_compiled > read
+    assert steps.warm_up.num_made == before
+
+
+@pytest.mark.parametrize(("lengths", "passes"), [((100, 99, 20, 20, 50), 3), ((100, 99, 98, 97, 96), 1)])
+def test_prompts_of_a_batch_are_read_apart_and_together(tiny_llama, lengths, passes):
+    model = tiny_llama()
+    steps = attach_compiled(model)
+    model.tide_warm_up(5)
+    assert steps.refused is None
+    read, before = steps.prompts.num_compiled, steps.warm_up.num_made
+    model.generate(**left_padded([[7] * length for length in lengths]), **OPTIONS)
+    assert steps.prompts.num_compiled == read + passes * 4
     assert steps.warm_up.num_made == before
 
 

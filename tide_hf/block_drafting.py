@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +62,13 @@ class BlockRun(LayerRun):
         self.drafted: Tensor | None = None  # the same as the block has it, behind tokens that it drafted
         self._call: LayerCall | None = None
         self.final: Tensor | None = None  # (rows, width, D) normalised final states of the last pass
+
+    @contextmanager
+    def reading_into(self, cache: Any) -> Iterator[None]:
+        """As [`LayerRun.reading_into`]; no token stands before these rows' first."""
+        self.deep_before = None
+        with super().reading_into(cache):
+            yield
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layer; note the call behind the block's exit layer, and the final state."""

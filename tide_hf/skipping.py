@@ -169,6 +169,15 @@ class LayerRun:
         """Whether a call of the model with these arguments is one of this run's."""
         return self.cache is None or any(value is self.cache for value in kwargs.values())
 
+    @contextmanager
+    def reading_into(self, cache: Any) -> Iterator[None]:
+        """Take passes over another cache, an empty one for some of the call's rows, for the call's own."""
+        whole, self.cache = self.cache, cache
+        try:
+            yield
+        finally:
+            self.cache = whole
+
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for one layer's forward."""
         return self.execute(gate, args, kwargs)

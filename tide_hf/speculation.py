@@ -24,6 +24,7 @@ from .choosing import TokenChooser
 from .drafting import Draft, Drafter
 from .kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
 from .policy import CostTable
+from .prompt_groups import read_prompts
 from .ranks import ranks_of
 from .rows import Row, Stopping, by_step
 from .skipping import FixedDepthRun, LayerRun, active, on_device
@@ -141,16 +142,16 @@ class SelfSpeculativeDecoder:
         return self.model(**inputs, return_dict=True)
 
     def _prefill(self, drafter: Drafter) -> None:
-        outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
-        start_recording(outputs.past_key_values)
+        cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
+        start_recording(cache)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", "past_key_values"):
             self.model_kwargs.pop(name, None)
         threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
-        self.slots = CacheSlots(outputs.past_key_values, mask, threshold, self.input_ids.device, ops)
+        self.slots = CacheSlots(cache, mask, threshold, self.input_ids.device, ops)
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
         drafts = [Draft() for _ in self.batch]
-        for row, tokens in zip(self.batch, self._accept(outputs.logits[:, -1:], drafts), strict=True):
+        for row, tokens in zip(self.batch, self._accept(logits, drafts), strict=True):
             drafter.observe(row.index, Draft(), tokens, 0)
         self._drop_stopped()
 

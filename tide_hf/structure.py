@@ -129,6 +129,19 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
+def length_dependent_ropes(config: Any) -> list[dict[str, Any]]:
+    """The settings of rotary embeddings whose angles depend on the longest position of a pass (`longrope`, `dynamic`).
+
+    Args:
+        config: The base model's text config. It has one for all layers, or one for each kind of them.
+    """
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict):
+        return []
+    of_kinds = [settings, *(value for value in settings.values() if isinstance(value, dict))]
+    return [rope for rope in of_kinds if rope.get("rope_type") in ("longrope", "dynamic")]
+
+
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
     """Refuse to draft across the length at which a model's rotary embedding changes.
 
@@ -143,12 +156,11 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
     Raises:
         UnsupportedOptionError: The answer may cross that length.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
-        return
-    own = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    limit = own or config.max_position_embeddings
-    if prompt_length <= limit < max_length:
+    for rope in length_dependent_ropes(config):
+        own = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        limit = own or config.max_position_embeddings
+        if not prompt_length <= limit < max_length:
+            continue
         raise UnsupportedOptionError(
             describe(
                 "the model's rotary embedding changes within this answer",

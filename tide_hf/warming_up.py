@@ -85,11 +85,16 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
             lines.enter_context(counter.shown())
         for number in numbers:
             _run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
-            for length in PROMPT_LENGTHS[1:] if number in (numbers[0], numbers[-1]) else ():
-                if length + ANSWER_LENGTH <= most:
-                    _run(model, attachment, engine, number, length, length + 1)
+        for length in PROMPT_LENGTHS:
+            for number, padded in _kinds_of_prompts(numbers[0]) if length + ANSWER_LENGTH <= most else ():
+                _run(model, attachment, engine, number, length, length + 1, padded)
     model.last_exit_stats = stats
     return attachment.warm_up_seconds(engine) - before
+
+
+def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:
+    """Rows, and whether they are padded: a batch is read together, or in groups of about one length."""
+    return {(1, False), (2, False), (2, True), (most_rows, True)} if most_rows > 1 else {(1, False)}
 
 
 def checked_rows(rows: Any, max_length: Any) -> list[int]:
@@ -119,7 +124,9 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _run(model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int) -> None:
+def _run(
+    model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
+) -> None:
     """One call, on any tokens: every step runs in it, or, where there is room for one token, the prompt alone."""
     enough = _Enough()
 
@@ -130,7 +137,8 @@ def _run(model: Any, attachment: Attachment, engine: str, rows: int, length: int
 
     ids = torch.arange(length, device=model.device).expand(rows, -1) % attachment.structure.vocab_size
     mask = torch.ones_like(ids)
-    mask[1:, 0] = 0  # prompts of a batch are padded, as a rule, which takes graphs of its own
+    if padded:  # which takes graphs of its own
+        mask[1:, 0] = 0
     with _drafting_by(attachment, make):
         model.generate(
             ids,

@@ -1,0 +1,225 @@
+"""Prompts of a batch are read in groups of about one length: what is left behind is what one pass would leave."""
+
+import pytest
+import torch
+from drafters import HeadDrafter
+from families import ATTENTION, VOCAB, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from test_block_head import routers_for
+from test_captured_steps import attach as attach_graphs
+from test_compiled_steps import attach as attach_compiled
+from transformers import DynamicCache, StaticCache
+
+from tide_hf import TIDEModelForCausalLM, prompt_groups
+from tide_hf.prompt_groups import _groups_of, groups_by_length
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+RETURNED = {**OPTIONS, "return_dict_in_generate": True}
+LENGTHS = (12, 5, 20, 12, 3)
+WITHOUT_POSITIONS = ("bloom",)  # of their own: nothing says where a row begins
+
+
+@pytest.fixture
+def passes_are_cheap(monkeypatch):
+    monkeypatch.setattr(prompt_groups, "PASS_TOKENS", 1)
+
+
+def attach_eagerly(model, routers=None):
+    TIDEModelForCausalLM.attach(model, routers)
+
+
+def batch(lengths=LENGTHS, padding="left", seed=0):
+    longest = max(lengths)
+    ids = torch.randint(3, VOCAB, (len(lengths), longest), generator=torch.Generator().manual_seed(seed))
+    first = torch.tensor([longest - length for length in lengths])[:, None]
+    mask = (torch.arange(longest) >= first).long()
+    mask = mask.flip(1) if padding == "right" else mask
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def passes_of(model, call):
+    """The shapes of the passes, those that read prompts first, and what `call` returns."""
+    shapes = []
+
+    def seen(_module, args, _output):
+        shapes.append(tuple(args[0].shape))
+
+    hook = model.get_input_embeddings().register_forward_hook(seen)
+    try:
+        result = call()
+    finally:
+        hook.remove()
+    return shapes, result
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pass_tokens", "groups"),
+    [
+        ([7], 40, [[0]]),
+        ([7, 7, 7], 0, [[0, 1, 2]]),
+        ([9, 7, 8], 40, [[1, 2, 0]]),
+        ([9, 7, 8], 0, [[1], [2], [0]]),
+        ([50, 300, 51, 290], 40, [[0, 2], [3, 1]]),
+        ([48, 70, 116, 51, 54, 238, 49, 41], 40, [[7, 0, 6, 3, 4], [1], [2], [5]]),
+        ([10, 10, 30, 30], 40, [[0, 1, 2, 3]]),  # another pass costs what it would save
+        ([10, 10, 31, 31], 40, [[0, 1], [2, 3]]),
+    ],
+)
+def test_groups(lengths, pass_tokens, groups):
+    assert groups_by_length(lengths, pass_tokens) == groups
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(0, 200))
+def test_no_other_groups_cost_less(lengths, pass_tokens):
+    def cost(groups):
+        return sum(pass_tokens + len(group) * max(group) for group in groups)
+
+    def partitions(rest):
+        if not rest:
+            yield []
+        for size in range(1, len(rest) + 1):
+            yield from ([rest[:size], *others] for others in partitions(rest[size:]))
+
+    groups = groups_by_length(lengths, pass_tokens)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert cost([[lengths[row] for row in group] for group in groups]) == min(map(cost, partitions(sorted(lengths))))
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled, attach_graphs])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_every_family_answers_as_from_one_pass(family, attach):
+    model, inputs = tiny_model(family), batch()
+    expected = model.generate(**inputs, **RETURNED)
+    attach(model)
+    shapes, result = passes_of(model, lambda: model.generate(**inputs, **RETURNED))
+    assert torch.equal(result.sequences, expected.sequences)
+    if family in WITHOUT_POSITIONS:
+        assert shapes[0] == (5, 20)
+    else:
+        assert shapes[:4] == [(1, 3), (1, 5), (2, 12), (1, 20)]
+    assert result.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    more = torch.cat([expected.sequences, batch((6,) * 5, seed=1)["input_ids"]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(5, 26, dtype=torch.long)], dim=1)
+    second = model.generate(more, attention_mask=mask, past_key_values=result.past_key_values, **OPTIONS)
+    TIDEModelForCausalLM.detach(model)
+    plain = model.generate(more, attention_mask=mask, past_key_values=expected.past_key_values, **OPTIONS)
+    assert torch.equal(second, plain)
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_what_runs_is_counted_as_ever():
+    counts = []
+    for lengths in (LENGTHS, (20,) * 5):
+        model = tiny_model("llama")
+        attach_eagerly(model)
+        model.generate(**batch(lengths), **{**OPTIONS, "max_new_tokens": 1})
+        counts.append(model.last_exit_stats.layers_executed)
+    assert counts[0] == counts[1]  # once per row
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+def test_the_block_drafts_for_each_row_what_it_would_for_the_row_alone(attach):
+    model = tiny_model("llama")
+    routers = routers_for(model, 1)
+
+    def drafts(inputs):
+        made = []
+
+        def make(_, texts, shallow):
+            made.append(HeadDrafter(texts, shallow, 1, 3))
+            return made[-1]
+
+        attach(model, routers)
+        model._tide.make_drafter = make
+        model.generate(**inputs, **{**OPTIONS, "max_new_tokens": 5})
+        return [drafted for _text, drafted in made[0].drafted[: len(inputs["input_ids"])]]
+
+    together = drafts(batch())
+    for row, length in enumerate(LENGTHS):
+        alone = {name: value[row : row + 1, -length:] for name, value in batch().items()}
+        assert drafts(alone)[0] == together[row]
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_a_cache_of_the_caller_s_is_filled():
+    model, inputs = tiny_model("llama"), batch()
+    expected, plain = DynamicCache(), DynamicCache(config=model.config)
+    model(**inputs, past_key_values=expected, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    attach_eagerly(model)
+    for cache in (DynamicCache(), plain):
+        model.generate(**inputs, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
+        visible = inputs["attention_mask"].bool()[:, None, :, None]
+        for found, wanted in zip(cache.layers, expected.layers, strict=True):
+            torch.testing.assert_close(found.keys * visible, wanted.keys * visible, atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(found.values * visible, wanted.values * visible, atol=1e-4, rtol=1e-3)
+            assert not (found.keys * ~visible).any()
+
+
+def kwargs_of(model, inputs):
+    """What `generate` prepares."""
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    return {"attention_mask": inputs["attention_mask"], "position_ids": positions, "past_key_values": cache}
+
+
+def filled(model, kwargs):
+    states = torch.zeros(5, 2, 1, 8)
+    for layer in range(4):
+        kwargs["past_key_values"].update(states, states, layer)
+
+
+WHOLE = {
+    "padded on the right": lambda model, kwargs: kwargs.update(kwargs_of(model, batch(padding="right"))),
+    "nothing is padded": lambda model, kwargs: kwargs.update(kwargs_of(model, batch((20,) * 5))),
+    "a row without tokens": lambda model, kwargs: kwargs["attention_mask"][2].zero_(),
+    "no mask": lambda model, kwargs: kwargs.pop("attention_mask"),
+    "no positions": lambda model, kwargs: kwargs.pop("position_ids"),
+    "the same positions for all": lambda model, kwargs: kwargs.update(position_ids=torch.arange(20)[None]),
+    "no cache": lambda model, kwargs: kwargs.update(past_key_values=None),
+    "a cache with tokens": filled,
+    "a cache that is offloaded": lambda model, kwargs: setattr(kwargs["past_key_values"], "offloading", True),
+    "a cache of fixed size": lambda model, kwargs: kwargs.update(past_key_values=StaticCache(model.config, 32)),
+    "token types": lambda model, kwargs: kwargs.update(token_type_ids=torch.zeros(5, 20, dtype=torch.long)),
+    "a list": lambda model, kwargs: kwargs.update(adapter_names=["a", "b", "a", "b", "a"]),
+    "quantised": lambda model, kwargs: setattr(model, "is_quantized", True),
+    "offloaded": lambda model, kwargs: setattr(model, "hf_device_map", {"model.layers.0": "cpu", "lm_head": "disk"}),
+    "longest position matters": lambda model, kwargs: model.config.rope_parameters.update(rope_type="dynamic"),
+    "likewise, in some layers": lambda model, kwargs: model.config.rope_parameters.update(a={"rope_type": "longrope"}),
+}
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+@pytest.mark.parametrize("why", WHOLE)
+def test_read_in_one_pass(why):
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    inputs = batch()
+    kwargs = {**kwargs_of(model, inputs), "use_cache": True, "logits_to_keep": 1}
+    assert _groups_of(model, inputs["input_ids"], kwargs) == [[4], [1], [0, 3], [2]]
+    WHOLE[why](model, kwargs)
+    assert _groups_of(model, inputs["input_ids"], kwargs) == [[0, 1, 2, 3, 4]]
+
+
+def test_elsewhere_than_on_a_cpu_in_one_pass():
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    assert _groups_of(model, torch.empty(5, 20, device="meta", dtype=torch.long), {}) == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_adapters_by_row_are_read_in_one_pass(monkeypatch):
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    monkeypatch.setattr(prompt_groups, "has_adapters_by_row", lambda *_: True)
+    shapes, _ = passes_of(model, lambda: model.generate(**batch(), **OPTIONS))
+    assert shapes[0] == (5, 20)
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_prompts_are_read_in_chunks():
+    model = tiny_model("llama")
+    expected = model.generate(**batch(), **OPTIONS)
+    attach_eagerly(model)
+    shapes, answers = passes_of(model, lambda: model.generate(**batch(), **OPTIONS, prefill_chunk_size=8))
+    assert torch.equal(answers, expected)
+    assert shapes[:7] == [(1, 3), (1, 5), (2, 8), (2, 4), (1, 8), (1, 8), (1, 4)]
