@@ -12,7 +12,7 @@ from test_compiled_steps import attach as attach_compiled
 from transformers import DynamicCache, StaticCache
 
 from tide_hf import TIDEModelForCausalLM, prompt_groups
-from tide_hf.prompt_groups import _groups_of, groups_by_length
+from tide_hf.prompt_groups import Group, _lengths, groups_by_length, groups_of
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
@@ -171,12 +171,18 @@ def filled(model, kwargs):
         kwargs["past_key_values"].update(states, states, layer)
 
 
-WHOLE = {
+TOGETHER = {
     "padded on the right": lambda model, kwargs: kwargs.update(kwargs_of(model, batch(padding="right"))),
     "nothing is padded": lambda model, kwargs: kwargs.update(kwargs_of(model, batch((20,) * 5))),
     "a row without tokens": lambda model, kwargs: kwargs["attention_mask"][2].zero_(),
     "no mask": lambda model, kwargs: kwargs.pop("attention_mask"),
     "no positions": lambda model, kwargs: kwargs.pop("position_ids"),
+    "quantised": lambda model, kwargs: setattr(model, "is_quantized", True),
+    "offloaded": lambda model, kwargs: setattr(model, "hf_device_map", {"model.layers.0": "cpu", "lm_head": "disk"}),
+    "longest position matters": lambda model, kwargs: model.config.rope_parameters.update(rope_type="dynamic"),
+    "likewise, in some layers": lambda model, kwargs: model.config.rope_parameters.update(a={"rope_type": "longrope"}),
+}
+WHOLE = {
     "the same positions for all": lambda model, kwargs: kwargs.update(position_ids=torch.arange(20)[None]),
     "no cache": lambda model, kwargs: kwargs.update(past_key_values=None),
     "a cache with tokens": filled,
@@ -184,27 +190,30 @@ WHOLE = {
     "a cache of fixed size": lambda model, kwargs: kwargs.update(past_key_values=StaticCache(model.config, 32)),
     "token types": lambda model, kwargs: kwargs.update(token_type_ids=torch.zeros(5, 20, dtype=torch.long)),
     "a list": lambda model, kwargs: kwargs.update(adapter_names=["a", "b", "a", "b", "a"]),
-    "quantised": lambda model, kwargs: setattr(model, "is_quantized", True),
-    "offloaded": lambda model, kwargs: setattr(model, "hf_device_map", {"model.layers.0": "cpu", "lm_head": "disk"}),
-    "longest position matters": lambda model, kwargs: model.config.rope_parameters.update(rope_type="dynamic"),
-    "likewise, in some layers": lambda model, kwargs: model.config.rope_parameters.update(a={"rope_type": "longrope"}),
 }
 
 
 @pytest.mark.usefixtures("passes_are_cheap")
-@pytest.mark.parametrize("why", WHOLE)
+@pytest.mark.parametrize("why", [*TOGETHER, *WHOLE])
 def test_read_in_one_pass(why):
     model = TIDEModelForCausalLM.attach(tiny_model("llama"))
     inputs = batch()
     kwargs = {**kwargs_of(model, inputs), "use_cache": True, "logits_to_keep": 1}
-    assert _groups_of(model, inputs["input_ids"], kwargs) == [[4], [1], [0, 3], [2]]
-    WHOLE[why](model, kwargs)
-    assert _groups_of(model, inputs["input_ids"], kwargs) == [[0, 1, 2, 3, 4]]
+    assert [group.read for group in groups_of(model, inputs["input_ids"], kwargs)] == [[4], [1], [0, 3], [2]]
+    ({**TOGETHER, **WHOLE})[why](model, kwargs)
+    assert groups_of(model, inputs["input_ids"], kwargs) is None
+    if kwargs.get("attention_mask") is not None:
+        kwargs["attention_mask"] = torch.ones_like(kwargs["attention_mask"])
+    if (positions := kwargs.get("position_ids")) is not None:
+        kwargs["position_ids"] = torch.arange(20).expand(len(positions), -1)
+    alike = groups_of(model, torch.full((5, 20), 7), kwargs)
+    assert alike == (None if why in WHOLE else [Group([0], [0, 1, 2, 3, 4], [0] * 5, 20)])
 
 
 def test_elsewhere_than_on_a_cpu_in_one_pass():
     model = TIDEModelForCausalLM.attach(tiny_model("llama"))
-    assert _groups_of(model, torch.empty(5, 20, device="meta", dtype=torch.long), {}) == [[0, 1, 2, 3, 4]]
+    kwargs = kwargs_of(model, batch())
+    assert _lengths(model, torch.empty(5, 20, device="meta", dtype=torch.long), kwargs) == [20] * 5
 
 
 @pytest.mark.usefixtures("passes_are_cheap")
@@ -223,3 +232,31 @@ def test_prompts_are_read_in_chunks():
     shapes, answers = passes_of(model, lambda: model.generate(**batch(), **OPTIONS, prefill_chunk_size=8))
     assert torch.equal(answers, expected)
     assert shapes[:7] == [(1, 3), (1, 5), (2, 8), (2, 4), (1, 8), (1, 8), (1, 4)]
+
+
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled, attach_graphs])
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma3_text", "deepseek_v3"])
+def test_prompts_that_are_alike_are_read_once(family, attach):
+    model, inputs = tiny_model(family), batch((12, 5))
+    sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "eos_token_id": None, "top_k": 0}
+    torch.manual_seed(0)
+    expected = model.generate(**inputs, **sampling)
+    attach(model, routers_for(model, 3 if family == "gemma3_text" else 1))
+    torch.manual_seed(0)
+    shapes, answers = passes_of(model, lambda: model.generate(**inputs, **sampling))
+    assert shapes[0] == (2, 12)
+    assert torch.equal(answers, expected)
+    assert len({tuple(answer) for answer in answers.tolist()}) == 6
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_rows_that_are_alike_stand_anywhere_and_differ_by_their_padding():
+    ids, mask = torch.full((5, 6), 9), torch.ones(5, 6, dtype=torch.long)
+    ids[3] = torch.arange(6)
+    mask[1, :2] = mask[4, :2] = 0  # rows 1 and 4: the same tokens as rows 0 and 2, fewer of which count
+    model = tiny_model("llama")
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    attach_eagerly(model)
+    kwargs = kwargs_of(model, {"input_ids": ids, "attention_mask": mask})
+    assert groups_of(model, ids, kwargs) == [Group([1], [1, 4], [0, 0], 4), Group([0, 3], [0, 2, 3], [0, 0, 1], 6)]
+    assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)

@@ -66,7 +66,7 @@ def test_prompts_of_a_batch_are_read_apart_and_together(tiny_llama, lengths, pas
     model.tide_warm_up(5)
     assert steps.refused is None
     read, before = steps.prompts.num_compiled, steps.warm_up.num_made
-    model.generate(**left_padded([[7] * length for length in lengths]), **OPTIONS)
+    model.generate(**left_padded([[token] * length for token, length in enumerate(lengths, start=5)]), **OPTIONS)
     assert steps.prompts.num_compiled == read + passes * 4
     assert steps.warm_up.num_made == before
 

@@ -135,7 +135,8 @@ def _run(
         enough.drafter = WarmUpDrafter(shallow, _layers_to_draft(attachment, shallow), widths)
         return enough.drafter
 
-    ids = torch.arange(length, device=model.device).expand(rows, -1) % attachment.structure.vocab_size
+    columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
+    ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows that are alike would be read once
     mask = torch.ones_like(ids)
     if padded:  # which takes graphs of its own
         mask[1:, 0] = 0
