@@ -1,74 +1,21 @@
 """Where calibration's documents come from: lists, files, folders, data sets; each kind really read."""
 
 import copy
-import json
-import sys
 
 import datasets
 import pytest
+from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_json, write_json_lines, write_parquet
 
 from tide_hf import calibrate
 from tide_hf.calibration.data import Document
-from tide_hf.calibration.sources import describe_source, read_documents
+from tide_hf.calibration.sources import describe_source
 from tide_hf.calibration.text import Text
-from tide_hf.errors import CalibrationError, MissingPackageError
-
-TEXTS = [f"the river number {number} runs to the sea" for number in range(6)]
-CHATS = [
-    [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": f"What is {number}?"},
-        {"role": "assistant", "content": f"It is {number}."},
-    ]
-    for number in range(6)
-]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-HUB_CARD = """---
-configs:
-- config_name: plain
-  default: true
-  data_files: [{split: train, path: train.parquet}]
-- config_name: chats
-  data_files: [{split: train, path: chats.parquet}, {split: test, path: chats.parquet}]
----
-"""
-STRICT_TEMPLATE = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+from tide_hf.errors import CalibrationError
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_tokenizer):
-    """Its template tells where the last answer begins."""
-    own = copy.deepcopy(tiny_tokenizer)
-    own.chat_template = CHAT_TEMPLATE
-    return own
-
-
-def read(dataset, tokenizer, samples=100, max_length=50, seed=0):
-    return read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
-
-
-def texts_of(dataset, tokenizer, **options):
-    documents, _ = read(dataset, tokenizer, **options)
-    return [tokenizer.decode(document.tokens) for document in documents]
-
-
-def write_json(path, rows):
-    path.write_text(json.dumps(rows), encoding="utf-8")
-
-
-def write_json_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
-
-
-def write_parquet(path, rows):
-    datasets.Dataset.from_list(rows).to_parquet(path)
-
-
-def rows_of(values, column="text"):
-    return [{"id": number, column: value} for number, value in enumerate(values)]
+    return telling(tiny_tokenizer)
 
 
 # Files and folders
@@ -184,83 +131,6 @@ def test_useless_rows_of_a_file_are_skipped_and_counted(tokenizer, tmp_path):
     assert (len(documents), num_skipped) == (6, 3)
 
 
-@pytest.mark.parametrize("write", [write_json_lines, write_parquet])
-def test_of_a_chat_the_last_answer_is_looked_at(write, tokenizer, tmp_path):
-    write(tmp_path / "chats", rows_of(CHATS, "messages"))
-    (tmp_path / "chats").rename(path := tmp_path / f"chats.{'jsonl' if write is write_json_lines else 'parquet'}")
-    documents, num_skipped = read(path, tokenizer)
-    assert (len(documents), num_skipped) == (6, 0)
-    for document in documents:
-        prompt, answer = document.tokens[: document.first + 1], document.tokens[document.first + 1 :]
-        number = tokenizer.decode(answer)[-2]
-        assert tokenizer.decode(answer) == f"It is {number}."  # without the end of the turn
-        assert tokenizer.decode(prompt) == f"<system>Be brief.<eos><user>What is {number}?<eos><assistant>"
-
-
-def test_of_a_chat_the_answer_alone_is_cut(tokenizer):
-    (document,) = read([CHATS[3]], tokenizer, max_length=8)[0]
-    assert document.num_positions == 9  # that of the first token of the answer stands in the prompt
-    assert tokenizer.decode(document.tokens).endswith("<assistant>It is 3.")
-    (document,) = read([CHATS[3]], tokenizer, max_length=7)[0]
-    assert tokenizer.decode(document.tokens).endswith("<assistant>It is 3")
-
-
-def test_what_follows_the_last_answer_is_not_read(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.eos_token = None  # or the answer is cut there
-    (document,) = read([[*CHATS[3], {"role": "user", "content": "Thanks!"}]], own)[0]
-    assert own.decode(document.tokens).endswith("<assistant>It is 3.<eos>")
-
-
-def test_where_the_template_does_not_tell_the_whole_chat_is_looked_at(tokenizer, tiny_tokenizer):
-    (document,) = read([CHATS[3]], tiny_tokenizer, max_length=30)[0]  # its template ends in <answer> at all times
-    assert (document.first, len(document.tokens)) == (1, 30)
-    assert tiny_tokenizer.decode(document.tokens).startswith("<user>Be brief.<user>What")
-    for chat in (CHATS[3][:2], CHATS[3][2:]):  # no answer; no prompt
-        (document,) = read([chat], tokenizer)[0]
-        assert document.first == 1
-        assert tokenizer.decode(document.tokens) == f"<{chat[0]['role']}>" + "".join(
-            f"{'' if message is chat[0] else '<user>'}{message['content']}<eos>" for message in chat
-        )
-
-
-@pytest.mark.parametrize(
-    ("chat", "message"),
-    [
-        ([{"role": "user", "content": None}], r"a message cannot be read \(chats given by the caller\): got \{'role'"),
-        (["hello", "there"], r"a message cannot be read .*: got hello\. Expected a mapping"),
-        (
-            [*CHATS[0][:2], {"role": "assistant", "content": ""}],
-            r"cannot be used .*a prompt of 46 tokens.* answer of 0",
-        ),
-        (
-            [{"role": "user", "content": "why? " * 90}, CHATS[0][2]],
-            r"a prompt of 4\d\d tokens.*Expected a.* at most 400",
-        ),
-        ([], r"a chat is empty .*: got no messages"),
-    ],
-)
-def test_chats_that_cannot_be_used(chat, message, tokenizer, tmp_path):
-    with pytest.raises(CalibrationError, match=message):
-        read([chat], tokenizer)
-    write_json(tmp_path / "chats.json", [chat, *CHATS])
-    documents, num_skipped = read(tmp_path / "chats.json", tokenizer)
-    assert (len(documents), num_skipped) == (6, 1)
-
-
-def test_a_template_that_refuses_and_a_tokenizer_without_one(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = STRICT_TEMPLATE
-    with pytest.raises(CalibrationError, match=r"the chat template refuses a chat .*: got no system role"):
-        read(CHATS, own)
-    own.chat_template = None
-    with pytest.raises(CalibrationError, match=r"a chat needs a chat template .*: got a tokenizer without one"):
-        read(iter(CHATS), own)
-    both = [{"text": text, "messages": chat} for text, chat in zip(TEXTS, CHATS, strict=True)]
-    assert sorted(texts_of(both, own)) == TEXTS
-    assert all("<user>" in text for text in texts_of(both, tokenizer))
-
-
 # Objects in memory
 
 
@@ -325,128 +195,6 @@ def test_an_iterable_without_end(tokenizer):
 def test_objects_that_cannot_be_used(dataset, message, tokenizer):
     with pytest.raises(CalibrationError, match=message):
         read(dataset, tokenizer)
-
-
-# The Hub, of which a folder with the layout of a repository takes the place
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Folders that `datasets.load_dataset` finds by name, and the calls that it gets."""
-    real, calls = datasets.load_dataset, []
-
-    def load_dataset(name, config, **options):
-        calls.append((name, config, options))
-        return real(str(tmp_path / name), config, **options)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # 5 seconds a stream
-    folder = tmp_path / "org" / "name"
-    folder.mkdir(parents=True)
-    write_parquet(folder / "train.parquet", rows_of([*TEXTS, "x", TEXTS[0]]))
-    write_parquet(folder / "chats.parquet", rows_of(CHATS, "messages"))
-    (folder / "README.md").write_text(HUB_CARD, encoding="utf-8")
-    return calls
-
-
-def test_a_hub_data_set_by_name(hub, tokenizer):
-    documents, num_skipped = read("org/name", tokenizer)
-    assert sorted(tokenizer.decode(document.tokens) for document in documents) == TEXTS
-    assert num_skipped == 1
-    assert len(read("org/name:chats", tokenizer)[0]) == 6
-    assert len(read("org/name:chats[test]", tokenizer)[0]) == 6
-    assert len(read("org/name[train]", tokenizer)[0]) == 6
-    assert hub == [
-        ("org/name", None, {"split": "train", "streaming": True}),
-        ("org/name", "chats", {"split": "train", "streaming": True}),
-        ("org/name", "chats", {"split": "test", "streaming": True}),
-        ("org/name", None, {"split": "train", "streaming": True}),
-    ]
-
-
-def test_only_as_many_rows_are_read_as_are_needed(tokenizer, monkeypatch):
-    read_rows = []
-
-    def rows():
-        for number in range(100_000):
-            read_rows.append(number)
-            yield {"text": f"text number {number}"}
-
-    stream = datasets.IterableDataset.from_generator(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    monkeypatch.setattr("tide_hf.calibration.sources.SHUFFLE_BUFFER", 100)
-    texts = texts_of("org/name", tokenizer, samples=20)
-    assert len(texts) == 20
-    assert 100 <= len(read_rows) <= 130
-    assert texts_of("org/name", tokenizer, samples=20) == texts
-    assert texts_of("org/name", tokenizer, samples=20, seed=1) != texts
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "org/name[validation]",
-            r"\(org/name \(validation\)\): got ValueError: Bad split: validation\. Available splits: ",
-        ),
-        ("org/name:french", r"\(org/name:french \(train\)\): got ValueError: BuilderConfig 'french' not found\."),
-        ("org/nothing", r"\(org/nothing \(train\)\): got \w+Error: .*org/nothing"),
-    ],
-)
-def test_hub_names_that_lead_nowhere(name, message, hub, tokenizer):
-    with pytest.raises(CalibrationError, match=r"the data set cannot be read " + message):
-        read(name, tokenizer)
-
-
-def test_a_hub_that_cannot_be_reached(tokenizer, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        CalibrationError, match=r"cannot be read \(org/name \(train\)\): got ConnectionError: Couldn't re"
-    ):
-        read("org/name", tokenizer)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        datasets.exceptions.DatasetNotFoundError("Dataset 'org/name' is a gated dataset on the Hub."),
-        datasets.exceptions.DataFilesNotFoundError("No (supported) data files found in org/name"),
-        datasets.data_files.EmptyDatasetError("The directory at org/name doesn't contain any data files"),
-        datasets.exceptions.DatasetGenerationError("An error occurred while generating the dataset"),
-        RuntimeError("Dataset scripts are no longer supported, but found name.py"),
-    ],
-)
-def test_a_hub_data_set_that_cannot_be_loaded(error, tokenizer, monkeypatch):
-    def load_dataset(*_, **__):
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        CalibrationError,
-        match=rf"\(org/name \(train\)\): got {type(error).__name__}: .*[^.]\. Expected .*`hf auth login`",
-    ):
-        read("org/name", tokenizer)
-
-
-def test_a_connection_that_breaks_off(tokenizer):
-    def rows():
-        yield {"text": TEXTS[0]}
-        raise ConnectionError("Server Disconnected")
-
-    with pytest.raises(
-        CalibrationError, match=r"\(rows given by the caller\): got ConnectionError: Server Disconnected"
-    ):
-        read(datasets.IterableDataset.from_generator(rows), tokenizer)
-
-
-def test_without_the_extra(tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").touch()
-    for package, dataset in (("datasets", "org/name"), ("pyarrow.parquet", tmp_path / "a.parquet")):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, package, None)
-            with pytest.raises(MissingPackageError, match=r"missing to read .*Run: pip install tide-hf\[calibrate\]"):
-                read(dataset, tokenizer)
-            assert len(read(TEXTS, tokenizer)[0]) == 6
 
 
 # What the record says
