@@ -125,6 +125,60 @@ def test_sampling_stop_strings_and_seeds(make_engine):
         assert ask(connection, "hello", temperature=1.0, top_p=0, max_tokens=24).choices[0].message.content == whole
 
 
+LONG = "tell me all about the river " * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "is_known"),
+    [
+        ({}, {}, True),
+        ({"engine": "compiled"}, {}, True),
+        ({"keep": 0}, {}, False),
+        ({"mode": "early_exit"}, {}, False),
+        ({}, {"seed": 3}, False),
+    ],
+)
+def test_of_the_next_turn_only_what_is_new_is_read(make_engine, options, fields, is_known):
+    engine = make_engine(gather_ms=0, **options)
+    if options.get("engine"):
+        attach_without_compiler(engine.model, engine=options["engine"])
+    fed = []
+    engine.model.get_input_embeddings().register_forward_hook(lambda _module, args, _output: fed.append(args[0].shape))
+    with serving(engine) as (url, _, _):
+        messages = chat(LONG)
+        for turn in range(3):
+            fed.clear()
+            answer = client(url).chat.completions.create(
+                model="tiny", messages=messages, max_tokens=8, temperature=0, **fields
+            )
+            longest, text = max(shape[1] for shape in fed), answer.choices[0].message.content
+            assert (longest < 60) == (is_known and turn > 0)
+            assert text == plain_turn(engine, messages)
+            messages = [*messages, {"role": "assistant", "content": text}, *chat("and then?")]
+
+
+def test_requests_that_decode_together_leave_what_is_kept_alone(make_engine):
+    engine = make_engine()
+
+    def job(text):
+        body = json.dumps({"model": "tiny", "messages": chat(text), "max_tokens": 8, "temperature": 0}).encode()
+        return engine.prepare(parse_chat_request(body, "tiny"), lambda event: None)
+
+    engine.run([job(LONG)])
+    (kept,) = engine.caches._kept
+    engine.run([job(LONG), job(LONG + "bank")])
+    assert engine.caches._kept == [kept]
+    assert kept.cache.get_seq_length() == len(kept.tokens)
+
+
+def plain_turn(engine, messages):
+    """What the base model answers to a whole conversation."""
+    text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = engine.tokenizer(text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+    tokens = engine.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return engine.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 def test_only_requests_that_agree_share_a_batch(make_engine):
     engine = make_engine(config={"max_position_embeddings": 64})
 

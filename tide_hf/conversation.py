@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
-
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .benchmark import Contender, Run, encode_chat, timed_run
 from .errors import ConfigurationError, describe
-from .kv_cache import crop
+from .kept_caches import KeptCaches
 from .prompts import check_room
 from .structure import find_structure
 
@@ -53,8 +50,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything that was said."""
         self.messages: list[dict[str, str]] = []
-        self._cache: Cache | None = None
-        self._cached: list[int] = []  # the tokens whose K/V the cache holds
+        self._caches = None if self._recurrent else KeptCaches(self.contender.model.config)
 
     def ask(self, question: str, streamer: Any = None) -> Run:
         """Take a turn. One that fails or is interrupted leaves the conversation as it was.
@@ -73,26 +69,11 @@ class Conversation:
         inputs = encode_chat(self.tokenizer, messages)
         tokens = inputs["input_ids"][0].tolist()
         check_room(self.contender.model, len(tokens), self.max_new_tokens)
-        cache = self._cache_for(tokens)
-        self._cache, self._cached = None, []  # an interrupted call leaves its cache half done
-        options = self.contender.options | ({} if cache is None else {"past_key_values": cache})
+        caches = {} if self._caches is None else {"past_key_values": self._caches.take(tokens)}
+        options = self.contender.options | caches
         run = timed_run(replace(self.contender, options=options), inputs, self.max_new_tokens, streamer)
-        if cache is not None:
-            self._cache, self._cached = cache, (tokens + run.new_tokens)[: cache.get_seq_length()]
+        if self._caches is not None:
+            self._caches.keep(caches["past_key_values"], tokens + run.new_tokens)
         answer = self.tokenizer.decode(run.new_tokens, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return run
-
-    def _cache_for(self, tokens: list[int]) -> Cache | None:
-        """The cache of the turns before, cut back to a beginning of `tokens`; `None` for a recurrent model."""
-        if self._recurrent:
-            return None
-        pairs = zip(self._cached, tokens[:-1], strict=False)  # the last token has to be fed in any case
-        surplus = len(self._cached) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self._cache is None or (surplus and any(type(layer) is not DynamicLayer for layer in self._cache.layers)):
-            return DynamicCache(
-                config=self.contender.model.config.get_text_config(decoder=True)
-            )  # a window cannot be cut back
-        for layer in self._cache.layers:
-            crop(layer, surplus)
-        return self._cache

@@ -123,6 +123,12 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(name, type=positive, default=default, help=f"most {text} (default: %(default)s)")
     group.add_argument(
+        "--keep",
+        type=count,
+        default=4,
+        help="conversations whose K/V are kept, for their next turns (default: %(default)s)",
+    )
+    group.add_argument(
         "--rate", type=count, default=600, help="requests a minute from one address; 0: any (default: %(default)s)"
     )
     group = parser.add_argument_group("replicas, through Ray Serve")

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> None:
         max_batch=args.max_batch,
         max_prompt_tokens=args.max_prompt_tokens,
         max_tokens=args.max_tokens,
+        keep=args.keep,
     )
     if args.server == "transformers":
         _serve_with_transformers(args, options, uses_ray)

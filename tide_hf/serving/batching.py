@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import RequestError
-from .engine import Engine, Job
+from .engine import Engine
+from .job import Job
 from .protocol import Accepted, ChatRequest, Delta, Event, Finished, Refused
 
 logger = logging.getLogger(__name__)

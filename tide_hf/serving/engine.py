@@ -14,15 +14,18 @@ from rich.console import Console
 
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
+from ..kept_caches import KeptCaches
 from ..loading import load_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..padding import left_padded
 from ..rows import RowCriterion
 from ..structure import check_rope
-from .protocol import ChatRequest, Delta, Event, Finished, Refused, Sampling, refuse
+from .job import Job
+from .protocol import ChatRequest, Event, Sampling, refuse
 from .text import TextPieces
 
 WORK = ("batches", "batch_rows", "tokens", "layers_executed", "layers_plain", "drafted", "accepted")
+LEAST_SHARED = 64  # tokens: to read fewer takes no longer than to keep caches
 GREEDY_BELOW = 0.01  # temperatures that would overflow, and change nothing but ties
 
 
@@ -42,6 +45,8 @@ class EngineOptions:
         gather_ms: How long a request waits for others to share its batch.
         max_prompt_tokens: Longest prompt.
         max_tokens: Longest answer.
+        keep: Conversations whose K/V are kept, so that of a request that goes on with one, and decodes by itself, only
+            what is new is read.
     """
 
     model: str
@@ -55,71 +60,7 @@ class EngineOptions:
     gather_ms: float = 10.0
     max_prompt_tokens: int = 4096
     max_tokens: int = 1024
-
-
-class Job:
-    """One request on its way through the engine.
-
-    Args:
-        request: The request.
-        prompt: Its tokens.
-        max_tokens: Most new tokens.
-        pieces: Makes text of them.
-        emit: Takes its events, from any thread.
-
-    Attributes:
-        cancelled: Set from outside when nobody waits for the answer any more; its row then ends with its next token.
-        reason: Why it ended; `None` before.
-    """
-
-    def __init__(
-        self,
-        request: ChatRequest,
-        prompt: list[int],
-        max_tokens: int,
-        pieces: TextPieces,
-        emit: Callable[[Event], None],
-    ) -> None:
-        self.request = request
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.pieces = pieces
-        self.emit = emit
-        self.cancelled = False
-        self.reason: str | None = None
-        self.reported = False
-        self.num_tokens = 0
-
-    def take(self, token: int, eos_tokens: set[int]) -> bool:
-        """Take the next token; return whether the row ends with it."""
-        if self.cancelled or self.reason is not None:
-            return True
-        self.num_tokens += 1
-        if token in eos_tokens:
-            self.reason = "stop"
-        else:
-            self._emit_text(self.pieces.add(token))
-            if self.pieces.stopped:
-                self.reason = "stop"
-            elif self.num_tokens >= self.max_tokens:
-                self.reason = "length"
-        return self.reason is not None
-
-    def report(self, work: dict[str, int]) -> None:
-        """Send what is left, and that it is over."""
-        self._emit_text(self.pieces.finish())
-        reason = "length" if self.reason == "length" and not self.pieces.stopped else "stop"
-        self.emit(Finished(reason, self.num_tokens, work))
-        self.reported = True
-
-    def fail(self) -> None:
-        """Say that the engine could not do it, unless it is over already."""
-        if not self.reported:
-            self.emit(Refused("The engine failed while it answered. The server's log says why.", 500, "engine_error"))
-
-    def _emit_text(self, text: str) -> None:
-        if text:
-            self.emit(Delta(text))
+    keep: int = 4
 
 
 class Engine:
@@ -152,6 +93,9 @@ class Engine:
         self.text_config = model.config.get_text_config()
         self.context = getattr(self.text_config, "max_position_embeddings", None) or 2**31
         self.unreported: Counter[str] = Counter()
+        # The other modes leave K/V of their own, by which answers would depend on what was asked before.
+        keep = options.keep if options.mode == "self_speculative" else 0
+        self.caches = KeptCaches(model.config, keep, LEAST_SHARED)
         self._encode("a")  # the first call sets truncation and padding; later ones may then run side by side
 
     @classmethod
@@ -206,15 +150,21 @@ class Engine:
     def run(self, jobs: list[Job]) -> None:
         """Decode a batch. Events go out as tokens come, and a row that ends costs nothing from then on."""
         model, sampling = self.model, jobs[0].request.sampling
+        # With a seed the answer is to be the same again, and what is read at once has a part in how it is rounded.
+        alone = len(jobs) == 1 and sampling.seed is None
+        cache = self.caches.take(jobs[0].prompt) if alone and self.caches.most else None
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=sampling.seed is not None):
             if sampling.seed is not None:
                 torch.manual_seed(sampling.seed)
-            model.generate(
+            tokens = model.generate(
                 **left_padded([job.prompt for job in jobs], device=model.device),
                 generation_config=self._generation_config(sampling, _longest_answer(jobs)),
                 stopping_criteria=[_Rows(jobs, self.eos_tokens)],
+                **({} if cache is None else {"past_key_values": cache}),
             )
+        if cache is not None:
+            self.caches.keep(cache, tokens[0].tolist())
         self._count(len(jobs))
         for job in jobs:
             if job.reason is not None and not job.reported:
