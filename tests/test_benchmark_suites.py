@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
 from examples.benchmarks import adapters, bench, items, measuring, published, report, runner
-from examples.benchmarks.common import RESULTS
+from examples.benchmarks.common import RESULTS, rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, quality
 from tide_hf import TIDERouters
@@ -354,3 +354,11 @@ def test_a_suite_without_routers_says_so(tiny_model_folder):
         bench.Bench(model, None, None).need_routers()
     with pytest.raises(ConfigurationError):
         runner.read_config("none")
+
+
+def test_prompts_of_a_batch_are_no_copies():
+    prompt = torch.full((1, 9), 50)
+    assert torch.equal(rows_like(prompt, 1), prompt)
+    ids = rows_like(prompt, 8)
+    assert len({tuple(row) for row in ids.tolist()}) == 8
+    assert (ids == 50).sum() == 64

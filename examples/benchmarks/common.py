@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.drafting import Draft
@@ -55,6 +56,14 @@ def load_for(options: argparse.Namespace) -> tuple[Any, Any]:
     """The model and tokenizer that the arguments name, on as many threads as they say."""
     torch.set_num_threads(options.threads)
     return load_demo_model(options.model, dtype=getattr(options, "dtype", "float32"))
+
+
+def rows_like(prompt: Tensor, rows: int) -> Tensor:
+    """(rows, length) prompts like a (1, length) one, with another token in the middle of each: copies are read once."""
+    ids = prompt.repeat(rows, 1)
+    if rows > 1:
+        ids[:, ids.shape[1] // 2] = torch.arange(3, 3 + rows, device=ids.device)
+    return ids
 
 
 def read_prompts() -> dict[str, list[str]]:

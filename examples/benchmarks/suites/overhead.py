@@ -17,7 +17,7 @@ from tide_hf.configuration_tide import NEVER_EXIT
 from ..adapters import attached
 from ..bench import Bench
 from ..checks import Check, checks_of_results
-from ..common import markdown
+from ..common import markdown, rows_like
 from ..measuring import in_words, median_ms, result_speedups
 from ..random_models import random_llama, random_routers
 
@@ -70,7 +70,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
         for length in settings.output_lengths
     }
     scaling["rows"] = {
-        str(rows): _records(compare(ways, [repeated(prompts[0], rows)], **limits)) for rows in settings.batches
+        str(rows): _records(compare(ways, [side_by_side(prompts[0], rows)], **limits)) for rows in settings.batches
     }
     scaling["exit layers, exits off"] = by_exit_layers(bench, prompts[0], settings)
     scaling["layers of a random model"] = by_depth(settings, bench.model.device)
@@ -132,9 +132,10 @@ def _seconds(call: Any) -> float:
     return perf_counter() - start
 
 
-def repeated(inputs: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """The same prompt in every row."""
-    return {name: tensor.expand(rows, -1).contiguous() for name, tensor in inputs.items()}
+def side_by_side(inputs: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """A batch of prompts of one length."""
+    ids = rows_like(inputs["input_ids"], rows)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def by_exit_layers(bench: Bench, inputs: dict[str, Tensor], settings: Settings) -> dict[str, list[dict[str, Any]]]:

@@ -27,6 +27,7 @@ from tide_hf.evaluation.perplexity import score_texts
 
 from ..adapters import attached
 from ..bench import Bench, CannotRunError
+from ..common import rows_like
 from ..measuring import interleaved
 from ..published import PublishedModel, calibrated, engine, load_package
 from ..random_models import random_llama
@@ -75,7 +76,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     record["convergence"] = [convergence(one, texts, settings, there) for one in models]
     record["prefill_latency"] = prefill_latency(bench, prompts[0], settings, there)
     record["throughput"] = {
-        str(size): throughput(bench, prompts[0].expand(size, -1), settings, there) for size in settings.batches
+        str(size): throughput(bench, rows_like(prompts[0], size), settings, there) for size in settings.batches
     }
     record["decode_exits"] = decode_exits(bench, prompts, settings, there)
     record["calibration"] = calibration(bench, texts, settings, there)
@@ -149,7 +150,7 @@ def with_prompt_exits(bench: Bench) -> Any:
 
 def throughput(bench: Bench, prompts: Tensor, settings: Settings, there: bool) -> dict[str, Any]:
     """The published meaning (prompt tokens of one pass per second), and decoding."""
-    prompts = prompts.to(bench.model.device).contiguous()
+    prompts = prompts.to(bench.model.device)
     forward = {"base model": torch.no_grad()(lambda: bench.model(prompts))}
     mask = torch.ones_like(prompts)
     inputs = {"input_ids": prompts, "attention_mask": mask}
