@@ -83,6 +83,17 @@ def test_a_window_cannot_be_cut_back():
     assert answer(model, caches, [*FIRST, 90])[1] == 0
 
 
+def test_k_v_that_change_with_the_length_are_read_again():
+    rope = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"original_max_position_embeddings": 30, "rope_theta": 10000.0}
+    model = TIDEModelForCausalLM.attach(tiny_model("llama", rope_parameters=rope))
+    caches = KeptCaches(model.config)
+    text, _ = answer(model, caches, FIRST[:10])
+    text, known = answer(model, caches, [*text, 5])
+    assert known == 15
+    assert answer(model, caches, [*text, *FIRST])[1] == 0  # 43 tokens
+
+
 def test_nothing_is_kept_of_calls_that_fail_or_where_nothing_is_to_be(model):
     caches = KeptCaches(model.config, most=0)
     text, _ = answer(model, caches, FIRST)

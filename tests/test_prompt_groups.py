@@ -171,6 +171,8 @@ def filled(model, kwargs):
         kwargs["past_key_values"].update(states, states, layer)
 
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 19}
+ROPE = {"max_position_embeddings": 19, "rope_parameters": {"rope_type": "dynamic"}}
 TOGETHER = {
     "padded on the right": lambda model, kwargs: kwargs.update(kwargs_of(model, batch(padding="right"))),
     "nothing is padded": lambda model, kwargs: kwargs.update(kwargs_of(model, batch((20,) * 5))),
@@ -179,8 +181,8 @@ TOGETHER = {
     "no positions": lambda model, kwargs: kwargs.pop("position_ids"),
     "quantised": lambda model, kwargs: setattr(model, "is_quantized", True),
     "offloaded": lambda model, kwargs: setattr(model, "hf_device_map", {"model.layers.0": "cpu", "lm_head": "disk"}),
-    "longest position matters": lambda model, kwargs: model.config.rope_parameters.update(rope_type="dynamic"),
-    "likewise, in some layers": lambda model, kwargs: model.config.rope_parameters.update(a={"rope_type": "longrope"}),
+    "longest position matters": lambda model, kwargs: model.config.update(ROPE),
+    "likewise, in some layers": lambda model, kwargs: model.config.update({**ROPE, "rope_parameters": {"a": LONGROPE}}),
 }
 WHOLE = {
     "the same positions for all": lambda model, kwargs: kwargs.update(position_ids=torch.arange(20)[None]),

@@ -11,6 +11,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .kv_cache import crop
+from .structure import rope_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,8 @@ class KeptCaches:
             key=lambda one: one[0],
             default=(0, None),
         )
-        if kept is None or shared < self.least_shared:
+        changes = any(limit < len(prompt) for limit in rope_limits(self.config).values())  # of K/V with the length
+        if kept is None or shared < self.least_shared or changes:
             return DynamicCache(config=self.config)
         surplus = len(kept.tokens) - shared
         if surplus and any(type(layer) is not DynamicLayer for layer in kept.cache.layers):

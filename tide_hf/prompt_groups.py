@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from .adapters import has_adapters_by_row
 from .block_drafting import BlockRun
 from .skipping import LayerRun
-from .structure import length_dependent_ropes
+from .structure import rope_limits
 
 # One more pass costs a CPU what so many tokens in it do: it reads all weights again. A GPU reads thousands in that
 # time, and there the whole batch is read at once.
@@ -134,7 +134,7 @@ def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> lis
     if (
         input_ids.device.type != "cpu"
         or any(model_kwargs.get(name) is None for name in _BY_ROW)
-        or length_dependent_ropes(model.config.get_text_config())
+        or any(limit < length for limit in rope_limits(model.config.get_text_config()).values())
         or getattr(model, "is_quantized", False)  # a pass then costs more than reading weights does
         or set((getattr(model, "hf_device_map", None) or {"": "cpu"}).values()) != {"cpu"}  # or than this, offloaded
     ):

@@ -129,24 +129,31 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
-def length_dependent_ropes(config: Any) -> list[dict[str, Any]]:
-    """The settings of rotary embeddings whose angles depend on the longest position of a pass (`longrope`, `dynamic`).
+def rope_limits(config: Any) -> dict[str, int]:
+    """Where the angles of rotary embeddings begin to depend on the longest position of a pass, by kind of these.
+
+    With `longrope` they change once, behind so many tokens; with `dynamic`, at every longer pass from there on.
 
     Args:
-        config: The base model's text config. It has one for all layers, or one for each kind of them.
+        config: The base model's text config. It has settings for all layers, or some for each kind of layer.
     """
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
-        return []
-    of_kinds = [settings, *(value for value in settings.values() if isinstance(value, dict))]
-    return [rope for rope in of_kinds if rope.get("rope_type") in ("longrope", "dynamic")]
+        return {}
+    found: dict[str, int] = {}
+    for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+        if (kind := rope.get("rope_type")) in ("longrope", "dynamic"):
+            own = rope.get("original_max_position_embeddings")
+            own = own or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            found[kind] = min(own, found.get(kind, own))
+    return found
 
 
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
-    """Refuse to draft across the length at which a model's rotary embedding changes.
+    """Refuse to draft where a model's rotary embedding changes with length.
 
-    With `longrope` and `dynamic` scaling the angles depend on the longest position so far, rejected drafts among them,
-    so that tokens near the change could differ from plain decoding's.
+    The longest position so far, which decides, may be that of a draft that is rejected, so that tokens could differ
+    from plain decoding's.
 
     Args:
         config: The base model's text config.
@@ -154,19 +161,19 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
         max_length: Most tokens of prompt and answer.
 
     Raises:
-        UnsupportedOptionError: The answer may cross that length.
+        UnsupportedOptionError: The answer may come to a length at which it changes.
     """
-    for rope in length_dependent_ropes(config):
-        own = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        limit = own or config.max_position_embeddings
-        if not prompt_length <= limit < max_length:
+    for kind, limit in rope_limits(config).items():
+        if limit >= max_length or (kind == "longrope" and prompt_length > limit):
             continue
+        longer = ", or a prompt longer than that" if kind == "longrope" else ""
+        shorten = f"Pass max_new_tokens={limit - prompt_length} or less, or d" if limit > prompt_length else "D"
         raise UnsupportedOptionError(
             describe(
                 "the model's rotary embedding changes within this answer",
                 got=f"a prompt of {prompt_length} tokens and max_length={max_length}",
-                expected=f"at most {limit} tokens in all, or a prompt longer than that",
-                do=f"Pass max_new_tokens={max(1, limit - prompt_length)} or less, or detach TIDE for this call.",
+                expected=f"at most {limit} tokens in all{longer}",
+                do=f"{shorten}etach TIDE for this call.",
             )
         )
 
