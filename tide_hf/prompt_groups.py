@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,14 +52,19 @@ def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]
         The rows of each group, the longest last, so that passes and what each reads, padding included, cost the least.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    best: list[tuple[int, list[int]]] = [(0, [0])]  # of the first rows: what they cost, and where their groups begin
+    best, begins = [(0, 0)], [0]  # for the first rows: cost and number of their groups, and where the last one begins
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
-        ways = [
-            (cost + pass_tokens + (end - start) * longest, [*starts, end]) for start, (cost, starts) in enumerate(best)
-        ]
-        best.append(min(ways, key=lambda way: (way[0], len(way[1]))))
-    return [order[start:end] for start, end in pairwise(best[-1][1])]
+        cost, count, begin = min(
+            (cost + pass_tokens + (end - begin) * longest, count + 1, begin) for begin, (cost, count) in enumerate(best)
+        )
+        best.append((cost, count))
+        begins.append(begin)
+    groups, end = [], len(order)
+    while end:
+        groups.append(order[begins[end] : end])
+        end = begins[end]
+    return groups[::-1]
 
 
 def read_prompts(
