@@ -7,8 +7,10 @@ import pytest
 import torch
 from drafters import HeadDrafter
 from families import VOCAB
+from recorded import Recording
 from test_block_head import routers_for
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
@@ -38,6 +40,10 @@ def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones but for 64 to 127 rows."""
     let_pay(monkeypatch, DTYPES, but=64)
+
+
+class Subclass(torch.Tensor):
+    """Of a user, or of what traces."""
 
 
 @pytest.fixture
@@ -192,6 +198,34 @@ def test_the_op_without_weights_in_a_form_is_the_plain_one():
     for form in range(len(FORMS)):
         assert torch.equal(torch.ops.tide_hf.linear(state, weight, bias, form), plain)
         assert torch.equal(torch.ops.tide_hf.joined_linear(state, [weight], bias, form), plain)
+
+
+def test_only_what_may_be_traced_goes_by_the_op(attached, monkeypatch):
+    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
+    linear(state)  # which measures, and packs
+
+    def operations(state):
+        with Recording() as recording:
+            linear(state)
+        return {str(func) for func, *_ in recording.calls}
+
+    assert operations(state) == {"mkldnn._linear_pointwise.default"}
+    with reading(COMPILED):
+        assert "tide_hf.linear.default" in operations(state)
+    assert "tide_hf.linear.default" in operations(state.as_subclass(Subclass))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert "tide_hf.linear.default" in operations(state)
+
+
+def test_a_weight_that_is_computed_is_left_to_the_layer(attached):
+    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
+    linear(state)
+    parametrizations.weight_norm(linear)
+    linear.forward.release_if_changed()
+    with torch.no_grad():
+        linear.parametrizations.weight.original0.mul_(2.0)
+    assert torch.equal(linear(state), nn.functional.linear(state, linear.weight, linear.bias))
+    assert not linear.forward.kept
 
 
 def test_autocast_finds_the_layer_as_it_is(attached):

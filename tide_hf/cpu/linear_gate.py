@@ -20,7 +20,6 @@ from ..skipping import Gate, active_run
 from ..structure import DecoderStructure
 from .kernels import VALUES
 from .weight_forms import (
-    FORMS,
     PackedWeight,
     RoundedWeight,
     StoredWeight,
@@ -35,10 +34,11 @@ MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
 Forms = tuple[type[WeightForm], ...]
 
+EAGER: Forms = (PackedWeight,)
 COMPILED: Forms = (StoredWeight, PackedWeight)  # where things are compiled
 ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where they are compiled, and what is found is verified
 
-_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=(PackedWeight,))
+_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=EAGER)
 
 
 @contextmanager
@@ -67,36 +67,50 @@ class LinearGate(Gate):
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
         """Run the layer; natively outside TIDE's passes and for numbers of rows for which that is the fastest."""
-        weight: Any = self.module.weight
+        weight = self._weight
         if (
-            (active_run() is None and not self._anywhere)
+            weight is None
+            or (active_run() is None and not self._anywhere)
             or torch.is_grad_enabled()
             or input.dtype is not weight.dtype
             or torch.is_autocast_enabled("cpu")
             or not _is_plain(weight)
         ):
             return self.native(input)
-        form = self.prepare(input.numel() // self._size, _forms.get())  # last, since it measures at first
-        if form is None:
+        forms = _forms.get()
+        kept = self.prepare(input.numel() // self._size, forms)  # last, since it measures at first
+        if kept is None:
             return self.native(input)
-        return torch.ops.tide_hf.linear.default(input, weight, self.module.bias, form)
+        if forms is EAGER and type(input) is Tensor and not torch.compiler.is_compiling():
+            return kept.apply(input, self._bias)  # an op takes some microseconds more, 4% of a small model's pass
+        return torch.ops.tide_hf.linear.default(input, weight, self._bias, kept.place)
 
-    def prepare(self, rows: int, forms: Forms) -> int | None:
+    def prepare(self, rows: int, forms: Forms) -> WeightForm | None:
         """Have the weights in the fastest of `forms` that they may have, for so many rows.
 
         Returns:
-            Its place among `FORMS`; `None` where PyTorch's own linear is the fastest.
+            They in that form; `None` where PyTorch's own linear is the fastest.
         """
-        weight: Any = self.module.weight
-        form = fastest_form(weight.dtype, rows, [form for form in forms if self.may_copy or not form.is_copy])
+        if not self.may_copy:
+            forms = tuple(form for form in forms if not form.is_copy)
+        form = fastest_form(self._weight.dtype, rows, forms)
         return None if form is None else self.keep(form)
 
-    def keep(self, form: type[WeightForm]) -> int:
-        """Have the weights in a form; return its place among `FORMS`."""
-        weight: Any = self.module.weight
-        if form not in self.kept or not self.kept[form].is_of(weight):
-            self.kept[form] = in_form(form, weight)
-        return FORMS.index(form)
+    def keep(self, form: type[WeightForm]) -> WeightForm:
+        """Have the weights in a form."""
+        kept, weight = self.kept.get(form), self._weight
+        if kept is None or not kept.is_of(weight):
+            self.kept[form] = kept = in_form(form, weight)
+        return kept
+
+    # What the module's own attributes give, in a tenth of the time; a weight that is computed is none of them.
+    @property
+    def _weight(self) -> Any:
+        return self.module._parameters.get("weight")
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.module._parameters.get("bias")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have forms of their own weights."""
@@ -108,8 +122,7 @@ class LinearGate(Gate):
 
     def release_if_changed(self) -> None:
         """Forget forms of weights that were replaced or written to, also by way of `.data`."""
-        weight: Any = self.module.weight
-        if not all(kept.is_of(weight, sampled=True) for kept in self.kept.values()):
+        if not all(kept.is_of(self._weight, sampled=True) for kept in self.kept.values()):
             self.release()
 
 
@@ -119,7 +132,7 @@ class PackedGate(LinearGate):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear, anywhere=True)
 
-    def prepare(self, rows: int, forms: Forms) -> int | None:
+    def prepare(self, rows: int, forms: Forms) -> WeightForm:
         """Have the weights packed, whatever the number of rows."""
         return self.keep(PackedWeight)
 

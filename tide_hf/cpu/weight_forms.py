@@ -57,11 +57,16 @@ class WeightForm:
         """Whether weights in this form can multiply so many rows here; copies can wherever oneDNN has the dtype."""
         return can_pack(dtype)
 
+    @property
+    def place(self) -> int:
+        """The place of its class among `FORMS`, by which ops know it."""
+        return FORMS.index(type(self))
+
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
         """Whether it still is those weights; `sampled` looks at values, which `.data` can change without notice."""
-        versions = [weight._version for weight in weights]
-        if versions != self.versions or any(one is not other for one, other in zip(weights, self.weights, strict=True)):
-            return False
+        for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
+            if weight is not known or weight._version != version:
+                return False
         return not sampled or all(map(torch.equal, self.samples, map(_sample, weights)))
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -77,9 +82,10 @@ class PackedWeight(WeightForm):
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        return torch.ops.mkldnn._linear_pointwise.default(input, self._packed, bias, "none", [], "")
+        return self._product(input, self._packed, bias, "none", [], "")
 
     def _take(self, weights: list[Tensor]) -> None:
+        self._product: Any = torch.ops.mkldnn._linear_pointwise.default
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(_joined(weights), None)
 
 
@@ -133,7 +139,7 @@ class StoredWeight(WeightForm):
         self._stored = [weight.contiguous() for weight in weights]  # also kept where `.data` gets another
 
 
-FORMS: tuple[type[WeightForm], ...] = (PackedWeight, RoundedWeight, StoredWeight)  # ops know them by their place here
+FORMS: tuple[type[WeightForm], ...] = (PackedWeight, RoundedWeight, StoredWeight)
 
 # By form and addresses; models may share them.
 _known: WeakValueDictionary[tuple[Any, ...], WeightForm] = WeakValueDictionary()
@@ -158,11 +164,20 @@ def fastest_form(dtype: torch.dtype, rows: int, forms: Iterable[type[WeightForm]
     """The fastest of `forms` for so many rows on this machine; `None` where PyTorch's linear is. Measured once."""
     if rows < PROBED_ROWS[0]:
         return None
-    probed = max(known for known in PROBED_ROWS if known <= rows)
-    among = [None, *[form for form in forms if form.serves(dtype, rows)]]
-    if len(among) == 1:
+    probed = PROBED_ROWS[0]
+    for known in PROBED_ROWS:
+        if known > rows:
+            break
+        probed = known
+    serving = [form for form in forms if form.serves(dtype, rows)]
+    if not serving:
         return None
-    return min(among, key=lambda form: _seconds_of(form, dtype, probed) * (COPY_GAIN if form and form.is_copy else 1))
+    fastest, least = None, _seconds_of(None, dtype, probed)
+    for form in serving:
+        seconds = _seconds_of(form, dtype, probed) * (COPY_GAIN if form.is_copy else 1.0)
+        if seconds < least:
+            fastest, least = form, seconds
+    return fastest
 
 
 def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:

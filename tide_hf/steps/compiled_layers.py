@@ -178,7 +178,8 @@ class _Linear(nn.Module):
 
     def prepare(self, rows: int) -> None:
         """Have the weights in the form that a pass over so many rows is to read."""
-        self.form = self.gate.prepare(rows, COMPILED)
+        kept = self.gate.prepare(rows, COMPILED)
+        self.form = None if kept is None else kept.place
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
