@@ -30,7 +30,9 @@ def test_answers_wait_for_nothing(attach, tiny_llama):
     model, options = tiny_llama(), {**OPTIONS, "max_new_tokens": 60}
     batches = [prompts(rows, pads=3 if rows > 1 else 0) for rows in range(1, 5)]
     expected = [model.generate(**batch, **options) for batch in batches]
-    steps = attach(model, with_figures(routers_for(model, 1)))
+    routers = with_figures(routers_for(model, 1))
+    routers.config.calibration["exit_layers"].clear()  # a head that the policy turned to would be made ready then
+    steps = attach(model, routers)
     assert model.tide_warm_up((rows for rows in (1, 4, 2)), max_length=200) > 0.0
     made = {(buffers.rows, kind, size) for buffers, kind, size in steps._steps}
     verify = {("verify", width) for width in WIDTHS}
