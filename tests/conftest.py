@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
 from tide_hf.cpu.kernels import compiled, load_op  # noqa: E402
+from tide_hf.cpu.weight_forms import _fastest_form  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
 NUM_BYTES = 256
@@ -56,6 +57,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _forms_are_chosen_anew():
+    """What one test has measured, or said to be the faster, is no other test's."""
+    _fastest_form.cache_clear()
 
 
 @pytest.fixture

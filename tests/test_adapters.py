@@ -78,7 +78,7 @@ def test_other_kinds_of_adapters_inside_the_layers():
 def test_merged_it_stays_attached_and_says_the_same(tmp_path):
     model = adapted()
     short = prompt(repeats=1)  # so short that its pass may use packed weights, which merging changes
-    packs = any(fastest_form(torch.float32, rows, [PackedWeight]) for rows in (1, short.numel()))
+    packs = any(fastest_form(torch.float32, rows, (PackedWeight,)) for rows in (1, short.numel()))
     expected = model.generate(short, **OPTIONS)
     attached(model).generate(short, **OPTIONS)
     assert any(gate.kept for gate in linear_gates(model._tide.structure)) == packs

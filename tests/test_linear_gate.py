@@ -10,7 +10,7 @@ from families import VOCAB
 from recorded import Recording
 from test_block_head import routers_for
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
@@ -34,6 +34,7 @@ def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight
         for (place, form), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
     }
     monkeypatch.setattr(weight_forms, "_measured", seconds)
+    weight_forms._fastest_form.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -84,14 +85,14 @@ def test_what_is_the_fastest_is_measured_once_for_each_number_of_rows(monkeypatc
     expected = PackedWeight if is_faster else None
 
     def found(dtype, *numbers):
-        return [fastest_form(dtype, rows, [PackedWeight]) for rows in numbers]
+        return [fastest_form(dtype, rows, (PackedWeight,)) for rows in numbers]
 
     assert found(torch.float32, 0, 1, 3, 63, 9999) == [None, *[expected] * 4]
     assert len(probed) == 2 * 4  # for 1, for 2, for 16, for 256
     assert found(torch.float32, 15) == [expected]
     assert len(probed) == 2 * 5  # for 8 as well
     assert found(torch.float64, 4) == [None]
-    assert fastest_form(torch.float32, 4, []) is None
+    assert fastest_form(torch.float32, 4, ()) is None
     assert len(probed) == 2 * 5
 
 
@@ -106,7 +107,7 @@ def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
     let_pay(monkeypatch, order=(fastest, *others))
     assert fastest_form(torch.float32, 4, FORMS) is fastest
     if fastest is not None:
-        assert fastest_form(torch.float32, 4, [form for form in FORMS if form is not fastest]) is others[0]
+        assert fastest_form(torch.float32, 4, tuple(form for form in FORMS if form is not fastest)) is others[0]
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.95, StoredWeight), (0.85, PackedWeight)])
@@ -114,7 +115,7 @@ def test_a_copy_has_to_be_clearly_faster(monkeypatch, gain, chosen):
     seconds = {StoredWeight: 1.0, PackedWeight: gain, None: 2.0}
     key = torch.float32, torch.get_num_threads(), 64
     monkeypatch.setattr(weight_forms, "_measured", {(form, *key): seconds[form] for form in seconds})
-    assert fastest_form(torch.float32, 100, [PackedWeight, StoredWeight]) is chosen
+    assert fastest_form(torch.float32, 100, (PackedWeight, StoredWeight)) is chosen
 
 
 def test_rounded_weights_are_for_few_rows_and_stored_ones_for_any(monkeypatch):
@@ -215,6 +216,14 @@ def test_only_what_may_be_traced_goes_by_the_op(attached, monkeypatch):
     assert "tide_hf.linear.default" in operations(state.as_subclass(Subclass))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert "tide_hf.linear.default" in operations(state)
+
+
+def test_a_bias_that_is_computed_is_added(attached):
+    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
+    before = linear(state)
+    assert linear.forward.kept
+    parametrize.register_parametrization(linear, "bias", nn.Hardtanh(3.0, 4.0))
+    torch.testing.assert_close(linear(state), before + linear.bias - linear.parametrizations.bias.original)
 
 
 def test_a_weight_that_is_computed_is_left_to_the_layer(attached):

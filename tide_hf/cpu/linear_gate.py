@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..errors import UnsupportedOptionError, describe
 from ..skipping import Gate, active_run
@@ -77,13 +78,13 @@ class LinearGate(Gate):
             or not _is_plain(weight)
         ):
             return self.native(input)
-        forms = _forms.get()
+        bias, forms = self._bias, _forms.get()
         kept = self.prepare(input.numel() // self._size, forms)  # last, since it measures at first
         if kept is None:
-            return self.native(input)
+            return self.native(input) if self.replaced else functional.linear(input, weight, bias)
         if forms is EAGER and type(input) is Tensor and not torch.compiler.is_compiling():
-            return kept.apply(input, self._bias)  # an op takes some microseconds more, 4% of a small model's pass
-        return torch.ops.tide_hf.linear.default(input, weight, self._bias, kept.place)
+            return kept.apply(input, bias)  # an op takes microseconds more, 4% of a small model's pass
+        return torch.ops.tide_hf.linear.default(input, weight, bias, kept.place)
 
     def prepare(self, rows: int, forms: Forms) -> WeightForm | None:
         """Have the weights in the fastest of `forms` that they may have, for so many rows.
@@ -103,14 +104,17 @@ class LinearGate(Gate):
             self.kept[form] = kept = in_form(form, weight)
         return kept
 
-    # What the module's own attributes give, in a tenth of the time; a weight that is computed is none of them.
+    # A module's attributes take ten times as long to get, at every product of every pass.
     @property
     def _weight(self) -> Any:
-        return self.module._parameters.get("weight")
+        return self.module._parameters.get("weight")  # none where it is computed
 
     @property
-    def _bias(self) -> Tensor | None:
-        return self.module._parameters.get("bias")
+    def _bias(self) -> Any:
+        parameters = self.module._parameters
+        if "bias" in parameters:
+            return parameters["bias"]
+        return self.module.bias
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have forms of their own weights."""
@@ -233,5 +237,5 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether all can read it: quantised and distributed weights are subclasses of `Parameter`, or of `Tensor`."""
-    is_readable = weight.device.type == "cpu" and weight.dtype in VALUES
+    is_readable = weight.is_cpu and weight.dtype in VALUES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

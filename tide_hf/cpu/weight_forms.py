@@ -10,7 +10,7 @@ another width do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -160,24 +160,24 @@ def _key_of(weights: Sequence[Tensor], form: type[WeightForm]) -> tuple[Any, ...
     return (form, *[weight.data_ptr() for weight in weights])
 
 
-def fastest_form(dtype: torch.dtype, rows: int, forms: Iterable[type[WeightForm]]) -> type[WeightForm] | None:
+def fastest_form(dtype: torch.dtype, rows: int, forms: tuple[type[WeightForm], ...]) -> type[WeightForm] | None:
     """The fastest of `forms` for so many rows on this machine; `None` where PyTorch's linear is. Measured once."""
+    if type(rows) is not int:  # a size that a trace leaves open, which is nothing to look up
+        return _fastest_form.__wrapped__(dtype, rows, forms, 0)
+    return _fastest_form(dtype, rows, forms, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)  # every product of every pass asks
+def _fastest_form(
+    dtype: torch.dtype, rows: int, forms: tuple[type[WeightForm], ...], _threads: int
+) -> type[WeightForm] | None:
     if rows < PROBED_ROWS[0]:
         return None
-    probed = PROBED_ROWS[0]
-    for known in PROBED_ROWS:
-        if known > rows:
-            break
-        probed = known
-    serving = [form for form in forms if form.serves(dtype, rows)]
-    if not serving:
+    probed = max(known for known in PROBED_ROWS if known <= rows)
+    among = [None, *[form for form in forms if form.serves(dtype, rows)]]
+    if len(among) == 1:
         return None
-    fastest, least = None, _seconds_of(None, dtype, probed)
-    for form in serving:
-        seconds = _seconds_of(form, dtype, probed) * (COPY_GAIN if form.is_copy else 1.0)
-        if seconds < least:
-            fastest, least = form, seconds
-    return fastest
+    return min(among, key=lambda form: _seconds_of(form, dtype, probed) * (COPY_GAIN if form and form.is_copy else 1))
 
 
 def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:
