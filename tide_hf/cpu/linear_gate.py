@@ -81,7 +81,7 @@ class LinearGate(Gate):
         bias, forms = self._bias, _forms.get()
         kept = self.prepare(input.numel() // self._size, forms)  # last, since it measures at first
         if kept is None:
-            return self.native(input) if self.replaced else functional.linear(input, weight, bias)
+            return functional.linear(input, weight, bias) if self.replaced is None else self.native(input)
         if forms is EAGER and type(input) is Tensor and not torch.compiler.is_compiling():
             return kept.apply(input, bias)  # an op takes microseconds more, 4% of a small model's pass
         return torch.ops.tide_hf.linear.default(input, weight, bias, kept.place)
