@@ -6,6 +6,7 @@ The default run needs the Hub or PyPI once, for the real model; `pytest -m "not 
 import io
 import os
 import time
+from pathlib import Path
 
 # Read when the libraries are imported, so they are set before. The telemetry switches are taken away because
 # kernels sends an illegal header when it finds one of them.
@@ -33,7 +34,8 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
-from tide_hf.cpu.kernels import compiled, load_op  # noqa: E402
+from tide_hf.cpu import kernels  # noqa: E402
+from tide_hf.cpu.kernels import load_op  # noqa: E402
 from tide_hf.cpu.weight_forms import _fastest_form  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 
@@ -65,14 +67,19 @@ def _forms_are_chosen_anew():
     _fastest_form.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def _no_kernels_are_kept(monkeypatch):
+    """Tests meet no kernels that another process has compiled, and leave none."""
+    monkeypatch.setattr(kernels, "kept_path", lambda *_: Path(os.devnull) / "kernels")
+
+
 @pytest.fixture
-def fresh_kernels():
+def fresh_kernels(monkeypatch):
     """Kernels are those that a test has compiled, and no other test meets them."""
-    for known in (load_op, compiled):
-        known.cache_clear()
+    load_op.cache_clear()
+    monkeypatch.setattr(kernels, "_loaded", {})
     yield
-    for known in (load_op, compiled):
-        known.cache_clear()
+    load_op.cache_clear()
 
 
 @pytest.fixture(params=[None, 256, 1], ids=["all bits", "256 bits", "no vectors"])

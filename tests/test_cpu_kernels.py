@@ -1,17 +1,33 @@
-"""Kernels for CPUs: which there are, and that they are compiled at the same time but loaded one after the other."""
+"""Kernels for CPUs: compiled at the same time, loaded one after the other, and kept for later processes."""
 
+import logging
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
 
 from tide_hf.cpu import kernels
-from tide_hf.cpu.kernels import KERNELS, compiled
+from tide_hf.cpu.kernels import KERNELS, compiled, is_loaded
 
 WAIT_SECONDS = 30
+KEPT_PATH = kernels.kept_path  # before tests are kept from meeting what is there
+LATER = """
+import torch
+from tide_hf.cpu import kernels, products, weight_forms
+kernels._compile = None
+print(kernels.is_loaded("many_queries", torch.float32), products.has_stored_product(torch.float32))
+state, weight = torch.randn(3, 40), torch.randn(7, 40)
+print(torch.allclose(weight_forms.StoredWeight(weight).apply(state, None), state @ weight.T, atol=1e-4))
+print(kernels.is_loaded("stored_rows", torch.float32))
+"""
+LIBRARY = SimpleNamespace(_name="/nowhere/library.so")
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
@@ -28,7 +44,7 @@ def test_the_first_has_all_compiled_at_the_same_time(monkeypatch):
         futures.append(submit_fn(together.wait))
 
     monkeypatch.setattr(CppCodeCache, "load_async", compiling)
-    monkeypatch.setattr(CppCodeCache, "load", lambda text, device_type: loaded.append(text))
+    monkeypatch.setattr(CppCodeCache, "load", lambda text, device_type: loaded.append(text) or LIBRARY)
     compiled(KERNELS[-1], torch.bfloat16)
     assert len(loaded) == 1
     assert sorted(future.result() for future in futures) == list(range(len(KERNELS)))
@@ -42,6 +58,7 @@ def test_no_two_threads_load_at_once(monkeypatch):
         alone.append(busy.acquire(blocking=False))
         threading.Event().wait(0.05)  # in which another would come
         busy.release()
+        return LIBRARY
 
     def ask(name):
         together.wait()
@@ -57,11 +74,70 @@ def test_no_two_threads_load_at_once(monkeypatch):
 
 def test_one_that_cannot_be_compiled_leaves_the_others(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "KERNELS", (*KERNELS, "broken"))
-    source = kernels._source
-    monkeypatch.setattr(
-        kernels, "_source", lambda name, dtype: ("broken", "int 1;") if name == "broken" else source(name, dtype)
-    )
+    text_of = kernels._text_of
+    monkeypatch.setattr(kernels, "_text_of", lambda name, dtype: "int 1;" if name == "broken" else text_of(name, dtype))
     assert compiled("stored_rows", torch.float32) == "stored_rows_float"
     assert "cannot be compiled" not in caplog.text
     assert compiled("broken", torch.float32) is None
     assert "PyTorch's own operations do what broken.cpp does, which cannot be compiled" in caplog.text
+
+
+class TestKept:
+    """Kernels that an earlier process has compiled."""
+
+    @pytest.fixture(autouse=True)
+    def _home(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(kernels, "kept_path", KEPT_PATH)
+        monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path))
+
+    def test_a_later_process_compiles_nothing(self):
+        assert compiled("stored_rows", torch.float32) is not None
+        (file,) = kernels.kept_path("stored_rows", torch.float32).parent.iterdir()
+        assert file == kernels.kept_path("stored_rows", torch.float32)
+        found = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=120, check=False)
+        assert found.stdout.split() == ["False", "True", "True", "True"], found.stderr
+
+    def test_one_that_cannot_be_loaded_is_compiled_again(self, caplog):
+        path = kernels.kept_path("stored_rows", torch.float32)
+        path.parent.mkdir()
+        path.write_bytes(b"no library")
+        with caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
+            assert not is_loaded("stored_rows", torch.float32)
+        assert f"{path} is of no use here" in caplog.text
+        assert not path.exists()
+        assert compiled("stored_rows", torch.float32) is not None
+        assert is_loaded("stored_rows", torch.float32)
+        assert path.stat().st_size > 10_000
+
+    def test_a_folder_that_cannot_be_written_to_keeps_nothing(self, caplog, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "file"))
+        with caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
+            assert compiled("stored_rows", torch.float32) is not None
+        assert "is not kept for later processes" in caplog.text
+
+    @pytest.mark.parametrize("change", ["cpu", "version", "text", "dtype", "bits"])
+    def test_it_is_for_one_cpu_and_one_pytorch(self, change, monkeypatch, tmp_path):
+        for known in (kernels._features, kernels._file_name):
+            known.cache_clear()
+        before, dtype = kernels.kept_path("stored_rows", torch.float32), torch.float32
+        match change:
+            case "cpu":
+                monkeypatch.setattr(kernels, "CPU_INFO", tmp_path / "cpuinfo")
+                kernels.CPU_INFO.write_text("processor: 0\nflags: few\n")
+                kernels._features.cache_clear()
+            case "version":
+                monkeypatch.setattr(torch, "__version__", "2.0")
+            case "text":
+                monkeypatch.setattr(kernels, "_text_of", lambda *_: "other")
+            case "dtype":
+                dtype = torch.bfloat16
+        kernels._file_name.cache_clear()
+        with inductor_config.patch({"cpp.simdlen": 256 if change == "bits" else None}):
+            assert kernels.kept_path("stored_rows", dtype) != before
+        for known in (kernels._features, kernels._file_name):
+            known.cache_clear()
+
+
+def test_other_dtypes_have_none():
+    assert not is_loaded("stored_rows", torch.float16)

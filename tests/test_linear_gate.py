@@ -202,20 +202,24 @@ def test_the_op_without_weights_in_a_form_is_the_plain_one():
 
 
 def test_only_what_may_be_traced_goes_by_the_op(attached, monkeypatch):
-    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
+    linear, state, by_op = make_linear(32, 32, bias=True), torch.randn(5, 32), []
     linear(state)  # which measures, and packs
-
-    def operations(state):
-        with Recording() as recording:
-            linear(state)
-        return {str(func) for func, *_ in recording.calls}
-
-    assert operations(state) == {"mkldnn._linear_pointwise.default"}
-    with reading(COMPILED):
-        assert "tide_hf.linear.default" in operations(state)
-    assert "tide_hf.linear.default" in operations(state.as_subclass(Subclass))
+    run = weight_forms._one_linear
+    monkeypatch.setattr(
+        torch.ops.tide_hf.linear, "default", lambda *args: by_op.append(args) or run(*args), raising=False
+    )
+    expected = linear(state)
+    assert not by_op
+    with Recording() as recording:
+        found = linear(state)
+    assert torch.equal(found, expected)
+    assert {str(func) for func, *_ in recording.calls} == {"mkldnn._linear_pointwise.default"}
+    assert len(by_op) == 1
+    linear(state.as_subclass(Subclass))
+    assert len(by_op) == 2
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "tide_hf.linear.default" in operations(state)
+    assert torch.equal(linear(state), expected)
+    assert len(by_op) == 3
 
 
 def test_a_bias_that_is_computed_is_added(attached):

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf.cpu import many_queries
-from tide_hf.cpu.kernels import VALUES, load_op
+from tide_hf.cpu.kernels import VALUES, compiled, load_op
 from tide_hf.cpu.many_queries import LEAST_QUERIES, attend_many, is_faster
 from tide_hf.cpu.shared_heads import shared_heads
 
@@ -24,12 +24,11 @@ SHAPES = [
     (3, 4, 2, 64, 90, 16),
 ]
 
-pytestmark = pytest.mark.usefixtures("fresh_kernels")
-
 
 @pytest.fixture(autouse=True)
-def _it_is_faster(monkeypatch):
-    """Whatever this machine is, the kernel is the faster one."""
+def _it_is_faster(monkeypatch, fresh_kernels):
+    """Whatever this machine is, the kernel is the faster one, and it is there."""
+    compiled("many_queries", torch.float32)
     monkeypatch.setattr(many_queries, "_measure", lambda _dtype: True)
     monkeypatch.setattr(many_queries, "_is_faster", {})
 
@@ -65,6 +64,7 @@ def masks(shape):
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("dtype", VALUES)
 def test_it_is_that_of_pytorch(on_some_cpu, dtype, scale):
+    compiled("many_queries", dtype)
     for shape in SHAPES:
         query, key, value = tensors(shape, dtype)
         for mask in masks(shape):

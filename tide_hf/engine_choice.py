@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .loading import cache_folder
+from .folders import cache_folder
 
 RENTED = "eager"
 # Of an eager token's time, and seconds, before they are measured: a 135M model on a CPU came to 0.4 to 0.7, and 25 s.

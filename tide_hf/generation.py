@@ -19,7 +19,6 @@ from .configuration_tide import (
     check_min_layers,
     check_mode,
 )
-from .cpu.linear_gate import linear_gates
 from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .engine_choice import RENTED
 from .engines import candidate_for, engine_of
@@ -29,7 +28,7 @@ from .skipping import active, active_run
 from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import check_rope
-from .warming_up import checked_rows, warm_up
+from .warming_up import checked_rows, compile_kernels, warm_up
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
@@ -76,7 +75,8 @@ class TIDEGenerationMixin:
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
         check_adapters(self, attachment.structure)
-        for gate in linear_gates(attachment.structure, attachment.block_head):
+        gates = attachment.gates()
+        for gate in gates:
             gate.release_if_changed()
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
@@ -84,14 +84,14 @@ class TIDEGenerationMixin:
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             decoder = self._tide_decoder(engine, input_ids, common, model_kwargs)
-            with attachment.running(engine, decoder.run, decoder.on_steps):
+            with attachment.running(engine, decoder.run, gates, decoder.on_steps):
                 result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
             learn(decoder)
             stats = decoder.stats
         else:
             run = _exit_run(attachment, mode, generation_config, model_kwargs)
             generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
-            with attachment.running(engine, run), active(run):
+            with attachment.running(engine, run, gates), active(run):
                 result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
                 cache = model_kwargs.get("past_key_values")
                 if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
@@ -121,6 +121,9 @@ class TIDEGenerationMixin:
     ) -> float:
         """Make an engine ready, so that no answer waits for it: compile its steps, or capture them.
 
+        `"eager"` needs nothing, but gains by kernels on a CPU, which are compiled once on each machine: here, or for
+        calls with `"compiled"`.
+
         What other calls need than those that were asked for (longer ones, other heads) is made ready in them, as ever.
 
         Args:
@@ -142,7 +145,9 @@ class TIDEGenerationMixin:
         numbers = checked_rows(rows, max_length)
         if chosen == "auto":
             chosen = candidate_for(self)
-        if chosen in (None, RENTED):
+        if chosen == RENTED:
+            return compile_kernels(attachment)
+        if chosen is None:
             return 0.0
         return warm_up(self, attachment, str(chosen), numbers, max_length)
 

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError
 from transformers import AutoModelForCausalLM
@@ -30,11 +30,6 @@ def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
-
-
-def cache_folder() -> Path:
-    """Where this library keeps what it makes: converted models, measurements."""
-    return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
 
 
 def is_kept_only(name: str) -> bool:

@@ -76,7 +76,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 when TIDE is attached. The copy is made when it is first of use. `False` leaves linear layers as they
                 are, without the compiled engine's products on stored weights as well.
             use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
-                See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model.
+                See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model. On a CPU,
+                `False` keeps eager calls from the kernels that `tide_warm_up` compiles.
             engine: What runs the layers: `"eager"`; `"compiled"`, which compiles them by `torch.compile` when it
                 meets a pass of a new kind, a few seconds each, and leaves to eager what cannot be compiled;
                 `"cuda_graph"`, which captures draft steps and verify passes of `self_speculative` on one GPU, and
@@ -172,6 +173,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold=threshold,
             make_drafter=hybrid_drafter,
             engine=engine,
+            use_kernels=use_kernels,
         )
         attachment.check_mode(mode)
         check_parity(model, structure)

@@ -10,6 +10,7 @@ The rows of a batch draft to a common width and keep accepted lengths of their o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,10 @@ from .adapters import has_adapters_by_row
 from .attachment import Attachment
 from .block_drafting import block_run
 from .choosing import TokenChooser
+from .cpu.many_queries import has_kernel
+from .cpu.shared_heads import shared_heads
 from .drafting import Draft, Drafter
+from .engine_choice import RENTED
 from .kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
 from .policy import CostTable
 from .prompt_groups import read_prompts
@@ -30,6 +34,8 @@ from .rows import Row, Stopping, by_step
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
 from .unembed import DraftUnembed
+
+LONG_PROMPT = 128  # tokens; of shorter ones, changing how a model attends takes as long as it brings
 
 
 class SelfSpeculativeDecoder:
@@ -103,7 +109,7 @@ class SelfSpeculativeDecoder:
     def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate until every row is stopped."""
         try:
-            with active(self.run):
+            with active(self.run), self._attention():
                 self._prefill(drafter)
                 while not self._is_done():
                     self._round(drafter)
@@ -116,6 +122,14 @@ class SelfSpeculativeDecoder:
         if self.streamer is not None:
             self.streamer.end()
         return result
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """How an eager call attends: on CPUs, rows under a mask and long prompts need not copy K/V that heads share."""
+        rows, length = self.input_ids.shape
+        is_long = length >= LONG_PROMPT and self.attachment.use_kernels is not False and has_kernel(self.model.dtype)
+        if self.engine != RENTED or not (rows > 1 or is_long):
+            return nullcontext()
+        return shared_heads(self.model, self.attachment.block_head)
 
     def forward(self, tokens: list[list[int]], start: int = 0) -> Any:
         """One pass over as many new tokens for each row.

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from .attachment import Attachment, head_priors
 from .config_checks import short
+from .cpu.kernels import EAGER_KERNELS, compiled, is_loaded
+from .cpu.linear_gate import weight_dtypes
 from .drafting import UNREAD, Draft, Drafter
 from .errors import ConfigurationError, describe
 from .policy import CostTable, Option, choose
 from .rows import RowCriterion
 from .steps.step_buffers import WIDTHS
+from .steps.warm_up import WarmUp
 
 # Tokens of prompts: a linear layer may read its weights in another form for each of these numbers.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)
@@ -90,6 +94,18 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
                 _run(model, attachment, engine, number, length, length + 1, padded)
     model.last_exit_stats = stats
     return attachment.warm_up_seconds(engine) - before
+
+
+def compile_kernels(attachment: Attachment) -> float:
+    """Have the kernels compiled that eager calls use where they are there; return the seconds that it took."""
+    dtypes = weight_dtypes(attachment.gates()) if attachment.use_kernels is not False else ()
+    missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
+    counter = WarmUp("Compiling kernels for this CPU", "kernels")
+    with counter.shown(is_due=bool(missing)):
+        for name, dtype in missing:
+            begin = perf_counter()
+            counter.add(int(compiled(name, dtype, EAGER_KERNELS) is not None), perf_counter() - begin)
+    return counter.seconds
 
 
 def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:

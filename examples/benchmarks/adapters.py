@@ -111,23 +111,27 @@ def published(bench: Bench) -> Contender:
 def attached(bench: Bench) -> Any:
     """A copy with TIDE attached that shares the model's weights; one for all of the approximate ways."""
     if "attached" not in bench.kept:
-        copy = weight_sharing_copy(bench.model)
-        bench.kept["attached"] = TIDEModelForCausalLM.attach(copy, bench.need_routers(), mode="early_exit")
+        bench.kept["attached"] = _eager(bench, bench.need_routers(), mode="early_exit")
     return bench.kept["attached"]
+
+
+def _eager(bench: Bench, routers: Any = None, **settings: Any) -> Any:
+    """A copy with TIDE attached as it is on a machine that has compiled no kernels yet, whether this one has or not."""
+    copy = weight_sharing_copy(bench.model)
+    return TIDEModelForCausalLM.attach(copy, routers, use_kernels=False, **settings)
 
 
 def ngrams(bench: Bench) -> Contender:
     """Ours without routers."""
-    return Contender(NGRAMS, TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model)))
+    return Contender(NGRAMS, _eager(bench))
 
 
 def heads(bench: Bench) -> Contender:
     """Ours with the n-grams switched off."""
-    return Contender(HEADS, _drafting_with_heads(bench, "eager"))
+    return Contender(HEADS, _drafting_with_heads(_eager(bench, bench.need_routers())))
 
 
-def _drafting_with_heads(bench: Bench, engine: str) -> Any:
-    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers(), engine=engine)
+def _drafting_with_heads(model: Any) -> Any:
     make = model._tide.make_drafter
     model._tide.make_drafter = lambda *args: _without_ngrams(make(*args))
     return model
@@ -141,13 +145,24 @@ def _without_ngrams(drafter: Any) -> Any:
 
 def self_speculative(bench: Bench) -> Contender:
     """Ours, the default."""
-    return Contender(BOTH, TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers()))
+    return Contender(BOTH, _eager(bench, bench.need_routers()))
+
+
+def warmed_up(bench: Bench) -> Contender:
+    """The same with the kernels that it uses once they are compiled."""
+    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers())
+    model.tide_warm_up()
+    return Contender(f"{BOTH}, warmed up", model)
 
 
 def compiled(bench: Bench) -> Contender:
     """Ours, compiled."""
-    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers(), engine="compiled")
-    return Contender(f"{BOTH}, compiled", model)
+    return Contender(f"{BOTH}, compiled", _compiled(bench))
+
+
+def _compiled(bench: Bench) -> Any:
+    copy = weight_sharing_copy(bench.model)
+    return TIDEModelForCausalLM.attach(copy, bench.need_routers(), engine="compiled")
 
 
 def compiled_ngrams(bench: Bench) -> Contender:
@@ -158,7 +173,7 @@ def compiled_ngrams(bench: Bench) -> Contender:
 
 def compiled_heads(bench: Bench) -> Contender:
     """Ours with the n-grams switched off, compiled."""
-    return Contender(f"{HEADS}, compiled", _drafting_with_heads(bench, "compiled"))
+    return Contender(f"{HEADS}, compiled", _drafting_with_heads(_compiled(bench)))
 
 
 def compiled_plain(bench: Bench) -> Contender:
@@ -185,6 +200,7 @@ WAYS = {
     "ngrams": Way(ngrams),
     "heads": Way(heads),
     "self_speculative": Way(self_speculative),
+    "warmed_up": Way(warmed_up),
     "compiled_plain": Way(compiled_plain),
     "compiled_ngrams": Way(compiled_ngrams),
     "compiled_heads": Way(compiled_heads),

@@ -1,13 +1,18 @@
-"""Kernels in C++ that Inductor's compiler builds for this CPU when they are first asked for, and keeps on disk.
+"""Kernels in C++ that Inductor's compiler builds for this CPU, and keeps on disk.
 
 They are ops of PyTorch, so that compiled graphs call them without any Python: in a model of 30 layers a pass over a few
-tokens makes 150 such calls, whose Python took a fifth of its time.
+tokens makes 150 such calls, whose Python took a fifth of its time. The compiled engine has them compiled when it first
+asks for them. Eager calls, which wait for no compiler, use what is there: a kernel stays, for later processes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -20,13 +25,17 @@ from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 
 from ..errors import first_line
+from ..folders import cache_folder
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
 KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
+EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
+CPU_INFO = Path("/proc/cpuinfo")
 
 logger = logging.getLogger(__name__)
 
 _loading = Lock()
+_loaded: dict[str, bool] = {}  # by op, of those that were asked for; not those that cannot be compiled
 _traceable: set[str] = set()  # ops whose results traces know; each can be told once, but loaded again
 
 
@@ -51,41 +60,121 @@ def load_op(name: str, dtype: torch.dtype, like: Callable[..., Tensor]) -> OpOve
     return getattr(torch.ops.tide_hf, op).default
 
 
-@lru_cache
-def compiled(name: str, dtype: torch.dtype) -> str | None:
+def compiled(name: str, dtype: torch.dtype, others: Iterable[str] = KERNELS) -> str | None:
     """Have a kernel compiled and loaded; return the name of its op, `None` where it cannot be.
 
-    All kernels of a dtype are compiled at the same time, since that takes seconds for each. They are loaded one after
-    the other: where two threads register ops at once, PyTorch can abort the process.
+    Kernels are compiled at the same time, since that takes seconds for each. They are loaded one after the other: where
+    two threads register ops at once, PyTorch can abort the process.
+
+    Args:
+        name: One of `KERNELS`.
+        dtype: One of `VALUES`.
+        others: What is compiled with it, if it has to be.
     """
-    op, text = _source(name, dtype)
+    op = _op_of(name, dtype)
+    with _loading:
+        if op not in _loaded and not _load_kept(name, dtype):
+            _compile(name, dtype, {name, *others})
+    return op if _loaded[op] else None
+
+
+def is_loaded(name: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel is there already, loaded or kept by an earlier process: nothing is compiled."""
+    if dtype not in VALUES:
+        return False
+    op = _op_of(name, dtype)
+    if op not in _loaded and _loading.acquire(blocking=False):  # else another thread compiles, for seconds
+        try:
+            if op not in _loaded:
+                _load_kept(name, dtype)
+        finally:
+            _loading.release()
+    return _loaded.get(op, False)
+
+
+def kept_path(name: str, dtype: torch.dtype) -> Path:
+    """Where a kernel stays that was compiled for this CPU and PyTorch; Inductor's own folder may be a temporary one."""
+    return cache_folder() / "kernels" / _file_name(name, dtype, _op_of(name, dtype))
+
+
+@lru_cache  # calls ask, as long as there is none
+def _file_name(name: str, dtype: torch.dtype, op: str) -> str:
+    facts = (_text_of(name, dtype), torch.__version__, platform.machine(), platform.system(), _features())
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return f"{op}-{digest}.so"
+
+
+def _load_kept(name: str, dtype: torch.dtype) -> bool:
+    path = kept_path(name, dtype)
+    if not path.is_file():
+        return False
     try:
-        with _loading:
-            _compile_all(dtype)
-            _cache().load(text, device_type="cpu")
+        torch.ops.load_library(path)
+    except OSError as error:
+        logger.info("%s is of no use here: %s", path, first_line(error))
+        path.unlink(missing_ok=True)  # so that it is compiled again
+        return False
+    _loaded[_op_of(name, dtype)] = True
+    return True
+
+
+def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
+    op = _op_of(name, dtype)
+    try:
+        _compile_all(together, dtype)
+        library = _cache().load(_text_of(name, dtype), device_type="cpu")
+        _loaded[op] = True
     except (RuntimeError, OSError, ImportError) as error:  # of Inductor: no compiler, or no place for what it makes
+        _loaded[op] = False
         reason = first_line(error)
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
-        return None
-    return op
+    else:
+        _keep(library._name, kept_path(name, dtype))
 
 
-def _compile_all(dtype: torch.dtype) -> None:
-    """Put all kernels of a dtype into the cache on disk; what is there already is left as it is.
+def _keep(library: str, path: Path) -> None:
+    """Copy a library, so that no process ever sees a part of it; a folder that cannot be written to keeps nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(Path(library).read_bytes())
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.info("%s is not kept for later processes: %s", path.name, error)
+
+
+def _compile_all(names: set[str], dtype: torch.dtype) -> None:
+    """Put kernels of a dtype into the cache on disk; what is there already is left as it is.
 
     A kernel that cannot be compiled says so when it is loaded.
     """
-    with ThreadPoolExecutor(len(KERNELS)) as pool:
-        for name in KERNELS:
-            _cache().load_async(_source(name, dtype)[1], device_type="cpu", submit_fn=pool.submit)
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name in names:
+            if not kept_path(name, dtype).is_file():
+                _cache().load_async(_text_of(name, dtype), device_type="cpu", submit_fn=pool.submit)
 
 
-def _source(name: str, dtype: torch.dtype) -> tuple[str, str]:
-    """The name of a kernel's op, and the text that is compiled."""
+def _op_of(name: str, dtype: torch.dtype) -> str:
     bits = inductor_config.cpp.simdlen  # of vectors, where they are not to be the longest that this CPU has
-    op = f"{name}_{VALUES[dtype].removeprefix('at::').lower()}" + (f"_{bits}" if bits is not None else "")
+    return f"{name}_{VALUES[dtype].removeprefix('at::').lower()}" + (f"_{bits}" if bits is not None else "")
+
+
+def _text_of(name: str, dtype: torch.dtype) -> str:
+    """What is compiled."""
+    op = _op_of(name, dtype)
     head = f'#include <c10/util/BFloat16.h>\nusing Value = {VALUES[dtype]};\n#define NAME "{op}"\n'
-    return op, head + Path(__file__).with_name(f"{name}.cpp").read_text()
+    return head + Path(__file__).with_name(f"{name}.cpp").read_text()
+
+
+@lru_cache
+def _features() -> str:
+    """What this CPU can do, for which its kernels are compiled: a folder may be shared by machines."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = [line for line in lines if line.startswith(("flags", "Features"))][:1] or [platform.processor()]
+    return "\n".join([torch.backends.cpu.get_cpu_capability(), *told])
 
 
 def _cache() -> Any:

@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..errors import UnsupportedOptionError, describe
 from ..skipping import Gate, active_run
@@ -35,11 +36,11 @@ MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
 Forms = tuple[type[WeightForm], ...]
 
-EAGER: Forms = (PackedWeight,)
-COMPILED: Forms = (StoredWeight, PackedWeight)  # where things are compiled
-ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where they are compiled, and what is found is verified
+PACKED: Forms = (PackedWeight,)
+COMPILED: Forms = (StoredWeight, PackedWeight)  # where kernels are compiled, or were
+ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where what is found is verified as well
 
-_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=EAGER)
+_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=PACKED)
 
 
 @contextmanager
@@ -82,7 +83,7 @@ class LinearGate(Gate):
         kept = self.prepare(input.numel() // self._size, forms)  # last, since it measures at first
         if kept is None:
             return functional.linear(input, weight, bias) if self.replaced is None else self.native(input)
-        if forms is EAGER and type(input) is Tensor and not torch.compiler.is_compiling():
+        if type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
             return kept.apply(input, bias)  # an op takes microseconds more, 4% of a small model's pass
         return torch.ops.tide_hf.linear.default(input, weight, bias, kept.place)
 
@@ -212,6 +213,11 @@ def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iter
         gate = module.__dict__.get("forward")
         if isinstance(gate, LinearGate):
             yield gate
+
+
+def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
+    """The dtypes of the weights behind gates; not of those that are computed."""
+    return {weight.dtype for gate in gates if (weight := gate._weight) is not None}
 
 
 def remove_linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> None:

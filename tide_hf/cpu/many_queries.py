@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..timing import least_seconds
-from .kernels import load_op
+from .kernels import is_loaded, load_op
 
 LEAST_QUERIES = 32  # of a row; fewer are no faster than by PyTorch
 PROBED_SHAPE = (1, 4, 1024, 64)  # rows, heads, queries, size
@@ -36,7 +36,7 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         scale: 1 / sqrt(size) where it is `None`.
 
     Returns:
-        (rows, queries, heads, size); `None` where there is no kernel, not for such tensors, or a slower one.
+        (rows, queries, heads, size); `None` where there is no kernel yet, not for such tensors, or a slower one.
     """
     rows, heads, queries, size = query.shape
     shared, slots = key.shape[1:3]
@@ -44,9 +44,14 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     shapes = key.shape == value.shape == (rows, shared, slots, size) and heads % shared == 0
     if query.device.type != "cpu" or queries < LEAST_QUERIES or not (same and shapes):
         return None
-    if not _sees(mask, rows, queries, slots) or not is_faster(query.dtype):
+    if not _sees(mask, rows, queries, slots) or not (has_kernel(query.dtype) and is_faster(query.dtype)):
         return None
     return _attended(query, key, value, mask, size**-0.5 if scale is None else scale)
+
+
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel already, by this process or an earlier one: nothing is compiled."""
+    return is_loaded("many_queries", dtype)
 
 
 def is_faster(dtype: torch.dtype) -> bool:

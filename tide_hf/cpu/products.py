@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .kernels import load_op
+from .kernels import is_loaded, load_op
 
 MOST_ROUNDED_ROWS = 8
 
@@ -26,6 +26,11 @@ def stored_product_of(dtype: torch.dtype) -> OpOverload | None:
         (..., sum of out). `None` where there is no kernel.
     """
     return load_op("stored_rows", dtype, _like)
+
+
+def has_stored_product(dtype: torch.dtype) -> bool:
+    """Whether there is such a kernel already, by this process or an earlier one: nothing is compiled."""
+    return is_loaded("stored_rows", dtype)
 
 
 def _like(input: Tensor, weights: list[Tensor], _bias: Tensor | None) -> Tensor:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,8 @@ from .many_queries import attend_many
 NAME = "tide_shared_heads"
 UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
 
-
+_changing = Lock()
+_users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # calls, of several threads, that need it now
 _filled: ContextVar[Tensor | None] = ContextVar("filled", default=None)
 
 
@@ -45,20 +48,26 @@ def filled_up_to(end: Tensor) -> Iterator[None]:
 
 @contextmanager
 def shared_heads(model: PreTrainedModel, block: BlockHead | None = None) -> Iterator[None]:
-    """Let a model on a CPU that attends by `sdpa` attend in this way; restore it afterwards.
+    """Let a model on a CPU that attends by `sdpa` attend in this way, until the last of those that ask for it has done.
 
     Args:
-        model: Any model; one that attends otherwise stays as it is.
+        model: Any model; one that attends otherwise, or knows no other ways to, stays as it is.
         block: A block that runs with it, if any.
     """
-    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
+    is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
+    if model.device.type != "cpu" or not is_sdpa:
         yield
         return
-    try:
+    with _changing:
+        _users[model] = _users.get(model, 0) + 1
         _set(model, block, NAME)
+    try:
         yield
     finally:
-        _set(model, block, "sdpa")
+        with _changing:
+            _users[model] -= 1
+            if not _users[model]:
+                _set(model, block, "sdpa")
 
 
 def attend(
@@ -151,7 +160,8 @@ def _like_query(
 
 
 def _set(model: PreTrainedModel, block: BlockHead | None, name: str) -> None:
-    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
     if block is not None:
         block.use_attention_of(model.config.get_text_config())
 

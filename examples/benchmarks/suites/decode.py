@@ -29,6 +29,7 @@ SUMMARY = {
     "prompt_lookup_num_tokens=10": "transformers' prompt lookup",
     "generate, static cache, compiled": "transformers' static cache, compiled",
     "self_speculative": "with tide_hf",
+    "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",
     "self_speculative, compiled": 'with tide_hf, `engine="compiled"`',
 }
 LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "self_speculative")
