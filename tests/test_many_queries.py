@@ -196,6 +196,14 @@ def test_gradients_come_from_pytorch(tiny_llama, calls):
     assert len(calls) == model.config.num_hidden_layers
 
 
+@torch.no_grad()
+def test_under_autocast_it_is_pytorchs(tiny_llama, calls):
+    model = tiny_llama()
+    with shared_heads(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        read_prompt(model, torch.ones(1, 40, dtype=torch.long))
+    assert not calls
+
+
 def prompt(length):
     return {"input_ids": torch.arange(3, 3 + length)[None], "attention_mask": torch.ones(1, length, dtype=torch.long)}
 

@@ -12,7 +12,7 @@ import torch
 
 from .attachment import Attachment, head_priors
 from .config_checks import short
-from .cpu.kernels import EAGER_KERNELS, compiled, is_loaded
+from .cpu.kernels import EAGER_KERNELS, VALUES, compiled, is_loaded
 from .cpu.linear_gate import weight_dtypes
 from .drafting import UNREAD, Draft, Drafter
 from .errors import ConfigurationError, describe
@@ -98,7 +98,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
 
 def compile_kernels(attachment: Attachment) -> float:
     """Have the kernels compiled that eager calls use where they are there; return the seconds that it took."""
-    dtypes = weight_dtypes(attachment.gates()) if attachment.use_kernels is not False else ()
+    dtypes = weight_dtypes(attachment.gates()) & VALUES.keys() if attachment.use_kernels is not False else ()
     missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
     counter = WarmUp("Compiling kernels for this CPU", "kernels")
     with counter.shown(is_due=bool(missing)):

@@ -99,9 +99,10 @@ def attend(
 
 
 def _is_watched(*tensors: Tensor) -> bool:
-    """Whether somebody looks at every operation, of which a kernel shows one, or asks for gradients, which it lacks."""
+    """Whether somebody looks at every operation, or asks of it what a kernel lacks: gradients, other dtypes."""
     is_looked_at = is_in_torch_dispatch_mode(include_infra_modes=False)  # traces may see kernels
-    return is_looked_at or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+    has_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    return is_looked_at or has_gradients or torch.is_autocast_enabled("cpu")
 
 
 def _sees_back(module: nn.Module, kwargs: dict[str, Any]) -> bool:
