@@ -1,6 +1,7 @@
 """Linear layers over a handful of rows: the same numbers, and never from weights that are no longer the model's."""
 
 import copy
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -301,6 +302,43 @@ def test_generate_notices_an_adapter_that_was_merged(tiny_llama):
     after = model.generate(PROMPT, **OPTIONS)
     assert not torch.equal(before, after)
     assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(PROMPT, **OPTIONS))
+
+
+@pytest.mark.parametrize("tide_mode", ["self_speculative", "early_exit"])
+def test_a_layer_chooses_once_a_call_for_each_number_of_rows(tiny_llama, monkeypatch, tide_mode):
+    asked, prepare = Counter(), LinearGate.prepare
+
+    def counting(gate, rows, forms):
+        asked[gate, rows] += 1
+        return prepare(gate, rows, forms)
+
+    monkeypatch.setattr(LinearGate, "prepare", counting)
+    model = tiny_llama()
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    for _ in range(2):
+        model.generate(PROMPT, tide_mode=tide_mode, **OPTIONS)
+        assert {gate for gate, _ in asked} >= set(linear_gates(model._tide.structure))
+        assert set(asked.values()) == {1}
+        asked.clear()  # weights may be others in the next call
+
+
+def test_what_a_layer_chose_is_for_tides_passes_without_gradients(attached):
+    linear, state = make_linear(16, 16, bias=True), torch.randn(5, 16)
+    with reading(COMPILED, chosen_once=True):
+        with Recording():
+            linear(state)
+        assert not linear_gate._products.get()
+        expected = linear(state)
+        assert list(linear_gate._products.get()) == [(linear.forward, state.numel())]
+        linear.forward.keep = linear.forward.prepare = pytest.fail
+        assert torch.equal(linear(state), expected)
+        linear_gate._products.get()[linear.forward, state.numel()] = pytest.fail
+        with active(None):
+            linear(state)
+        with torch.enable_grad():
+            linear(state)
+        with reading(ROUNDED):
+            assert linear_gate._products.get() is None  # steps, which are traced
 
 
 def test_a_copy_packs_its_own_weights(attached):

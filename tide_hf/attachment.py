@@ -118,7 +118,7 @@ class Attachment:
             with self.compiled_layers.ready(list(self.structure.layers)):
                 yield
         else:
-            with self.steps_of(engine).warm_up.shown(), reading(self._eager_forms(gates)):
+            with self.steps_of(engine).warm_up.shown(), reading(self._eager_forms(gates), chosen_once=True):
                 yield
 
     def gates(self) -> list[LinearGate]:

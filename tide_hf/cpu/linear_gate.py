@@ -6,9 +6,10 @@ scale for each 64 (compare LLM.int8(), arXiv 2208.07339), which no pass that ver
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import psutil
@@ -40,17 +41,28 @@ PACKED: Forms = (PackedWeight,)
 COMPILED: Forms = (StoredWeight, PackedWeight)  # where kernels are compiled, or were
 ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where what is found is verified as well
 
+Product = Callable[[Tensor], Tensor]
+
 _forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=PACKED)
+# By gate and values of the input; none where weights may change meanwhile, or somebody traces.
+_products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
 
 
 @contextmanager
-def reading(forms: Forms) -> Iterator[None]:
-    """The forms in which linear layers with gates may read their weights; else they may be packed."""
-    token = _forms.set(forms)
+def reading(forms: Forms, chosen_once: bool = False) -> Iterator[None]:
+    """The forms in which linear layers with gates may read their weights; else they may be packed.
+
+    Args:
+        forms: They.
+        chosen_once: Whether a layer may stay with what it chose for so many rows, since no weight changes: to ask once
+            more took 9% of a pass over one token, 211 products in all.
+    """
+    forms_before, products_before = _forms.set(forms), _products.set({} if chosen_once else None)
     try:
         yield
     finally:
-        _forms.reset(token)
+        _products.reset(products_before)
+        _forms.reset(forms_before)
 
 
 class LinearGate(Gate):
@@ -69,6 +81,11 @@ class LinearGate(Gate):
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
         """Run the layer; natively outside TIDE's passes and for numbers of rows for which that is the fastest."""
+        products = _products.get()
+        if products is not None and active_run() is not None and not torch.is_grad_enabled():
+            product = products.get((self, input.numel()))
+            if product is not None:
+                return product(input)
         weight = self._weight
         if (
             weight is None
@@ -79,13 +96,21 @@ class LinearGate(Gate):
             or not _is_plain(weight)
         ):
             return self.native(input)
-        bias, forms = self._bias, _forms.get()
-        kept = self.prepare(input.numel() // self._size, forms)  # last, since it measures at first
+        return self._choose(input, products)
+
+    def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
+        weight, bias = self._weight, self._bias
+        kept = self.prepare(input.numel() // self._size, _forms.get())  # last, since it measures at first
+        product: Product
         if kept is None:
-            return functional.linear(input, weight, bias) if self.replaced is None else self.native(input)
-        if type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
-            return kept.apply(input, bias)  # an op takes microseconds more, 4% of a small model's pass
-        return torch.ops.tide_hf.linear.default(input, weight, bias, kept.place)
+            product = partial(functional.linear, weight=weight, bias=bias) if self.replaced is None else self.native
+        elif type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
+            product = partial(kept.apply, bias=bias)  # an op takes microseconds more, 4% of a small model's pass
+        else:
+            return torch.ops.tide_hf.linear.default(input, weight, bias, kept.place)
+        if products is not None:
+            products[self, input.numel()] = product
+        return product(input)
 
     def prepare(self, rows: int, forms: Forms) -> WeightForm | None:
         """Have the weights in the fastest of `forms` that they may have, for so many rows.
