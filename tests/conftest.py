@@ -68,17 +68,23 @@ def _forms_are_chosen_anew():
 
 
 @pytest.fixture(autouse=True)
-def _no_kernels_are_kept(monkeypatch):
-    """Tests meet no kernels that another process has compiled, and leave none."""
-    monkeypatch.setattr(kernels, "kept_path", lambda *_: Path(os.devnull) / "kernels")
+def _no_kernels_are_kept():
+    """Tests meet no kernels that another process has compiled, and leave none.
+
+    The patch is not `monkeypatch`'s, which a test may undo: one kernel loaded twice would abort the process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "kept_path", lambda *_: Path(os.devnull) / "kernels")
+        yield
 
 
 @pytest.fixture
-def fresh_kernels(monkeypatch):
+def fresh_kernels():
     """Kernels are those that a test has compiled, and no other test meets them."""
     load_op.cache_clear()
-    monkeypatch.setattr(kernels, "_loaded", {})
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_loaded", {})
+        yield
     load_op.cache_clear()
 
 

@@ -102,11 +102,11 @@ def test_killed_it_goes_on_where_it_was(parts, tmp_path, monkeypatch, kills):
         written.append(Path(target).name)
         replace(source, target)
 
-    monkeypatch.setattr(work_folder.os, "replace", replace_or_die)
-    for _ in range(kills):
-        with pytest.raises(Killed):
-            generate_dataset(*parts, prompts(), tmp_path / "killed", **options)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(work_folder.os, "replace", replace_or_die)
+        for _ in range(kills):
+            with pytest.raises(Killed):
+                generate_dataset(*parts, prompts(), tmp_path / "killed", **options)
     before = set((tmp_path / "killed").glob("*.jsonl"))
     assert len(before) == kills - 1  # the first write is the fingerprint's
     times = {file: file.stat().st_mtime_ns for file in before}
