@@ -9,7 +9,7 @@ from torch import nn
 
 from tide_hf import UnsupportedModelError
 from tide_hf.structure import find_structure
-from tide_hf.unembed import DraftUnembed, Unembed, check_parity, hash_distance, unembed_hash
+from tide_hf.unembed import DraftUnembed, Unembed, check_parity, hash_distance, top_tokens, unembed_hash
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,6 +36,15 @@ def test_structure_and_unembedding(family):
         assert torch.equal(DraftUnembed(unembed)(state), logits.argmax(dim=-1))
         few = torch.tensor([11, 3, 29, 7])
         assert torch.equal(DraftUnembed(unembed, few)(state), few[logits[..., few].argmax(dim=-1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_equal_logits_the_first_is_the_top_token(dtype):
+    torch.manual_seed(0)
+    logits = torch.randint(-9, 9, (2, 3, 40_000)).to(dtype)  # thousands of each
+    logits[1, 1] = -torch.inf
+    logits[1, 2, 70:90] = torch.nan  # which `argmax` prefers
+    assert torch.equal(top_tokens(logits), logits.argmax(dim=-1))
 
 
 def test_parity_refuses_what_it_cannot_reproduce():

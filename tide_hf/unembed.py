@@ -119,7 +119,7 @@ class DraftUnembed:
         state = self._state(hidden_states)
         if self._is_fused(state):
             return self._fused(state)[0]
-        return self._tokens(self.head(state).argmax(dim=-1))
+        return self._tokens(top_tokens(self.head(state)))
 
     def top1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """As a call; with them, (...) their log-probabilities among the tokens to choose from, float32."""
@@ -155,6 +155,18 @@ class DraftUnembed:
 
     def _tokens(self, top: Tensor) -> Tensor:
         return top if self.token_ids is None else self.token_ids.to(top.device)[top]
+
+
+def top_tokens(logits: Tensor) -> Tensor:
+    """The first of the highest logits, as `argmax` finds it, which takes six times as long in bfloat16 on CPUs.
+
+    Args:
+        logits: (..., V).
+
+    Returns:
+        (...) token ids.
+    """
+    return logits.max(dim=-1).indices
 
 
 def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
