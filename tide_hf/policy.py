@@ -46,6 +46,7 @@ class CostTable:
         self._medians: dict[CostKey, float] = {}
         self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
         self._plain_ms: deque[float] = deque(maxlen=SAMPLES)
+        self._pace = 1.0  # milliseconds of a plain pass at present
         self._plain_passes = 0
         self._since_plain = 0
 
@@ -53,8 +54,8 @@ class CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
         table = CostTable(self.num_layers, self.head_share, self.widths)
         if self._plain_ms:
-            table._plain_ms.append(self._plain)
-            table._plain_passes = 1
+            table._plain_ms.append(self._pace)
+            table._pace, table._plain_passes = self._pace, 1
         for key, value in self._medians.items():
             table._samples[key] = deque([value], maxlen=SAMPLES)
             table._medians[key] = value
@@ -69,7 +70,7 @@ class CostTable:
         if key not in self._samples:
             self._samples[key] = deque(maxlen=SAMPLES)
         elif self.ready and self._since_plain <= COMPARABLE:
-            self._samples[key].append(milliseconds / self._plain)
+            self._samples[key].append(milliseconds / self._pace)
             self._update(key)
 
     @property
@@ -92,7 +93,7 @@ class CostTable:
         if key not in self._estimates:
             wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
             self._estimates[key] = min(self._verify(known) for known in (width, *wider))
-        return self._estimates[key] * self._plain
+        return self._estimates[key] * self._pace
 
     def draft(self, exit_layer: int) -> float:
         """Expected milliseconds of one draft token from `exit_layer`."""
@@ -100,12 +101,7 @@ class CostTable:
         if key not in self._estimates:
             share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
             self._estimates[key] = self._blend(key, share)
-        return self._estimates[key] * self._plain
-
-    @property
-    def _plain(self) -> float:
-        """Milliseconds of a plain pass at the machine's present pace."""
-        return median(list(self._plain_ms)[-PACE_SAMPLES:]) if self._plain_ms else 1.0
+        return self._estimates[key] * self._pace
 
     def _record_plain(self, milliseconds: float) -> None:
         self._since_plain = 0
@@ -113,6 +109,7 @@ class CostTable:
         if self._plain_passes == 1:
             return
         self._plain_ms.append(milliseconds)
+        self._pace = median(list(self._plain_ms)[-PACE_SAMPLES:])
         if self._plain_passes % FORGET_AFTER == 0:
             for key, samples in self._samples.items():
                 if samples:
