@@ -49,7 +49,8 @@ def pytest_configure(config):
     transformers_logging.disable_progress_bar()
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // workers)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, min(2, cores // workers)))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import nn
 
 from tide_hf import UnsupportedModelError
 from tide_hf.structure import find_structure
-from tide_hf.unembed import DraftUnembed, Unembed, check_parity, hash_distance, top_tokens, unembed_hash
+from tide_hf.unembed import DraftUnembed, Unembed, check_parity, greedy_tokens, hash_distance, unembed_hash
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +44,7 @@ def test_of_equal_logits_the_first_is_the_top_token(dtype):
     logits = torch.randint(-9, 9, (2, 3, 40_000)).to(dtype)  # thousands of each
     logits[1, 1] = -torch.inf
     logits[1, 2, 70:90] = torch.nan  # which `argmax` prefers
-    assert torch.equal(top_tokens(logits), logits.argmax(dim=-1))
+    assert torch.equal(greedy_tokens(logits), logits.argmax(dim=-1))
 
 
 def test_parity_refuses_what_it_cannot_reproduce():

@@ -33,7 +33,7 @@ from .ranks import ranks_of
 from .rows import Row, Stopping, by_step
 from .skipping import FixedDepthRun, LayerRun, active, on_device
 from .stats import ExitStats
-from .unembed import DraftUnembed, top_tokens
+from .unembed import DraftUnembed, greedy_tokens
 
 LONG_PROMPT = 128  # tokens; of shorter ones, changing how a model attends takes as long as it brings
 
@@ -196,7 +196,7 @@ class SelfSpeculativeDecoder:
             self.stats.accepted += n_matches
 
     def _top_tokens(self, logits: Tensor) -> list[list[int]]:
-        return top_tokens(logits).tolist()  # the round's one synchronisation
+        return greedy_tokens(logits).tolist()  # the round's one synchronisation
 
     def _accept(self, logits: Tensor, drafts: list[Draft]) -> list[list[int]]:
         """The new tokens of each row, from the full-depth logits (rows, width, vocabulary)."""

@@ -119,7 +119,7 @@ class DraftUnembed:
         state = self._state(hidden_states)
         if self._is_fused(state):
             return self._fused(state)[0]
-        return self._tokens(top_tokens(self.head(state)))
+        return self._tokens(greedy_tokens(self.head(state)))
 
     def top1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """As a call; with them, (...) their log-probabilities among the tokens to choose from, float32."""
@@ -157,7 +157,7 @@ class DraftUnembed:
         return top if self.token_ids is None else self.token_ids.to(top.device)[top]
 
 
-def top_tokens(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor) -> Tensor:
     """The first of the highest logits, as `argmax` finds it, which takes six times as long in bfloat16 on CPUs.
 
     Args:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError, describe, quoted
 from ..structure import DecoderStructure, input_device
-from ..unembed import Unembed, top_tokens
+from ..unembed import Unembed, greedy_tokens
 from .data import TokenBatch
 
 SLICE_ELEMENTS = 2**25  # logits computed at once: 128 MB in float32
@@ -166,7 +166,7 @@ def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
         (N,) tokens.
     """
     rows = max(1, SLICE_ELEMENTS // unembed.structure.vocab_size)
-    return torch.cat([top_tokens(unembed(part)) for part in hidden_states.split(rows)])
+    return torch.cat([greedy_tokens(unembed(part)) for part in hidden_states.split(rows)])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..block_drafting import BlockRun
 from ..modeling_tide import TIDERouters
 from ..skipping import FixedDepthRun, LayerRun, active
 from ..structure import DecoderStructure
-from ..unembed import DraftUnembed, Unembed, top_tokens
+from ..unembed import DraftUnembed, Unembed, greedy_tokens
 from .fixed_cache import fill, first_rows, fixed_cache, take_rows
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are filled up
@@ -166,7 +166,7 @@ class StepBuffers:
             self.block.deep_before = self.deep
         with active(run):
             logits = self._forward(self.ids[:, :width], self.start[0]).logits
-        self._results[:, :width] = top_tokens(logits)
+        self._results[:, :width] = greedy_tokens(logits)
         self._results[:, WIDEST:] = self.ids
         if self.block is not None:
             final: Any = self.block.final
