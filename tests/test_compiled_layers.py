@@ -13,6 +13,7 @@ from families import ATTENTION, tiny_model
 from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.cpu import shared_heads
 from tide_hf.cpu.linear_gate import linears_to_gate
 from tide_hf.cpu.weight_forms import FORMS, PackedWeight, StoredWeight
 from tide_hf.errors import ConfigurationError
@@ -62,6 +63,14 @@ def test_rows_of_different_lengths_in_every_mode(tiny_llama):
         eager = model.generate(**batch(2), **OPTIONS, tide_mode=mode, tide_engine="eager")
         assert model._tide.compiled_layers.num_compiled == before > 0
         assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("eager", shared_heads.NAME), ("compiled", "sdpa")])
+def test_layers_are_compiled_with_the_attention_they_have(tiny_llama, engine, name):
+    model, names = attach(tiny_llama()), set()
+    model.model.register_forward_pre_hook(lambda *_: names.add(model.config._attn_implementation))
+    model.generate(**batch(2), **OPTIONS, tide_engine=engine)
+    assert names == {name}
 
 
 def test_tokens_that_leave_in_the_prompt(tiny_llama):
