@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from tide_hf import TIDERouters, calibrate, model_card
+from tide_hf import TIDERouters, calibrate, folders, model_card
 from tide_hf.calibration import data, hidden_states, sources, store, work_folder
 from tide_hf.calibration.processes import Processes
 from tide_hf.errors import CalibrationError, ConfigurationError
@@ -84,7 +84,7 @@ def kill_at_write(monkeypatch, number):
             written.append(Path(target).name)
         replace(source, target)
 
-    monkeypatch.setattr(work_folder.os, "replace", replace_or_die)
+    monkeypatch.setattr(folders.os, "replace", replace_or_die)
     return written
 
 
@@ -244,10 +244,10 @@ def test_a_disk_that_fills_up(parts, tmp_path, monkeypatch):
         real(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work_folder.os, "fsync", full)
+        patch.setattr(folders.os, "fsync", full)
         with pytest.raises(CalibrationError, match=r"the disk is full: .*states.* could not be written: got \d+ bytes"):
             calibrate(*parts, output_dir=tmp_path, **OPTIONS)
-    assert not list(tmp_path.glob(f"**/*{work_folder.UNFINISHED}"))
+    assert not list(tmp_path.glob(f"**/*{folders.UNFINISHED}"))
     routers = calibrate(*parts, output_dir=tmp_path, **OPTIONS)
     assert routers.config.calibration["resumed_units"] > 0
     assert_same(routers, calibrate(*parts, **OPTIONS))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tide_hf import TIDEModelForCausalLM, generate_dataset
-from tide_hf.calibration import work_folder
+from tide_hf import TIDEModelForCausalLM, folders, generate_dataset
 from tide_hf.errors import DatasetError, UnsupportedOptionError
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +102,7 @@ def test_killed_it_goes_on_where_it_was(parts, tmp_path, monkeypatch, kills):
         replace(source, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr(work_folder.os, "replace", replace_or_die)
+        patched.setattr(folders.os, "replace", replace_or_die)
         for _ in range(kills):
             with pytest.raises(Killed):
                 generate_dataset(*parts, prompts(), tmp_path / "killed", **options)

@@ -11,15 +11,13 @@ import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .folders import cache_folder
+from .folders import cache_folder, write_whole
 
 RENTED = "eager"
 # Of an eager token's time, and seconds, before they are measured: a 135M model on a CPU came to 0.4 to 0.7, and 25 s.
@@ -148,9 +146,7 @@ class EngineRecords:
                 records.pop(key, None)
                 records[key] = asdict(times)
                 kept = dict(list(records.items())[-MOST_RECORDS:])
-                with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
-                    json.dump(kept, file)
-                os.replace(file.name, self.path)
+                write_whole(self.path, json.dumps(kept).encode())
         except (OSError, Timeout) as error:
             logger.info("what engines cost is not remembered: %s", error)
 

@@ -17,12 +17,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import CalibrationError, describe
+from ..folders import UNFINISHED, write_whole
 from .processes import Processes
 
 FORMAT = 1  # of the files; raise it when one of them changes
 NAME = ".calibration"
 FINGERPRINT = "fingerprint.json"
-UNFINISHED = ".unfinished"
 SPARE_BYTES = 16 * 2**20  # for heads, routers and decisions
 
 
@@ -145,16 +145,9 @@ class WorkFolder:
             CalibrationError: The disk is full.
         """
         file = self.folder / name
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}{UNFINISHED}")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())  # else a power cut could leave the name without the content
-            os.replace(unfinished, file)
+            write_whole(file, content)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise CalibrationError(
                     describe(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -25,7 +23,7 @@ from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 
 from ..errors import first_line
-from ..folders import cache_folder
+from ..folders import cache_folder, write_whole
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
 KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
@@ -133,12 +131,9 @@ def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
 
 
 def _keep(library: str, path: Path) -> None:
-    """Copy a library, so that no process ever sees a part of it; a folder that cannot be written to keeps nothing."""
+    """Copy a library; a folder that cannot be written to keeps nothing."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(Path(library).read_bytes())
-        os.replace(file.name, path)
+        write_whole(path, Path(library).read_bytes())
     except OSError as error:
         logger.info("%s is not kept for later processes: %s", path.name, error)
 
