@@ -154,7 +154,7 @@ def test_warming_up_compiles_nothing_that_is_not_wanted(tiny_llama, monkeypatch)
     monkeypatch.setattr(kernels, "_compile", pytest.fail)
     assert TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=False).tide_warm_up() == 0.0
     assert TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False).tide_warm_up() == 0.0
-    assert TIDEModelForCausalLM.attach(tiny_llama()).half().tide_warm_up() == 0.0
+    assert TIDEModelForCausalLM.attach(tiny_llama()).double().tide_warm_up() == 0.0
 
 
 @pytest.mark.real_model

@@ -17,7 +17,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
 from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
 from tide_hf.cpu.products import MOST_ROUNDED_ROWS
-from tide_hf.cpu.weight_forms import FORMS, PROBED_ROWS, PackedWeight, RoundedWeight, StoredWeight, fastest_form
+from tide_hf.cpu.weight_forms import FORMS, PROBED_ROWS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight, fastest_form
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.skipping import LayerRun, active
 
@@ -30,6 +30,7 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight, PackedWeight, None, StoredWeight)):
     """Have measured which forms are the faster ones, the fastest first; `but` one number of rows, where none is."""
     threads = torch.get_num_threads()
+    order = (*order, *(form for form in FORMS if form not in order))
     seconds = {
         (form, dtype, threads, rows): 0.0 if form is None and rows == but else 1.0 + place
         for (place, form), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
@@ -105,6 +106,7 @@ def test_a_measurement_takes_time(form):
 @pytest.mark.parametrize("fastest", [None, *FORMS])
 def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
     others = [form for form in (None, *FORMS) if form is not fastest]
+    monkeypatch.setattr(WidenedWeight, "serves", lambda *_: True)
     let_pay(monkeypatch, order=(fastest, *others))
     assert fastest_form(torch.float32, 4, FORMS) is fastest
     if fastest is not None:
@@ -154,6 +156,34 @@ def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(att
         torch.testing.assert_close(linear.forward.kept[StoredWeight].apply(state, None), before)
         linear.forward.release_if_changed()
         torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(attached, dtype, has_onednn, monkeypatch):
+    let_pay(monkeypatch, [dtype], order=(WidenedWeight, None))
+    monkeypatch.setattr(weight_forms, "WIDENED_VALUES", 100)
+    monkeypatch.setattr(weight_forms, "can_pack", lambda dtype: has_onednn and dtype is torch.float32)
+    for size_in, size_out, bias in [(16, 3, True), (112, 65, False), (30, 33, True)]:
+        linear = make_linear(size_in, size_out, bias).to(dtype)
+        for rows in (1, 3, 70):
+            state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]
+            exact = nn.functional.linear(
+                state.double(), linear.weight.double(), linear.bias.double() if bias else None
+            )
+            found = linear(state)
+            assert found.dtype is dtype
+            torch.testing.assert_close(found, exact.to(dtype), atol=1e-2, rtol=1e-2)
+        assert list(linear.forward.kept) == [WidenedWeight]
+        pair = [torch.randn(size, size_in).to(dtype) for size in (9, 4)]
+        together = WidenedWeight(*pair).apply(state, None)
+        torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_what_onednn_lacks_is_widened(dtype):
+    assert WidenedWeight.serves(dtype, 1) != weight_forms.can_pack(dtype)
+    assert WidenedWeight.serves(dtype, 1) or dtype is not torch.float16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -381,7 +411,7 @@ def test_auto_leaves_a_full_memory_alone(tiny_llama, monkeypatch):
 
 
 def test_what_cannot_be_packed_is_refused_only_if_asked_for(tiny_llama):
-    model = tiny_llama().to(torch.float16)
+    model = tiny_llama().to(torch.float64)
     with pytest.raises(UnsupportedOptionError, match=r"weights cannot be packed.*dtype=torch\.float32"):
         TIDEModelForCausalLM.attach(model, pack_weights=True)
     assert not isinstance(model, TIDEModelForCausalLM)

@@ -11,7 +11,7 @@ from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .cpu.linear_gate import (
     COMPILED,
-    PACKED,
+    UNCOMPILED,
     Forms,
     LinearGate,
     linear_gates,
@@ -128,7 +128,7 @@ class Attachment:
     def _eager_forms(self, gates: list[LinearGate]) -> Forms:
         """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
         may_use_kernels = self.use_kernels is not False and all(map(has_stored_product, weight_dtypes(gates)))
-        return COMPILED if may_use_kernels else PACKED
+        return COMPILED if may_use_kernels else UNCOMPILED
 
     def warm_ups(self, engine: str) -> list[WarmUp]:
         """What counts what making an engine ready takes."""

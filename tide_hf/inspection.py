@@ -14,6 +14,7 @@ from .calibration.tables import rows_by_layer
 from .choices import MODES
 from .configuration_tide import NEVER_EXIT
 from .cpu.linear_gate import linears_to_gate
+from .cpu.weight_forms import can_pack
 from .errors import UnsupportedModelError
 from .modeling_tide import TIDERouters
 from .ops import kernel_facts, load_kernels
@@ -109,7 +110,8 @@ def router_facts(routers: TIDERouters) -> dict[str, Any]:
 
 def packing_facts(structure: DecoderStructure) -> dict[str, Any]:
     """Whether `pack_weights="auto"` would keep a second copy of the weights, and how large it is."""
-    linears, may_copy = linears_to_gate(structure, "auto")
+    gated, may_copy = linears_to_gate(structure, "auto")
+    linears = [linear for linear in gated if can_pack(linear.weight.dtype)]
     return {
         "packed": may_copy and bool(linears),
         "linear_layers": len(linears),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters import base_inside, check_wrapper
 from ..choices import STRATEGIES
 from ..configuration_tide import NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
-from ..cpu.linear_gate import packed_passes
+from ..cpu.linear_gate import faster_passes
 from ..modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity, weights_hash
@@ -156,7 +156,7 @@ def calibrate(
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
             pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)
-            with packed_passes(structure):
+            with faster_passes(structure):
                 measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)
             record = _record(pipeline, measured, text, tolerance, confidence)
             record |= {"dtype": str(model.dtype), "max_minutes": max_minutes}

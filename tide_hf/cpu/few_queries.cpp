@@ -1,10 +1,9 @@
-// softmax(scale * q.k + mask).v for a few queries of each head. `Value` is float or at::BFloat16.
+// softmax(scale * q.k + mask).v for a few queries of each head. See values.h for `Value`.
 //
 // Threads take blocks of queries. A block reads the keys once and the values once, in order. All sums are in float, and
 // in the same order whatever the number of queries is, and of slots that the mask hides behind the last.
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <torch/library.h>
@@ -14,36 +13,16 @@
 
 namespace {
 
-using Floats = at::vec::Vectorized<float>;
-using Stored = at::vec::Vectorized<Value>;
+constexpr int64_t kSize = Floats::size();
+constexpr int kWide = 2;  // registers of a value at a time, so that sums do not wait for each other
 
-constexpr int64_t kSize = Stored::size();
-constexpr int kParts = kSize / Floats::size();  // registers of floats that one of stored values becomes
+// Of `count` values, of which a register takes those that it has room for.
+inline Floats load(const Value* values, int64_t count) { return to_floats(values, std::clamp<int64_t>(count, 0, kSize)); }
 
-struct Chunk {
-  Floats part[kParts];
-};
-
-inline void split(const at::vec::Vectorized<float>& stored, Chunk& chunk) { chunk.part[0] = stored; }
-inline void split(const at::vec::Vectorized<at::BFloat16>& stored, Chunk& chunk) {
-  std::tie(chunk.part[0], chunk.part[kParts - 1]) = at::vec::convert_bfloat16_float(stored);
-}
-
-inline void join(const Chunk& chunk, at::vec::Vectorized<float>& stored) { stored = chunk.part[0]; }
-inline void join(const Chunk& chunk, at::vec::Vectorized<at::BFloat16>& stored) {
-  stored = at::vec::convert_float_bfloat16(chunk.part[0], chunk.part[kParts - 1]);
-}
-
-inline Chunk load(const Value* values, int64_t count) {
-  Chunk chunk;
-  split(count == kSize ? Stored::loadu(values) : Stored::loadu(values, count), chunk);
-  return chunk;
-}
-
-inline void store(const Chunk& chunk, Value* values, int64_t count) {
-  Stored stored;
-  join(chunk, stored);
-  stored.store(values, count);
+inline void store(const Floats& sums, Value* values, int64_t count) {
+  float found[kSize];
+  sums.store(found);
+  at::vec::convert(found, values, std::clamp<int64_t>(count, 0, kSize));
 }
 
 inline float total(const Floats& sum) {
@@ -77,12 +56,8 @@ void attend(const Value* q, const Value* k, const Value* v, const Value* mask, V
     Floats sums[kQueries];
     for (int m = 0; m < kQueries; ++m) sums[m] = Floats(0.0f);
     for (int64_t d = 0; d < size; d += kSize) {
-      const int64_t count = std::min(kSize, size - d);
-      const Chunk key = load(k + s * size + d, count);
-      for (int m = 0; m < kQueries; ++m) {
-        const Chunk query = load(q + m * size + d, count);
-        for (int i = 0; i < kParts; ++i) sums[m] = at::vec::fmadd(query.part[i], key.part[i], sums[m]);
-      }
+      const Floats key = load(k + s * size + d, size - d);
+      for (int m = 0; m < kQueries; ++m) sums[m] = at::vec::fmadd(load(q + m * size + d, size - d), key, sums[m]);
     }
     for (int m = 0; m < kQueries; ++m)
       scores[m * even + s] = total(sums[m]) * scale + static_cast<float>(mask[m * all_slots + s]);
@@ -91,18 +66,19 @@ void attend(const Value* q, const Value* k, const Value* v, const Value* mask, V
     std::fill(scores + m * even + slots, scores + (m + 1) * even, -std::numeric_limits<float>::infinity());
     softmax(scores + m * even, even);
   }
-  for (int64_t d = 0; d < size; d += kSize) {
-    const int64_t count = std::min(kSize, size - d);
-    Chunk sums[kQueries];
+  for (int64_t d = 0; d < size; d += kWide * kSize) {
+    Floats sums[kQueries][kWide];
     for (int m = 0; m < kQueries; ++m)
-      for (int i = 0; i < kParts; ++i) sums[m].part[i] = Floats(0.0f);
+      for (int i = 0; i < kWide; ++i) sums[m][i] = Floats(0.0f);
     for (int64_t s = 0; s < slots; ++s) {
-      const Chunk value = load(v + s * size + d, count);
+      Floats value[kWide];
+      for (int i = 0; i < kWide; ++i) value[i] = load(v + s * size + d + i * kSize, size - d - i * kSize);
       for (int m = 0; m < kQueries; ++m)
-        for (int i = 0; i < kParts; ++i)
-          sums[m].part[i] = at::vec::fmadd(Floats(scores[m * even + s]), value.part[i], sums[m].part[i]);
+        for (int i = 0; i < kWide; ++i)
+          sums[m][i] = at::vec::fmadd(Floats(scores[m * even + s]), value[i], sums[m][i]);
     }
-    for (int m = 0; m < kQueries; ++m) store(sums[m], y + m * size + d, count);
+    for (int m = 0; m < kQueries; ++m)
+      for (int i = 0; i < kWide; ++i) store(sums[m][i], y + m * size + d + i * kSize, size - d - i * kSize);
   }
 }
 

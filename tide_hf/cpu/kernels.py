@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from ..errors import first_line
 from ..folders import cache_folder, write_whole
 
-VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16"}
+VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
 KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
 EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
 CPU_INFO = Path("/proc/cpuinfo")
@@ -157,8 +157,8 @@ def _op_of(name: str, dtype: torch.dtype) -> str:
 def _text_of(name: str, dtype: torch.dtype) -> str:
     """What is compiled."""
     op = _op_of(name, dtype)
-    head = f'#include <c10/util/BFloat16.h>\nusing Value = {VALUES[dtype]};\n#define NAME "{op}"\n'
-    return head + Path(__file__).with_name(f"{name}.cpp").read_text()
+    head = f'#include <ATen/Dispatch.h>\nusing Value = {VALUES[dtype]};\n#define NAME "{op}"\n'
+    return head + "".join(Path(__file__).with_name(file).read_text() for file in ("values.h", f"{name}.cpp"))
 
 
 @lru_cache

@@ -27,9 +27,10 @@ from .weight_forms import (
     RoundedWeight,
     StoredWeight,
     WeightForm,
+    WidenedWeight,
     can_pack,
+    clearly_faster_form,
     fastest_form,
-    gains_by_packing,
     in_form,
 )
 
@@ -37,20 +38,20 @@ MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
 Forms = tuple[type[WeightForm], ...]
 
-PACKED: Forms = (PackedWeight,)
-COMPILED: Forms = (StoredWeight, PackedWeight)  # where kernels are compiled, or were
+UNCOMPILED: Forms = (PackedWeight, WidenedWeight)
+COMPILED: Forms = (StoredWeight, *UNCOMPILED)  # where kernels are compiled, or were
 ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where what is found is verified as well
 
 Product = Callable[[Tensor], Tensor]
 
-_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=PACKED)
+_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=UNCOMPILED)
 # By gate and values of the input; none where weights may change meanwhile, or somebody traces.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
 
 
 @contextmanager
 def reading(forms: Forms, chosen_once: bool = False) -> Iterator[None]:
-    """The forms in which linear layers with gates may read their weights; else they may be packed.
+    """The forms in which linear layers with gates may read their weights; else in one that needs no compiler.
 
     Args:
         forms: They.
@@ -156,28 +157,30 @@ class LinearGate(Gate):
             self.release()
 
 
-class PackedGate(LinearGate):
-    """Stands in for the `forward` of one `nn.Linear` that reads packed weights in all passes, so all compute alike."""
+class OneFormGate(LinearGate):
+    """Stands in for the `forward` of one `nn.Linear` that reads weights in one form in all passes; so all compute alike."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, form: type[WeightForm]) -> None:
         super().__init__(linear, anywhere=True)
+        self.form = form
 
     def prepare(self, rows: int, forms: Forms) -> WeightForm:
-        """Have the weights packed, whatever the number of rows."""
-        return self.keep(PackedWeight)
+        """Have the weights in it, whatever the number of rows."""
+        return self.keep(self.form)
 
 
 @contextmanager
-def packed_passes(structure: DecoderStructure) -> Iterator[None]:
-    """Let a base model's own passes read packed weights, on a CPU that is clearly faster with them.
+def faster_passes(structure: DecoderStructure) -> Iterator[None]:
+    """Let a base model's own passes read weights in another form, on a CPU that is clearly faster with it.
 
-    A copy of the weights is taken for that time, where it takes at most a quarter of the free memory.
+    Where that is a copy, it is taken for that time, if it takes at most a quarter of the free memory.
 
     Args:
         structure: The base model's structure.
     """
     linears, may_copy = linears_to_gate(structure, "auto")
-    gates = [PackedGate(linear) for linear in linears if may_copy and gains_by_packing(linear.weight.dtype)]
+    forms = {linear: clearly_faster_form(linear.weight.dtype) for linear in linears}
+    gates = [OneFormGate(linear, form) for linear, form in forms.items() if form and (may_copy or not form.is_copy)]
     try:
         for gate in gates:
             gate.module.forward = gate

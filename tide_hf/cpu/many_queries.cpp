@@ -1,4 +1,4 @@
-// softmax(scale * q.k + mask).v for many queries, such as a prompt's. `Value` is float or at::BFloat16.
+// softmax(scale * q.k + mask).v for many queries, such as a prompt's. See values.h for `Value`.
 //
 // Threads take blocks of queries, and go through keys and values block by block (online softmax: Milakov and
 // Gimelshein, arXiv 1805.02867; by blocks: Dao et al., arXiv 2205.14135). Registers lie along queries: scores and sums
@@ -6,7 +6,6 @@
 // time for a row of registers, and nothing is added up across a register.
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <torch/library.h>
@@ -16,8 +15,6 @@
 #include <vector>
 
 namespace {
-
-using Floats = at::vec::Vectorized<float>;
 
 constexpr int64_t kQueries = 64, kKeys = 64;         // of a block
 constexpr int kWide = 2;                             // registers of a tile, side by side
@@ -61,15 +58,13 @@ inline const float* floats(const float* values, int64_t stride, int64_t, int64_t
   step = stride;
   return values;
 }
-inline const float* floats(const at::BFloat16* values, int64_t stride, int64_t rows, int64_t size,
-                           std::vector<float>& into, int64_t& step) {
-  using Stored = at::vec::Vectorized<at::BFloat16>;
+template <class Stored>
+inline const float* floats(const Stored* values, int64_t stride, int64_t rows, int64_t size, std::vector<float>& into,
+                           int64_t& step) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t d = 0; d < size; d += Stored::size()) {
-      const int64_t count = std::min<int64_t>(Stored::size(), size - d);
-      const auto [low, high] = at::vec::convert_bfloat16_float(Stored::loadu(values + r * stride + d, count));
-      low.store(into.data() + r * size + d, std::min<int64_t>(count, Floats::size()));
-      if (count > Floats::size()) high.store(into.data() + r * size + d + Floats::size(), count - Floats::size());
+    for (int64_t d = 0; d < size; d += Floats::size()) {
+      const int64_t count = std::min<int64_t>(Floats::size(), size - d);
+      to_floats(values + r * stride + d, count).store(into.data() + r * size + d, count);
     }
   step = size;
   return into.data();

@@ -1,12 +1,11 @@
 // y[m, n] = sum over k of x[m, k] * scale[n, k / 64] * (w[n, k] - 64) + bias[n], for a few rows m and weights w from 1
-// to 127. `Value` is float or at::BFloat16.
+// to 127. See values.h for `Value`.
 //
 // A byte below 128, put behind the upper byte of 128 in bfloat16, is 128 and the byte, without rounding. So two
 // instructions make 64 weights into numbers that can be multiplied. What all of them have too much is taken away before
 // they are added up, by way of the sum of x.
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <torch/library.h>
@@ -14,8 +13,6 @@
 #include <vector>
 
 namespace {
-
-using Floats = at::vec::Vectorized<float>;
 
 constexpr int kBlock = 4;                   // rows of the weights at a time, so that sums do not wait for each other
 constexpr int64_t kLine = 64;               // bytes, and weights; rows of the weights are filled up to whole ones
@@ -82,7 +79,7 @@ struct Input {
     for (int64_t m = 0; m < rows; ++m)
       for (int64_t k = 0; k < size; ++k) {
         const int64_t line = m * lines + k / kLine;
-        const auto number = static_cast<Numbers::Stored>(x[m * size + k]);
+        const Numbers::Stored number(static_cast<float>(x[m * size + k]));
         numbers[line * kLine + Numbers::place(k % kLine)] = number;
         starts[line * Floats::size()] -= Numbers::kTooMuch * static_cast<float>(number);
       }

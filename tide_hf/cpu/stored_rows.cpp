@@ -1,21 +1,17 @@
-// y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as a model stores it. `Value` is float or at::BFloat16.
+// y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as a model stores it. See values.h for `Value`.
 //
 // Each row of the weights is read once from memory, in the order in which it stands, for all rows of the input. Sums
 // are made in the same order whatever the number of rows is.
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <torch/library.h>
 
-#include <array>
 #include <utility>
 #include <vector>
 
 namespace {
-
-using Floats = at::vec::Vectorized<float>;
 
 constexpr int64_t kBytesAhead = 8192;     // of the weights, which memory is asked for before they are read
 constexpr int64_t kCachedBytes = 131072;  // of the weights, which a core's second cache holds beside other things
@@ -36,50 +32,46 @@ inline void ask_for(const void* address) {
 #endif
 }
 
-struct OfFloat {
+// How weights are read, and what rows of the input are kept as: by an instruction for products of bfloat16, or as floats.
+struct AsFloats {
   static constexpr int64_t kSize = Floats::size();
+  using Kept = float;
   using Part = Floats;
-  static Part load(const float* values) { return Part::loadu(values); }
-  static Part load(const float* values, int64_t count) { return Part::loadu(values, count); }
+  static Part load(const Value* values) { return to_floats(values); }
+  static Part load(const Value* values, int64_t count) { return to_floats(values, count); }
+  static Part load_kept(const Kept* values) { return Part::loadu(values); }
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return at::vec::fmadd(w, x, sum); }
 };
 
 #if defined(__AVX512BF16__) && defined(CPU_CAPABILITY_AVX512)
-struct OfBFloat16 {
+struct AsPairs {
   static constexpr int64_t kSize = 32;
+  using Kept = at::BFloat16;
   using Part = __m512bh;
-  static Part load(const at::BFloat16* values) { return (__m512bh)_mm512_loadu_si512(values); }
-  static Part load(const at::BFloat16* values, int64_t count) {
+  static Part load(const Kept* values) { return (__m512bh)_mm512_loadu_si512(values); }
+  static Part load(const Kept* values, int64_t count) {
     return (__m512bh)_mm512_maskz_loadu_epi16((1ULL << count) - 1, values);
   }
+  static Part load_kept(const Kept* values) { return load(values); }
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return _mm512_dpbf16_ps(sum, x, w); }
 };
+using Lanes = std::conditional_t<std::is_same_v<Value, at::BFloat16>, AsPairs, AsFloats>;
 #else
-struct OfBFloat16 {
-  using Stored = at::vec::Vectorized<at::BFloat16>;
-  static constexpr int64_t kSize = Stored::size();
-  using Part = std::tuple<Floats, Floats>;
-  static Part load(const at::BFloat16* values) { return at::vec::convert_bfloat16_float(Stored::loadu(values)); }
-  static Part load(const at::BFloat16* values, int64_t count) {
-    return at::vec::convert_bfloat16_float(Stored::loadu(values, count));
-  }
-  static Floats add(const Part& x, const Part& w, const Floats& sum) {
-    const Floats half = at::vec::fmadd(std::get<0>(x), std::get<0>(w), sum);
-    return at::vec::fmadd(std::get<1>(x), std::get<1>(w), half);
-  }
-};
+using Lanes = AsFloats;
 #endif
 
-using Lanes = std::conditional_t<std::is_same_v<Value, float>, OfFloat, OfBFloat16>;
+using Kept = Lanes::Kept;
 
-// Rows of the input, and of the weights, whose products are summed up in registers at a time. A single row of the input
-// takes one of the weights and few rows two, since what they wait for is memory, which is read the more evenly. Few rows
-// by one would wait for their sums: in bfloat16 a pass of four tokens took a third longer.
-constexpr int kTile = 8, kFew = 4;
+// Rows of the input, and of the weights, whose products are summed up in registers at a time: no more than there are
+// registers for, or sums take several times as long. A single row of the input takes one of the weights and few rows
+// two, since what they wait for is memory, which is read the more evenly. Few rows by one would wait for their sums: in
+// bfloat16 a pass of four tokens took a third longer.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kBlock = 3;
+constexpr int kTile = 8, kFew = 4, kBlock = 3;
+#elif defined(CPU_CAPABILITY_AVX2)
+constexpr int kTile = 4, kFew = 3, kBlock = 3;
 #else
-constexpr int kBlock = 2;
+constexpr int kTile = 8, kFew = 4, kBlock = 2;
 #endif
 constexpr int64_t kLanes = Lanes::kSize;
 constexpr int64_t kAligned = kLanes * sizeof(Value);
@@ -100,29 +92,31 @@ struct Cut {
 // Rows of the input, cut as the weights are, with zeros where a register is filled in part.
 class Input {
  public:
-  Input(const Value* x, int64_t rows, int64_t size, const Cut& cut) : values_(x), stride_(size) {
-    if (cut.head == 0 && cut.tail == 0) return;
-    thread_local std::vector<Value> kept;
+  Input(const Value* x, int64_t rows, int64_t size, const Cut& cut)
+      : values_(reinterpret_cast<const Kept*>(x)), stride_(size) {
+    if (std::is_same_v<Value, Kept> && cut.head == 0 && cut.tail == 0) return;
+    constexpr int64_t kRegister = kLanes * sizeof(Kept);
+    thread_local std::vector<Kept> kept;
     stride_ = cut.registers() * kLanes;
-    kept.assign(rows * stride_ + kLanes, Value(0.0f));
+    kept.assign(rows * stride_ + kLanes, Kept(0.0f));
     const auto address = reinterpret_cast<uintptr_t>(kept.data());
-    Value* start = kept.data() + (kAligned - address % kAligned) % kAligned / sizeof(Value);
+    Kept* start = kept.data() + (kRegister - address % kRegister) % kRegister / sizeof(Kept);
     for (int64_t m = 0; m < rows; ++m) {
       const Value* row = x + m * size;
-      Value* to = start + m * stride_;
+      Kept* to = start + m * stride_;
       std::copy(row, row + cut.head, to);
       std::copy(row + cut.head, row + size, to + (cut.head > 0 ? kLanes : 0));
     }
     values_ = start;
   }
-  const Value* at(int64_t m, int64_t place) const { return values_ + m * stride_ + place * kLanes; }
+  const Kept* at(int64_t m, int64_t place) const { return values_ + m * stride_ + place * kLanes; }
 
  private:
-  const Value* values_;
+  const Kept* values_;
   int64_t stride_;
 };
 
-// The sum of what is in each of kBlock registers, at most four, in the order in which `vec_reduce_all` adds.
+// The sum of what is in each of kBlock registers, at most four; in one order, whatever kBlock is.
 template <int kBlock>
 ALWAYS_INLINE inline void add_up(const Floats* sums, float* found) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -135,6 +129,13 @@ ALWAYS_INLINE inline void add_up(const Floats* sums, float* found) {
   all = _mm512_add_ps(all, _mm512_shuffle_ps(all, all, 0x4E));
   all = _mm512_add_ps(all, _mm512_shuffle_ps(all, all, 0xB1));
   _mm_mask_storeu_ps(found, (1 << kBlock) - 1, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  constexpr int kLast = kBlock - 1;
+  const __m256 a = _mm256_hadd_ps(sums[0], sums[std::min(1, kLast)]);
+  const __m256 all = _mm256_hadd_ps(a, _mm256_hadd_ps(sums[std::min(2, kLast)], sums[kLast]));
+  float four[4];
+  _mm_storeu_ps(four, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+  std::copy(four, four + kBlock, found);
 #else
   for (int n = 0; n < kBlock; ++n)
     found[n] = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sums[n]);
@@ -154,7 +155,7 @@ ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Cut& cut
   const auto add = [&](const typename Lanes::Part* parts) ALWAYS_INLINE {
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const auto part = Lanes::load(x.at(first + m, place));
+      const auto part = Lanes::load_kept(x.at(first + m, place));
 #pragma GCC unroll 16
       for (int n = 0; n < kBlock; ++n) sums[m][n] = Lanes::add(part, parts[n], sums[m][n]);
     }
@@ -212,12 +213,12 @@ void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, c
   const Cut cut(w, size);
   const Input input(x, rows, size, cut);
   const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Value))) / kBlock * kBlock;
-  const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel);
+  const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel), tiles = (rows + kTile - 1) / kTile;
   for (int64_t n = 0; n < count; n += panel) {
     const Value* b = bias == nullptr ? bias : bias + n;
-    for (int64_t m = 0; m < rows; m += kTile) {
-      const auto multiply_some = kByRows[std::min<int64_t>(kTile, rows - m) - 1];
-      multiply_some(input, m, cut, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // of about as many rows each, since sums of a few wait for each other
+      const int64_t m = rows * tile / tiles, some = rows * (tile + 1) / tiles - m;
+      kByRows[some - 1](input, m, cut, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
     }
   }
 }

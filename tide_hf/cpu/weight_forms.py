@@ -3,9 +3,10 @@
 PyTorch's linear hands weights to MKL, or in bfloat16 to oneDNN, as they are stored. From a few rows on either copies
 them into a layout of its own at every call, which costs a verify pass once more what a token costs; and there are CPUs
 on which MKL reads them slowly even for one row. Weights that were copied once and kept cost neither. A product of our
-own reads them where they are, for few rows as fast as memory gives them. Which form is the fastest for so many rows on
-this machine is measured at first use. Results differ from the plain call's by rounding, as those of passes of
-another width do.
+own reads them where they are, for few rows as fast as memory gives them. Where a CPU has no instructions for products of
+bfloat16 or float16, PyTorch multiplies these an order of magnitude more slowly than floats, which they may become for
+the time of a product. Which form is the fastest for so many rows on this machine is measured at first use. Results
+differ from the plain call's by rounding, as those of passes of another width do.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from .products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 
 PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256)  # what holds for one of them holds up to the next
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
+FEW_WEIGHTS, COMPUTED_ROWS = 4, 64  # from so many rows on products wait for arithmetic, so fewer weights will do
 MANY_ROWS = PROBED_ROWS[-1]
 COPY_GAIN = 1.12  # by which a copy has to be faster: it takes memory, and gains less on smaller weights than are probed
 CLEAR_GAIN = 1.5
+WIDENED_VALUES = 1 << 20  # at a time, of a weight
 REPEATS = 2
 SAMPLED_WEIGHTS = 16  # of each: they lie far apart, so that each is a wait for memory, in every call
 LINE = 64  # weights that have one scale: with one for a whole row a block agreed 0.6% less often, with these as often
@@ -89,6 +92,30 @@ class PackedWeight(WeightForm):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(_joined(weights), None)
 
 
+class WidenedWeight(WeightForm):
+    """As the model stores it, in bfloat16 or float16, made into floats for the time of a product, piece by piece."""
+
+    is_copy = False
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Where oneDNN does not have the dtype."""
+        return dtype in (torch.bfloat16, torch.float16) and not can_pack(dtype)
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        wide, found = input.float(), []
+        for weight in self._stored:
+            for piece in weight.split(max(1, WIDENED_VALUES // weight.shape[1])):
+                start = sum(part.shape[-1] for part in found)
+                part_of_bias = None if bias is None else bias[start : start + len(piece)].float()
+                found.append(_float_linear(wide, piece.float(), part_of_bias).to(input.dtype))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def _take(self, weights: list[Tensor]) -> None:
+        self._stored = weights
+
+
 class RoundedWeight(WeightForm):
     """In 7 bits, each 64 of a row with a scale of their own. Products are rounded: it is for drafts alone.
 
@@ -139,7 +166,7 @@ class StoredWeight(WeightForm):
         self._stored = [weight.contiguous() for weight in weights]  # also kept where `.data` gets another
 
 
-FORMS: tuple[type[WeightForm], ...] = (PackedWeight, RoundedWeight, StoredWeight)
+FORMS: tuple[type[WeightForm], ...] = (PackedWeight, RoundedWeight, StoredWeight, WidenedWeight)
 
 # By form and addresses; models may share them.
 _known: WeakValueDictionary[tuple[Any, ...], WeightForm] = WeakValueDictionary()
@@ -190,7 +217,8 @@ def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) ->
 @torch.inference_mode(False)  # tensors made in it have no versions
 @torch.no_grad()
 def _measure(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:
-    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(PROBED_WEIGHTS)]
+    count = PROBED_WEIGHTS if rows < COMPUTED_ROWS else FEW_WEIGHTS
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(count)]
     input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype)
     if form is None:
         return least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
@@ -233,15 +261,24 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def gains_by_packing(dtype: torch.dtype) -> bool:
-    """Whether products over many rows take clearly less time with packed weights, as on CPUs that MKL is not made for.
+def clearly_faster_form(dtype: torch.dtype) -> type[WeightForm] | None:
+    """The form that needs no compiler, where products over many rows take clearly less time with it than with none.
 
-    That is asked where results may not depend on which of two forms happened to be measured as the faster.
+    So it is with packed weights on CPUs that MKL is not made for, and with widened ones on those that do not multiply in
+    bfloat16. It is asked where results may not depend on which of two forms happened to be measured as the faster.
     """
-    if not can_pack(dtype):
-        return False
-    plain, packed = (_seconds_of(form, dtype, MANY_ROWS) for form in (None, PackedWeight))
-    return packed * CLEAR_GAIN < plain
+    for form in (PackedWeight, WidenedWeight):
+        if form.serves(dtype, MANY_ROWS):
+            plain, other = (_seconds_of(one, dtype, MANY_ROWS) for one in (None, form))
+            return form if other * CLEAR_GAIN < plain else None
+    return None
+
+
+def _float_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not can_pack(torch.float32):
+        return functional.linear(input, weight, bias)
+    product: Any = torch.ops.mkldnn._linear_pointwise.default  # also for weights that are not packed
+    return product(input, weight, bias, "none", [], "")
 
 
 def _joined(weights: list[Tensor]) -> Tensor:

@@ -1,0 +1,91 @@
+"""A base model's own passes over weights in another form, as calibration makes them: the same numbers, and gates that go."""
+
+import pytest
+import torch
+from torch import nn
+
+from tide_hf import TIDEModelForCausalLM, calibrate
+from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu.linear_gate import LinearGate, OneFormGate, faster_passes
+from tide_hf.cpu.weight_forms import PackedWeight, WidenedWeight, clearly_faster_form
+from tide_hf.structure import find_structure
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+IDS = torch.arange(60).view(3, 20)
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    forms = {torch.float32: PackedWeight, torch.float16: WidenedWeight}
+    monkeypatch.setattr(linear_gate, "clearly_faster_form", forms.get)
+
+
+def forwards(model):
+    return {name: module.__dict__["forward"] for name, module in model.named_modules() if "forward" in module.__dict__}
+
+
+def num_linears(model):
+    return sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "form", "tolerance"), [(torch.float32, PackedWeight, 1e-5), (torch.float16, WidenedWeight, 2e-2)]
+)
+def test_numbers_are_the_same_and_gates_go_again(tiny_llama, is_attached, dtype, form, tolerance):
+    model = tiny_llama().to(dtype)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    if is_attached:
+        TIDEModelForCausalLM.attach(model)
+    before = forwards(model)
+    with torch.no_grad(), faster_passes(find_structure(model)):
+        torch.testing.assert_close(model(IDS).logits, expected, atol=tolerance, rtol=tolerance)
+        gates = [gate for gate in forwards(model).values() if isinstance(gate, OneFormGate)]
+    assert len(gates) == num_linears(model)
+    assert all(list(gate.kept) == [form] for gate in gates)
+    assert forwards(model) == before
+    with pytest.raises(RuntimeError), faster_passes(find_structure(model)):
+        model(IDS.float())
+    assert forwards(model) == before
+
+
+def test_gradients_go_through_the_plain_weights(tiny_llama):
+    model = tiny_llama()
+    with faster_passes(find_structure(model)):
+        model(IDS).logits.sum().backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_weights_stay_as_they_are_where_that_has_no_gain_or_no_room(tiny_llama, monkeypatch):
+    with faster_passes(find_structure(model := tiny_llama().bfloat16())):
+        assert not forwards(model)
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+    with faster_passes(find_structure(model := tiny_llama())):
+        assert not forwards(model)
+    with faster_passes(find_structure(model := tiny_llama().half())):  # for which no room is needed
+        assert forwards(model)
+
+
+@pytest.mark.parametrize("form", [PackedWeight, WidenedWeight])
+@pytest.mark.parametrize(("seconds", "gains"), [(1.0, True), (1.9, True), (2.1, False), (4.0, False)])
+def test_only_a_clear_gain_counts(monkeypatch, form, seconds, gains):
+    monkeypatch.setattr(weight_forms, "can_pack", lambda _: form is PackedWeight)
+    monkeypatch.setattr(weight_forms, "_seconds_of", lambda form, *_: 3.0 if form is None else seconds)
+    assert clearly_faster_form(torch.bfloat16) is (form if gains else None)
+
+
+def test_dtypes_that_have_no_other_form_stay_as_they_are():
+    assert clearly_faster_form(torch.float64) is None
+
+
+def test_calibration_makes_them(tiny_llama, tiny_tokenizer, monkeypatch):
+    used = set()
+    monkeypatch.setattr(
+        OneFormGate, "prepare", lambda self, rows, forms: used.add(self.module) or self.keep(PackedWeight)
+    )
+    model = tiny_llama()
+    options = {"samples": 20, "max_length": 8, "exit_layers": [1, 2], "batch_size": 8, "progress": False}
+    calibrate(model, tiny_tokenizer, **options)
+    assert len(used) == num_linears(model)
+    assert not any(isinstance(forward, LinearGate) for forward in forwards(model).values())
