@@ -308,11 +308,11 @@ def test_the_readme_shows_the_committed_results_of_smaller_configs(config):
     assert reported(RESULTS / config, report.README, "--check") == 0
 
 
-def test_a_config_of_its_own_has_markers_of_its_own(results, tmp_path):
+def test_results_of_a_smaller_config_have_markers_of_their_own(results, tmp_path):
     record = json.loads((results / "decode.json").read_text())
-    own = tmp_path / "own"
+    own = tmp_path / "engines"
     own.mkdir()
-    (own / "decode.json").write_text(json.dumps(record | {"config": "engines"}))
+    (own / "decode.json").write_text(json.dumps(record | {"config": "small"}))
     readme = tmp_path / "README.md"
     theirs = "<!-- report: speed -->\n<!-- end of speed -->\n"
     readme.write_text(theirs + "<!-- report: engines-speed -->\n<!-- end of engines-speed -->")

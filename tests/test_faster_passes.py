@@ -1,4 +1,4 @@
-"""A base model's own passes over weights in another form, as calibration makes them: the same numbers, and gates that go."""
+"""A base model's own passes over weights in another form, as calibration makes them: the same numbers."""
 
 import pytest
 import torch

@@ -17,7 +17,15 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
 from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
 from tide_hf.cpu.products import MOST_ROUNDED_ROWS
-from tide_hf.cpu.weight_forms import FORMS, PROBED_ROWS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight, fastest_form
+from tide_hf.cpu.weight_forms import (
+    FORMS,
+    PROBED_ROWS,
+    PackedWeight,
+    RoundedWeight,
+    StoredWeight,
+    WidenedWeight,
+    fastest_form,
+)
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.skipping import LayerRun, active
 
@@ -168,9 +176,7 @@ def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(att
         linear = make_linear(size_in, size_out, bias).to(dtype)
         for rows in (1, 3, 70):
             state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]
-            exact = nn.functional.linear(
-                state.double(), linear.weight.double(), linear.bias.double() if bias else None
-            )
+            exact = nn.functional.linear(state.double(), linear.weight.double(), linear.bias.double() if bias else None)
             found = linear(state)
             assert found.dtype is dtype
             torch.testing.assert_close(found, exact.to(dtype), atol=1e-2, rtol=1e-2)

@@ -1,8 +1,8 @@
 """Render results as the README's tables and plots: `python -m examples.benchmarks report`.
 
 A table stands in the README between `<!-- report: NAME -->` and `<!-- end of NAME -->`; what is between them is written
-here and nowhere else. The names of a config that does not have all suites begin with the config's. Results whose token
-check failed are refused.
+here and nowhere else. The names of results of a config that does not have all suites begin with their folder's. Results
+whose token check failed are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def report(args: argparse.Namespace) -> None:
     """
     records = read_results(args.results)
     sections = sections_of(records)
-    marked = {f"{prefix_of(records)}{name}": content for name, content in sections.items()}
+    marked = {f"{prefix_of(args.results, records)}{name}": content for name, content in sections.items()}
     text = args.readme.read_text(encoding="utf-8")
     rendered = fill(text, marked)
     if args.check:
@@ -124,10 +124,10 @@ def sections_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-def prefix_of(records: dict[str, dict[str, Any]]) -> str:
+def prefix_of(folder: Path, records: dict[str, dict[str, Any]]) -> str:
     """What the README's names for the sections begin with: nothing for the configs that have all suites."""
     config = next(iter(records.values())).get("config")
-    return "" if config in (None, *WHOLE_CONFIGS) else f"{config}-"
+    return "" if config in (None, *WHOLE_CONFIGS) else f"{folder.resolve().name}-"
 
 
 def origin(record: dict[str, Any]) -> str:

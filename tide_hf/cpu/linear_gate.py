@@ -158,7 +158,7 @@ class LinearGate(Gate):
 
 
 class OneFormGate(LinearGate):
-    """Stands in for the `forward` of one `nn.Linear` that reads weights in one form in all passes; so all compute alike."""
+    """Stands in for the `forward` of one `nn.Linear` that reads one form in all passes, so that all compute alike."""
 
     def __init__(self, linear: nn.Linear, form: type[WeightForm]) -> None:
         super().__init__(linear, anywhere=True)

@@ -3,10 +3,10 @@
 PyTorch's linear hands weights to MKL, or in bfloat16 to oneDNN, as they are stored. From a few rows on either copies
 them into a layout of its own at every call, which costs a verify pass once more what a token costs; and there are CPUs
 on which MKL reads them slowly even for one row. Weights that were copied once and kept cost neither. A product of our
-own reads them where they are, for few rows as fast as memory gives them. Where a CPU has no instructions for products of
-bfloat16 or float16, PyTorch multiplies these an order of magnitude more slowly than floats, which they may become for
-the time of a product. Which form is the fastest for so many rows on this machine is measured at first use. Results
-differ from the plain call's by rounding, as those of passes of another width do.
+own reads them where they are, for few rows as fast as memory gives them. Where a CPU has no instructions for products
+of bfloat16 or float16, PyTorch multiplies these several times as slowly as floats, which they may become for the time
+of a product. Which form is the fastest for so many rows on this machine is measured at first use. Results differ from
+the plain call's by rounding, as those of passes of another width do.
 """
 
 from __future__ import annotations
@@ -104,11 +104,12 @@ class WidenedWeight(WeightForm):
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        wide, found = input.float(), []
+        wide, end = input.float(), 0
+        found: list[Tensor] = []
         for weight in self._stored:
             for piece in weight.split(max(1, WIDENED_VALUES // weight.shape[1])):
-                start = sum(part.shape[-1] for part in found)
-                part_of_bias = None if bias is None else bias[start : start + len(piece)].float()
+                start, end = end, end + len(piece)
+                part_of_bias = None if bias is None else bias[start:end].float()
                 found.append(_float_linear(wide, piece.float(), part_of_bias).to(input.dtype))
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
@@ -264,8 +265,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 def clearly_faster_form(dtype: torch.dtype) -> type[WeightForm] | None:
     """The form that needs no compiler, where products over many rows take clearly less time with it than with none.
 
-    So it is with packed weights on CPUs that MKL is not made for, and with widened ones on those that do not multiply in
-    bfloat16. It is asked where results may not depend on which of two forms happened to be measured as the faster.
+    So it is with packed weights on CPUs that MKL is not made for, and with widened ones on those that lack instructions
+    for the dtype. It is asked where results may not depend on which of two forms was measured as the faster by chance.
     """
     for form in (PackedWeight, WidenedWeight):
         if form.serves(dtype, MANY_ROWS):
