@@ -129,6 +129,14 @@ def test_a_copy_has_to_be_clearly_faster(monkeypatch, gain, chosen):
     assert fastest_form(torch.float32, 100, (PackedWeight, StoredWeight)) is chosen
 
 
+@pytest.mark.parametrize(
+    ("rows", "seconds", "chosen"), [(63, 0.95, StoredWeight), (64, 0.95, None), (64, 0.85, StoredWeight)]
+)
+def test_for_many_rows_any_form_has_to_be_clearly_faster(monkeypatch, rows, seconds, chosen):
+    monkeypatch.setattr(weight_forms, "_seconds_of", lambda form, *_: 1.0 if form is None else seconds)
+    assert fastest_form(torch.float32, rows, (StoredWeight,)) is chosen
+
+
 def test_rounded_weights_are_for_few_rows_and_stored_ones_for_any(monkeypatch):
     let_pay(monkeypatch, order=(RoundedWeight, StoredWeight, PackedWeight, None))
     forms = [fastest_form(torch.float32, rows, ROUNDED) for rows in (1, MOST_ROUNDED_ROWS, MOST_ROUNDED_ROWS + 1, 300)]

@@ -157,7 +157,7 @@ def _op_of(name: str, dtype: torch.dtype) -> str:
 def _text_of(name: str, dtype: torch.dtype) -> str:
     """What is compiled."""
     op = _op_of(name, dtype)
-    head = f'#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\nusing Value = {VALUES[dtype]};\n'
+    head = f"#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\nusing Value = {VALUES[dtype]};\n"
     head += f'#define NAME "{op}"\n'
     return head + "".join(Path(__file__).with_name(file).read_text() for file in ("values.h", f"{name}.cpp"))
 

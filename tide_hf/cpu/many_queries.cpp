@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kQueries = 64, kKeys = 64;         // of a block
 constexpr int kWide = 2;                             // registers of a tile, side by side
-constexpr int kHigh = Floats::size() >= 16 ? 8 : 4;  // and one above the other: CPUs with longer ones have more of them
+constexpr int kHigh = Floats::size() >= 16 ? 8 : 6;  // and one above the other: CPUs with longer ones have more of them
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 static_assert(kQueries % (kWide * Floats::size()) == 0);
@@ -50,6 +50,7 @@ inline void multiply(const float* factors, int64_t by_row, int64_t by_step, cons
   int64_t r = 0;
   for (; r + kHigh <= rows; r += kHigh)
     tile<kHigh>(factors + r * by_row, by_row, by_step, columns, count, out + r * kQueries, adds);
+  for (; r + 2 <= rows; r += 2) tile<2>(factors + r * by_row, by_row, by_step, columns, count, out + r * kQueries, adds);
   for (; r < rows; ++r) tile<1>(factors + r * by_row, by_row, by_step, columns, count, out + r * kQueries, adds);
 }
 

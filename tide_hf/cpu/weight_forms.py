@@ -23,11 +23,12 @@ from torch.nn import functional
 from ..timing import least_seconds
 from .products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 
-PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256)  # what holds for one of them holds up to the next
+PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256, 1024)  # what holds for one of them holds up to the next
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together more than a core's caches
 FEW_WEIGHTS, COMPUTED_ROWS = 4, 64  # from so many rows on products wait for arithmetic, so fewer weights will do
-MANY_ROWS = PROBED_ROWS[-1]
+MANY_ROWS = 256
 COPY_GAIN = 1.12  # by which a copy has to be faster: it takes memory, and gains less on smaller weights than are probed
+COMPUTED_GAIN = 1.12  # by which any form has to be, for so many rows: forms are close there, and measurements not exact
 CLEAR_GAIN = 1.5
 WIDENED_VALUES = 1 << 20  # at a time, of a weight
 REPEATS = 2
@@ -205,7 +206,14 @@ def _fastest_form(
     among = [None, *[form for form in forms if form.serves(dtype, rows)]]
     if len(among) == 1:
         return None
-    return min(among, key=lambda form: _seconds_of(form, dtype, probed) * (COPY_GAIN if form and form.is_copy else 1))
+    return min(among, key=lambda form: _seconds_of(form, dtype, probed) * _gain_asked_of(form, probed))
+
+
+def _gain_asked_of(form: type[WeightForm] | None, rows: int) -> float:
+    """By which it has to be faster than PyTorch's linear."""
+    if form is None:
+        return 1.0
+    return (COPY_GAIN if form.is_copy else 1.0) * (COMPUTED_GAIN if rows >= COMPUTED_ROWS else 1.0)
 
 
 def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:
