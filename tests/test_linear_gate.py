@@ -194,10 +194,11 @@ def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(att
         torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_only_what_onednn_lacks_is_widened(dtype):
-    assert WidenedWeight.serves(dtype, 1) != weight_forms.can_pack(dtype)
-    assert WidenedWeight.serves(dtype, 1) or dtype is not torch.float16
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_only_what_onednn_lacks_is_widened(monkeypatch, has_onednn):
+    monkeypatch.setattr(weight_forms, "can_pack", lambda _: has_onednn)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    assert [WidenedWeight.serves(dtype, 1) for dtype in dtypes] == [False, not has_onednn, not has_onednn]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
