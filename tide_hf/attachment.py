@@ -11,7 +11,6 @@ from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .cpu.linear_gate import (
     COMPILED,
-    UNCOMPILED,
     Forms,
     LinearGate,
     linear_gates,
@@ -21,6 +20,7 @@ from .cpu.linear_gate import (
     weight_dtypes,
 )
 from .cpu.products import has_stored_product
+from .cpu.weight_forms import UNCOMPILED
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe

@@ -23,11 +23,10 @@ from ..skipping import Gate, active_run
 from ..structure import DecoderStructure
 from .kernels import VALUES
 from .weight_forms import (
-    PackedWeight,
+    UNCOMPILED,
     RoundedWeight,
     StoredWeight,
     WeightForm,
-    WidenedWeight,
     can_pack,
     clearly_faster_form,
     fastest_form,
@@ -38,7 +37,6 @@ MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 
 Forms = tuple[type[WeightForm], ...]
 
-UNCOMPILED: Forms = (PackedWeight, WidenedWeight)
 COMPILED: Forms = (StoredWeight, *UNCOMPILED)  # where kernels are compiled, or were
 ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where what is found is verified as well
 

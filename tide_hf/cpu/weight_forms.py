@@ -169,6 +169,7 @@ class StoredWeight(WeightForm):
 
 
 FORMS: tuple[type[WeightForm], ...] = (PackedWeight, RoundedWeight, StoredWeight, WidenedWeight)
+UNCOMPILED: tuple[type[WeightForm], ...] = (PackedWeight, WidenedWeight)
 
 # By form and addresses; models may share them.
 _known: WeakValueDictionary[tuple[Any, ...], WeightForm] = WeakValueDictionary()
@@ -276,7 +277,7 @@ def clearly_faster_form(dtype: torch.dtype) -> type[WeightForm] | None:
     So it is with packed weights on CPUs that MKL is not made for, and with widened ones on those that lack instructions
     for the dtype. It is asked where results may not depend on which of two forms was measured as the faster by chance.
     """
-    for form in (PackedWeight, WidenedWeight):
+    for form in UNCOMPILED:
         if form.serves(dtype, MANY_ROWS):
             plain, other = (_seconds_of(one, dtype, MANY_ROWS) for one in (None, form))
             return form if other * CLEAR_GAIN < plain else None
