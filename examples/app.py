@@ -15,7 +15,6 @@ import gradio as gr
 from rich.console import Console
 from transformers import TextIteratorStreamer
 
-from tide_hf.arguments import positive
 from tide_hf.benchmark import (
     Result,
     compare,
@@ -25,11 +24,12 @@ from tide_hf.benchmark import (
     timed_run,
     usable_threshold,
 )
-from tide_hf.comparison import notes
+from tide_hf.commands.arguments import positive
+from tide_hf.commands.comparison import notes
+from tide_hf.commands.model_arguments import ALL, Loaded, add_model_arguments, load, modes_to_run
+from tide_hf.commands.prompts import PROMPTS, check_room
 from tide_hf.demo_model import DEFAULT_MODEL
 from tide_hf.errors import TIDEError
-from tide_hf.model_arguments import ALL, Loaded, add_model_arguments, load, modes_to_run
-from tide_hf.prompts import PROMPTS, check_room
 
 WAITING = "Measuring against plain `generate` …"
 

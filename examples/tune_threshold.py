@@ -12,9 +12,9 @@ import torch
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.benchmark import encode_prompt, same_start
+from tide_hf.commands.prompts import PROMPTS
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers
-from tide_hf.prompts import PROMPTS
 
 
 def main(argv: Sequence[str] | None = None) -> None:

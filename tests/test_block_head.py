@@ -7,15 +7,15 @@ from families import ATTENTION, LAYERS, tiny_model
 from safetensors.torch import load_file
 
 from tide_hf import TIDEModelForCausalLM, calibrate
-from tide_hf.block_head import block_config_of
 from tide_hf.calibration import block_training, mixed_precision
 from tide_hf.calibration.block_stage import FRESH, pad_documents
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document, plan_batches, token_batch
 from tide_hf.calibration.hidden_states import StateReader
-from tide_hf.configuration_tide import TIDEConfig
 from tide_hf.errors import ConfigurationError, UnsupportedModelError
-from tide_hf.modeling_tide import TIDERouters
+from tide_hf.routers.block_head import block_config_of
+from tide_hf.routers.configuration_tide import TIDEConfig
+from tide_hf.routers.modeling_tide import TIDERouters
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
 
@@ -66,7 +66,7 @@ def test_answers_are_the_base_model_s_whatever_the_block_drafts(family, rows):
 @pytest.mark.parametrize(("rows", "every"), [(1, 1), (1, 4), (2, 1), (2, 3)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "bloom", "opt"])
 def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(family, rows, every, monkeypatch):
-    monkeypatch.setattr("tide_hf.block_drafting.MOST_BEHIND", 3)
+    monkeypatch.setattr("tide_hf.depth.block_drafting.MOST_BEHIND", 3)
     model = tiny_model(family)
     block_layer = block_layer_of(family)
     routers = routers_for(model, block_layer)
@@ -98,7 +98,7 @@ def document_batches(model, block_layer, documents, rows):
 def test_a_row_whose_block_never_drafts_pays_nothing_for_it(tiny_llama, monkeypatch):
     model = tiny_llama()
     made = attach_drafting(model, routers_for(model, 1), width=2, every=100)
-    monkeypatch.setattr("tide_hf.block_drafting.fill_skipped", lambda *_: pytest.fail("K/V that no one needs"))
+    monkeypatch.setattr("tide_hf.depth.block_drafting.fill_skipped", lambda *_: pytest.fail("K/V that no one needs"))
     model.generate(torch.arange(3, 12)[None], max_new_tokens=20, do_sample=False)
     assert made[0].rounds > 10
 

@@ -13,7 +13,7 @@ from test_captured_steps import prompts
 from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.block_drafting import _memory_of
+from tide_hf.depth.block_drafting import _memory_of
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.calibration import data, fitting, hidden_states, threshold, training, writing
-from tide_hf.configuration_tide import NEVER_EXIT
 from tide_hf.errors import CalibrationError, ConfigurationError
+from tide_hf.routers.configuration_tide import NEVER_EXIT
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
 

@@ -16,9 +16,9 @@ from test_block_head import block_layer_of, routers_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.capturable import CallFacts, why_not_captured
+from tide_hf.decoding.policy import step_width
+from tide_hf.engines.capturable import CallFacts, why_not_captured
 from tide_hf.errors import UnsupportedOptionError
-from tide_hf.policy import step_width
 from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.steps.replay import HostReads
@@ -365,7 +365,7 @@ def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch
     model = tiny_llama()
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model, linear_heads(model))
-    monkeypatch.setattr("tide_hf.captured_decoding.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("tide_hf.engines.captured_decoding.MEMORY_SHARE", 0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert "the call runs eagerly: K/V buffers for max_length=22 would take" in caplog.text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tide_hf.cli import main
-from tide_hf.conversation import Conversation
+from tide_hf.commands.conversation import Conversation
 from tide_hf.generation import TIDEGenerationMixin
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def test_in_a_terminal_errors_and_interrupts_cost_a_turn_and_not_the_conversatio
             raise KeyboardInterrupt
         return original(conversation, message, streamer)
 
-    monkeypatch.setattr("tide_hf.conversation.Conversation.ask", ask)
+    monkeypatch.setattr("tide_hf.commands.conversation.Conversation.ask", ask)
     assert main(command) == 0
     captured = capsys.readouterr()
     assert asked == ["hello", "a" * 3000, "stop", "hello again"]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_hf import TIDEError, TIDERouters
-from tide_hf.configuration_tide import TIDEConfig
 from tide_hf.errors import ConfigurationError
+from tide_hf.routers.configuration_tide import TIDEConfig
 
 GOOD = TIDERouters.for_model(
     tiny_model("llama"), exit_layers=[1, 3], calibration={"exit_layers": {"1": {"agreement": 0.5}}}

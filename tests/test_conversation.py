@@ -5,7 +5,7 @@ from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import encode_chat, tide_contender
-from tide_hf.conversation import Conversation
+from tide_hf.commands.conversation import Conversation
 from tide_hf.errors import ConfigurationError
 
 NEW_TOKENS = 10

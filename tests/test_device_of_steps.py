@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.block_drafting import block_run
+from tide_hf.depth.block_drafting import block_run
 from tide_hf.steps.step_buffers import WIDTHS, Parts, StepBuffers
 
 # Not MIXTURES, for which transformers asks which GPU there is.

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tide_hf.drafting import MAX_NGRAM, Draft, HybridDrafter, NgramIndex, Piece
-from tide_hf.policy import AcceptanceTable, CostTable
+from tide_hf.decoding.drafting import MAX_NGRAM, Draft, HybridDrafter, NgramIndex, Piece
+from tide_hf.decoding.policy import AcceptanceTable, CostTable
 
 
 def cheap() -> CostTable:

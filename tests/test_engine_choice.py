@@ -7,7 +7,7 @@ import torch
 from drafters import use_drafter
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.engine_choice import (
+from tide_hf.decoding.engine_choice import (
     GUESSED_SHARE,
     GUESSED_WARM_UP,
     MOST_RECORDS,
@@ -17,7 +17,7 @@ from tide_hf.engine_choice import (
     choose_engine,
     key_of,
 )
-from tide_hf.engines import call_key, candidate_for
+from tide_hf.engines.dispatch import call_key, candidate_for
 from tide_hf.steps.compiled_steps import CompiledSteps
 
 KNOWN = EngineTimes(rented_ms=20.0, bought_ms=10.0, warm_up_s=5.0)  # pays after 500 tokens

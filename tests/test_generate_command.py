@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli import main
-from tide_hf.prompts import read_prompts
+from tide_hf.commands.prompts import read_prompts
 
 NEW_TOKENS = 12
 

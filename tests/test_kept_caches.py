@@ -5,7 +5,7 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.kept_caches import KeptCaches
+from tide_hf.decoding.kept_caches import KeptCaches
 
 FIRST, SECOND = list(range(10, 30)), [*range(10, 20), *range(50, 60)]
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}

@@ -26,8 +26,8 @@ from tide_hf.cpu.weight_forms import (
     WidenedWeight,
     fastest_form,
 )
+from tide_hf.depth.skipping import LayerRun, active
 from tide_hf.errors import ConfigurationError, UnsupportedOptionError
-from tide_hf.skipping import LayerRun, active
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")

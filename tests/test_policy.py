@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tide_hf.policy import (
+from tide_hf.decoding.policy import (
     COMPARABLE,
     FORGET_AFTER,
     STALE,

@@ -94,14 +94,3 @@ def test_the_configuration_reference_names_every_field_option_and_argument_with_
     assert {name: attach[name].default for name in arguments if name in attach} | {
         "routers_revision": None
     } == arguments
-
-
-def test_every_module_has_its_room():
-    rooms = README[README.index("| room | modules |") :].split("\n\n")[0]
-    modules = {path.stem for path in (ROOT / "tide_hf").glob("*.py")} - {"__init__"}
-    assert modules <= set(re.findall(r"`(\w+)`", rooms))
-    for room in ("cpu", "steps", "serving"):
-        assert f"`{room}/`" in rooms
-        said = (ROOT / "tide_hf" / room / "__init__.py").read_text(encoding="utf-8")
-        modules = {path.stem for path in (ROOT / "tide_hf" / room).glob("*.py")} - {"__init__"}
-        assert modules <= set(re.findall(r"`(\w+)`", said))

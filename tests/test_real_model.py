@@ -8,7 +8,7 @@ import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import encode_prompt
-from tide_hf.drafting import Draft
+from tide_hf.decoding.drafting import Draft
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
 

@@ -10,9 +10,9 @@ from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.early_exit import PropagateRun
+from tide_hf.depth.early_exit import PropagateRun
+from tide_hf.depth.skipping import active
 from tide_hf.errors import ConfigurationError
-from tide_hf.skipping import active
 from tide_hf.structure import find_structure
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}

@@ -9,7 +9,7 @@ from tide_hf import calibrate
 from tide_hf.calibration.block_stage import FURTHER, Plan
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.errors import BaseModelMismatchError, CalibrationError, ConfigurationError, RoutersNotFoundError
-from tide_hf.modeling_tide import TIDERouters
+from tide_hf.routers.modeling_tide import TIDERouters
 
 
 @pytest.fixture(scope="module")

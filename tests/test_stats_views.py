@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tide_hf import ExitStats, TIDEModelForCausalLM, TIDERouters
-from tide_hf.depth_colours import EXITS, FULL_DEPTH, NGRAM
+from tide_hf.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
 from tide_hf.errors import ConfigurationError, MissingPackageError
 
 

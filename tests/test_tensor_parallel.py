@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tide_hf.ranks import ALONE, ranks_of
+from tide_hf.decoding.ranks import ALONE, ranks_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,6 +1,6 @@
 """The text of an answer, cut up into what each token adds to it."""
 
-from tide_hf.token_texts import TokenTexts, token_texts
+from tide_hf.display.token_texts import TokenTexts, token_texts
 
 
 def test_a_character_of_several_tokens_is_the_last_ones(tiny_tokenizer):

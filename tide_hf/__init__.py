@@ -9,12 +9,12 @@ from .registration import register_with_transformers
 
 if TYPE_CHECKING:
     from .calibration import calibrate
-    from .configuration_tide import TIDEConfig
     from .dataset_generation import generate_dataset
     from .errors import TIDEError, UnsupportedModelError
     from .logits_process import TIDELogitsProcessor
     from .model import TIDEModelForCausalLM
-    from .modeling_tide import TIDERouters
+    from .routers.configuration_tide import TIDEConfig
+    from .routers.modeling_tide import TIDERouters
     from .stats import ExitStats
 
 __version__ = "0.1.0"
@@ -34,11 +34,11 @@ __all__ = [
 # Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
 _MODULES = {
     "ExitStats": "stats",
-    "TIDEConfig": "configuration_tide",
+    "TIDEConfig": "routers.configuration_tide",
     "TIDEError": "errors",
     "TIDELogitsProcessor": "logits_process",
     "TIDEModelForCausalLM": "model",
-    "TIDERouters": "modeling_tide",
+    "TIDERouters": "routers.modeling_tide",
     "UnsupportedModelError": "errors",
     "calibrate": "calibration",
     "generate_dataset": "dataset_generation",

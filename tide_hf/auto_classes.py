@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 import tide_hf
 
-from .configuration_tide import TIDEConfig
 from .errors import ConfigurationError, describe
+from .routers.configuration_tide import TIDEConfig
 
 # Of the arguments that reach a registered class, those that are as right for the base model's repository ...
 SHARED = ("cache_dir", "force_download", "local_files_only", "proxies", "token")

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .configuration_tide import NEVER_EXIT, check_exit_threshold
 from .errors import ConfigurationError, describe
 from .model import TIDEModelForCausalLM
-from .modeling_tide import TIDERouters
+from .routers.configuration_tide import NEVER_EXIT, check_exit_threshold
+from .routers.modeling_tide import TIDERouters
 from .stats import ExitStats
 from .structure import input_device
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class TIDEError(Exception):
     """Base of all errors that tide_hf raises on purpose."""
@@ -84,6 +86,14 @@ def first_line(error: Exception) -> str:
 def quoted(error: Exception) -> str:
     """The same between quotation marks, for what was got."""
     return f"'{first_line(error)}'"
+
+
+def short(value: object) -> str:
+    """`repr(value)`, cut where a file made it long; an int may be too long to print at all."""
+    if isinstance(value, int) and abs(value) > sys.maxsize:
+        return "a number beyond 64 bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def describe(problem: str, *, got: object, expected: str, do: str) -> str:

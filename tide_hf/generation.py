@@ -9,26 +9,25 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
-from .attachment import Attachment
-from .captured_decoding import decoder_for
-from .choices import EXIT_CRITERIA
-from .configuration_tide import (
-    check_choice,
+from .choices import EXIT_CRITERIA, check_choice
+from .decoding.attachment import Attachment
+from .decoding.engine_choice import RENTED
+from .decoding.speculation import SelfSpeculativeDecoder
+from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
+from .depth.kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
+from .depth.skipping import active, active_run
+from .engines.captured_decoding import decoder_for
+from .engines.dispatch import candidate_for, engine_of
+from .engines.warming_up import checked_rows, compile_kernels, warm_up
+from .errors import UnsupportedOptionError, describe
+from .routers.configuration_tide import (
     check_engine,
     check_exit_threshold,
     check_min_layers,
     check_mode,
 )
-from .early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
-from .engine_choice import RENTED
-from .engines import candidate_for, engine_of
-from .errors import UnsupportedOptionError, describe
-from .kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
-from .skipping import active, active_run
-from .speculation import SelfSpeculativeDecoder
 from .stats import ExitStats
 from .structure import check_rope
-from .warming_up import checked_rows, compile_kernels, warm_up
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
@@ -199,7 +198,7 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
                     got=got,
                     expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
                     do="Leave it out, choose another tide_mode, or detach TIDE for plain decoding. A "
-                    "tide_hf.rows.RowCriterion sees the tokens of every row of a batch.",
+                    "tide_hf.decoding.rows.RowCriterion sees the tokens of every row of a batch.",
                 )
             )
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .attachment import Attachment, hybrid_drafter
 from .calibration.convergence import convergence_by_layer
 from .calibration.tables import rows_by_layer
 from .choices import MODES
-from .configuration_tide import NEVER_EXIT
 from .cpu.linear_gate import linears_to_gate
 from .cpu.weight_forms import can_pack
+from .decoding.attachment import Attachment, hybrid_drafter
 from .errors import UnsupportedModelError
-from .modeling_tide import TIDERouters
 from .ops import kernel_facts, load_kernels
+from .routers.configuration_tide import NEVER_EXIT
+from .routers.modeling_tide import TIDERouters
 from .structure import DecoderStructure, find_structure, input_device
 from .unembed import Unembed, check_parity
 

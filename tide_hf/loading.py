@@ -13,8 +13,8 @@ from huggingface_hub.utils import HFValidationError
 from transformers import AutoModelForCausalLM
 
 from .errors import quoted
-from .modeling_tide import TIDERouters
-from .router_files import routers_not_found
+from .routers.modeling_tide import TIDERouters
+from .routers.router_files import routers_not_found
 
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
 

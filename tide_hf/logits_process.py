@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from .adapters import base_inside, check_wrapper
-from .configuration_tide import check_exit_threshold
 from .errors import UnsupportedOptionError, describe
-from .modeling_tide import TIDERouters
+from .routers.configuration_tide import check_exit_threshold
+from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
 from .unembed import Unembed
 

@@ -6,15 +6,16 @@ import os
 from typing import Any
 
 from .adapters import base_inside, check_wrapper
-from .attachment import Attachment, hybrid_drafter
-from .configuration_tide import NEVER_EXIT, check_choice, check_engine, check_exit_threshold, check_mode
+from .choices import check_choice
 from .cpu.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
+from .decoding.attachment import Attachment, hybrid_drafter
+from .depth.skipping import open_gates, remove_gates
 from .errors import ConfigurationError, describe
 from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
-from .modeling_tide import TIDERouters
 from .ops import USE_KERNELS, load_kernels
-from .skipping import open_gates, remove_gates
+from .routers.configuration_tide import NEVER_EXIT, check_engine, check_exit_threshold, check_mode
+from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
 

@@ -12,9 +12,9 @@ from jinja2 import TemplateError
 
 from .calibration.plots import save_plots
 from .calibration.tables import describe_threshold, rows_by_layer, tables_of
-from .configuration_tide import NEVER_EXIT
 from .errors import ConfigurationError, MissingPackageError, describe
-from .modeling_tide import TIDERouters
+from .routers.configuration_tide import NEVER_EXIT
+from .routers.modeling_tide import TIDERouters
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 MARKUP = re.compile(r'[<>`"\[\]\\]')

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .configuration_tide import check_choice
+from .choices import check_choice
 from .errors import KernelError, describe
 from .kernel_loading import LoadedKernels, fetch, obstacle
 

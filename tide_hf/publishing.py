@@ -14,7 +14,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from . import __version__
 from .errors import ConfigurationError, HubError, describe, quoted
 from .model_card import write_model_card
-from .modeling_tide import TIDERouters
+from .routers.modeling_tide import TIDERouters
 
 # Where transformers looks for the files of a custom_generate repository. The last may be left out.
 CUSTOM_GENERATE = {

@@ -120,7 +120,7 @@ class ExitStats:
         Raises:
             ConfigurationError: The tokens are not as many as this call's, or are ids without a tokenizer.
         """
-        from .stats_views import stats_html  # noqa: PLC0415  # it shows what this module defines
+        from .display.stats_views import stats_html  # noqa: PLC0415  # it shows what this module defines
 
         return stats_html(self, tokens, tokenizer)
 
@@ -136,6 +136,6 @@ class ExitStats:
         Raises:
             MissingPackageError: matplotlib is not installed (`pip install tide-hf[plots]`).
         """
-        from .stats_views import stats_figure  # noqa: PLC0415
+        from .display.stats_views import stats_figure  # noqa: PLC0415
 
         return stats_figure(self)

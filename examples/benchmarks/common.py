@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tide_hf.decoding.drafting import Draft
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.drafting import Draft
 from tide_hf.provenance import provenance
 
 FOLDER = Path(__file__).parent

@@ -23,10 +23,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.configuration_tide import NEVER_EXIT
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers
 from tide_hf.provenance import provenance
+from tide_hf.routers.configuration_tide import NEVER_EXIT
 
 from .common import NoDrafts
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.benchmark import encode_prompt, weight_sharing_copy
-from tide_hf.drafting import Draft
+from tide_hf.decoding.drafting import Draft
 from tide_hf.provenance import provenance
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record

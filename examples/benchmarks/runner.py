@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from tide_hf.arguments import positive
 from tide_hf.choices import DEFAULT_MODEL, DTYPES
+from tide_hf.commands.arguments import positive
+from tide_hf.commands.model_arguments import load
 from tide_hf.errors import ConfigurationError, describe
-from tide_hf.model_arguments import load
 
 from .bench import Bench
 from .checks import failures

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import base_inside, check_wrapper
-from ..choices import STRATEGIES
-from ..configuration_tide import NEVER_EXIT, TIDEConfig, check_choice, default_exit_layers
+from ..choices import STRATEGIES, check_choice
 from ..cpu.linear_gate import faster_passes
-from ..modeling_tide import TIDERouters
+from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
+from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
 from ..unembed import check_parity, weights_hash
 from .block_stage import BlockStart, block_start, place_block

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..block_head import block_config_of
 from ..errors import ConfigurationError, UnsupportedModelError, describe
-from ..exit_points import BlockPoint, logit_of
-from ..modeling_tide import TIDERouters
+from ..routers.block_head import block_config_of
+from ..routers.exit_points import BlockPoint, logit_of
+from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure, input_device
 from ..unembed import DraftUnembed, Unembed
 from .block_training import BlockTrainer, DocumentBatch

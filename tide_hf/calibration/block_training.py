@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..block_head import BlockHead
-from ..skipping import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
+from ..depth.skipping import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
+from ..routers.block_head import BlockHead
 from ..structure import DecoderStructure, input_device
 from ..unembed import Unembed
 from .mixed_precision import mixed_precision

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exit_points import ExitHead
+from ..routers.exit_points import ExitHead
 from ..unembed import Unembed, is_plain_linear
 from .fitting import round_weights
 from .hidden_states import StateBatch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..modeling_tide import TIDERouters
+from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from .threshold import Decisions, ThresholdChoice, choose_again
 from .training import area_under_curve, expected_calibration_error

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..exit_points import ExitHead, ExitPoint
-from ..modeling_tide import TIDERouters
+from ..routers.exit_points import ExitHead, ExitPoint
+from ..routers.modeling_tide import TIDERouters
 from ..unembed import DraftUnembed, Unembed
 from .hidden_states import StateBatch
 from .labels import agreement_labels, router_labels

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling_tide import TIDERouters
+from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed
 from .block_stage import BlockStage

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..plotting import DOTS_PER_INCH, SIZE, figure_maker
+from ..display.plotting import DOTS_PER_INCH, SIZE, figure_maker
 from .tables import rows_by_layer
 
 MOST_CURVES = 8  # the colours that one can tell apart

@@ -11,8 +11,8 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..modeling_tide import TIDERouters
 from ..provenance import cpu_name
+from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from .data import Document, Splits, num_positions
 from .figures import layer_figures, layer_sizes, tolerance_rows

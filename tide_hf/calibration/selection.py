@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from ..policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
+from ..decoding.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
 from .threshold import GRID, Decisions
 
 MIN_EXIT_RATE = 0.01  # a layer at which fewer tokens leave is not worth its weights

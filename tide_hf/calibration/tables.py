@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..configuration_tide import NEVER_EXIT
+from ..routers.configuration_tide import NEVER_EXIT
 
 MISSING = "-"
 LAYER_NOTE = (

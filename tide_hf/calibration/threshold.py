@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configuration_tide import NEVER_EXIT
 from ..errors import ConfigurationError, describe
+from ..routers.configuration_tide import NEVER_EXIT
 
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..exit_points import ExitRouter
+from ..routers.exit_points import ExitRouter
 
 RIDGE_PENALTIES = (1e-3, 1e-2, 1e-1)  # in units of each input's variance
 EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..arguments import (
+from ..choices import DEFAULT_MODEL, LABELS, MATCHES, STRATEGIES
+from .arguments import (
     ALL,
     CommandParser,
     add_decoding_arguments,
@@ -24,7 +25,6 @@ from ..arguments import (
     share,
     threshold_list,
 )
-from ..choices import DEFAULT_MODEL, LABELS, MATCHES, STRATEGIES
 
 KEY_VARIABLE = "TIDE_HF_API_KEY"
 SERVERS = ("batches", "transformers")

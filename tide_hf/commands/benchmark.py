@@ -13,10 +13,10 @@ from rich.console import Console
 
 from ..alternatives import assistant_early_exit, prompt_lookup, those_that_run
 from ..benchmark import encode_prompt, tide_contenders
-from ..comparison import measure, print_setting, setting
 from ..errors import MissingPackageError, describe
-from ..model_arguments import load, modes_to_run
-from ..prompts import PROMPTS, check_room, read_prompts
+from .comparison import measure, print_setting, setting
+from .model_arguments import load, modes_to_run
+from .prompts import PROMPTS, check_room, read_prompts
 
 CLONE = Path(__file__).parent.parent.parent  # where there is one, its examples stand beside the package
 PASSED_ON = ("model", "routers", "dtype", "device", "threads", "config", "output_dir")

@@ -8,12 +8,12 @@ import sys
 
 from rich.console import Console
 
-from ..arguments import make_folder
 from ..calibration import calibrate
-from ..model_arguments import load
 from ..model_card import write_model_card
 from ..provenance import command_line
 from . import CALIBRATE_OPTIONS
+from .arguments import make_folder
+from .model_arguments import load
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,12 +12,12 @@ from importlib import import_module
 
 from rich.console import Console
 
-from ..conversation import Conversation
 from ..errors import TIDEError
-from ..model_arguments import attached_contender, load
-from ..prompts import decode
-from ..streaming import answer_record, print_figures, stream_answer
 from . import CHAT_HELP
+from .conversation import Conversation
+from .model_arguments import attached_contender, load
+from .prompts import decode
+from .streaming import answer_record, print_figures, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:

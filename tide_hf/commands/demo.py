@@ -11,10 +11,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..benchmark import encode_prompt, tide_contenders, timed_run
-from ..comparison import measure, print_setting, setting
-from ..model_arguments import load, modes_to_run
-from ..prompts import PROMPTS, check_room
-from ..streaming import legend, stream_answer
+from .comparison import measure, print_setting, setting
+from .model_arguments import load, modes_to_run
+from .prompts import PROMPTS, check_room
+from .streaming import legend, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:

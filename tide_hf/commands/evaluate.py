@@ -9,16 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from ..arguments import check_writable
 from ..calibration.report import Steps
 from ..calibration.tables import rich_table
+from ..display.plotting import figure_maker
 from ..evaluation import QualityOptions, QuestionColumns, measure_quality
 from ..evaluation.plots import save_quality_plot
 from ..evaluation.tables import quality_tables
-from ..model_arguments import load, required
-from ..plotting import figure_maker
 from ..provenance import command_line, provenance
 from . import EVALUATE_OPTIONS
+from .arguments import check_writable
+from .model_arguments import load, required
 
 
 def run(args: argparse.Namespace) -> None:

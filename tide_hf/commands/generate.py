@@ -9,9 +9,9 @@ from functools import partial
 from rich.console import Console
 
 from ..benchmark import encode_prompt, timed_run
-from ..model_arguments import attached_contender, load
-from ..prompts import check_room, read_prompt
-from ..streaming import answer_record, print_figures, stream_answer
+from .model_arguments import attached_contender, load
+from .prompts import check_room, read_prompt
+from .streaming import answer_record, print_figures, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:

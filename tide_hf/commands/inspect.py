@@ -14,8 +14,8 @@ from ..calibration.labels import CONVERGENCE_THRESHOLD
 from ..calibration.tables import TextTable, describe_bound, rich_table, tables_of
 from ..errors import ConfigurationError, describe
 from ..inspection import inspect_model
-from ..model_arguments import load
-from ..prompts import PROMPTS
+from .model_arguments import load
+from .prompts import PROMPTS
 
 
 def run(args: argparse.Namespace) -> None:

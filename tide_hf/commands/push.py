@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..modeling_tide import TIDERouters
 from ..publishing import push_custom_generate, push_routers
+from ..routers.modeling_tide import TIDERouters
 
 
 def run(args: argparse.Namespace) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ..depth.skipping import Gate, active_run
 from ..errors import UnsupportedOptionError, describe
-from ..skipping import Gate, active_run
 from ..structure import DecoderStructure
 from .kernels import VALUES
 from .weight_forms import (

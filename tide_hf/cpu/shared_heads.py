@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..block_head import BlockHead
+from ..routers.block_head import BlockHead
 from .few_queries import attend_few
 from .many_queries import attend_many
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..calibration.data import Document, full_depth, plan_batches, token_batch
 from ..calibration.hidden_states import SLICE_ELEMENTS, StateBatch, StateReader
 from ..calibration.sources import read_documents
-from ..modeling_tide import TIDERouters
-from ..skipping import on_device
+from ..depth.skipping import on_device
+from ..routers.modeling_tide import TIDERouters
 from ..structure import find_structure
 from ..unembed import Unembed
 from .intervals import Bootstrap

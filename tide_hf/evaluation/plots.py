@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..plotting import DOTS_PER_INCH, SIZE, figure_maker
+from ..display.plotting import DOTS_PER_INCH, SIZE, figure_maker
 
 # What is drawn, in units of what, and where the base model stands: figures that are paired with the base model's, since
 # their intervals are the narrower ones.

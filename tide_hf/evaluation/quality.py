@@ -13,11 +13,11 @@ from ..benchmark import weight_sharing_copy
 from ..calibration.report import Steps
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_bounds, check_counts
-from ..choices import MATCHES
-from ..configuration_tide import check_choice, check_exit_threshold
+from ..choices import MATCHES, check_choice
 from ..errors import ConfigurationError, describe
 from ..model import TIDEModelForCausalLM
-from ..modeling_tide import TIDERouters
+from ..routers.configuration_tide import check_exit_threshold
+from ..routers.modeling_tide import TIDERouters
 from ..structure import find_structure
 from .intervals import Bootstrap
 from .perplexity import read_texts, score_texts

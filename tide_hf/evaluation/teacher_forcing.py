@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from ..calibration.data import full_depth
 from ..calibration.hidden_states import capture
+from ..depth.skipping import on_device
 from ..generation import TIDEGenerationMixin
-from ..modeling_tide import TIDERouters
-from ..skipping import on_device
+from ..routers.modeling_tide import TIDERouters
 from ..structure import find_structure
 from ..unembed import Unembed
 

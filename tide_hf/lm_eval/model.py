@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from ..errors import UnsupportedOptionError, describe
 from ..evaluation.teacher_forcing import exit_logits
 from ..model import TIDEModelForCausalLM
-from ..modeling_tide import TIDERouters
+from ..routers.modeling_tide import TIDERouters
 
 
 class RowStops(StoppingCriteria):

@@ -12,13 +12,13 @@ import torch
 from jinja2 import TemplateError
 from rich.console import Console
 
+from ..decoding.kept_caches import KeptCaches
+from ..decoding.rows import RowCriterion
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
-from ..kept_caches import KeptCaches
 from ..loading import load_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..padding import left_padded
-from ..rows import RowCriterion
 from ..structure import check_rope
 from .job import Job
 from .protocol import ChatRequest, Event, Sampling, refuse

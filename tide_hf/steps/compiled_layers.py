@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cpu.linear_gate import COMPILED, LinearGate
+from ..depth.skipping import Gate, LayerGate, input_state
 from ..errors import first_line
-from ..skipping import Gate, LayerGate, input_state
 from .fixed_cache import FixedLayer
 from .warm_up import WarmUp
 

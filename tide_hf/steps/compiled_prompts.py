@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..depth.skipping import LayerGate
 from ..errors import first_line
-from ..skipping import LayerGate
 from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs
 from .step_graphs import Sizes, traced_for_sizes
 from .warm_up import WarmUp

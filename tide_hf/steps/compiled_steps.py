@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from ..cpu.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from ..cpu.shared_heads import filled_up_to, shared_heads
 from ..cpu.weight_forms import WeightForm
+from ..depth.skipping import LayerGate
 from ..errors import first_line
-from ..skipping import LayerGate
 from .captured_steps import CapturedSteps
 from .compiled_layers import layer_on_fixed_cache
 from .compiled_prompts import CompiledPrompts

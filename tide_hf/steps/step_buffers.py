@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..block_drafting import BlockRun
-from ..modeling_tide import TIDERouters
-from ..skipping import FixedDepthRun, LayerRun, active
+from ..depth.block_drafting import BlockRun
+from ..depth.skipping import FixedDepthRun, LayerRun, active
+from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed, greedy_tokens
 from .fixed_cache import fill, first_rows, fixed_cache, take_rows

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import Contender, compare, usable_threshold, weight_sharing_copy
-from tide_hf.configuration_tide import NEVER_EXIT
+from tide_hf.routers.configuration_tide import NEVER_EXIT
 
 from ..adapters import attached
 from ..bench import Bench

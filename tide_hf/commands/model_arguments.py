@@ -1,0 +1,127 @@
+"""The model that the arguments of a command name, loaded."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..benchmark import Contender, tide_contender, usable_threshold
+from ..choices import MODES
+from ..demo_model import load_demo_model
+from ..errors import ConfigurationError, describe
+from ..loading import load_routers, shipped_routers
+from ..model import TIDEModelForCausalLM
+from ..routers.modeling_tide import TIDERouters
+from .arguments import ALL
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the arguments name.
+
+    Attributes:
+        model: The base model, not attached.
+        tokenizer: Its tokenizer.
+        routers: Its routers, if there are any.
+        routers_origin: Where they are from, for people.
+    """
+
+    model: Any
+    tokenizer: Any
+    routers: TIDERouters | None
+    routers_origin: str | None
+
+
+def load(args: argparse.Namespace, console: Console) -> Loaded:
+    """Load what the arguments of `arguments.add_model_arguments` name.
+
+    Args:
+        args: They.
+        console: Where to say what goes on.
+
+    Raises:
+        DemoModelError: There is no such model.
+        RoutersNotFoundError, RoutersFileError: There are no such routers, or they cannot be read.
+        ConfigurationError: There is no such device.
+    """
+    device = _device(args.device)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    asked = getattr(args, "routers", None)
+    folder = asked or shipped_routers(args.model)
+    routers = load_routers(folder) if folder is not None else None  # first, since they are small
+    model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
+    return Loaded(model.to(device), tokenizer, routers, asked or (folder and f"shipped, {Path(folder).name}"))
+
+
+def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:
+    """The modes that --mode stands for; of "all", those that can run.
+
+    Raises:
+        ConfigurationError: The one that was asked for needs routers, and there are none.
+    """
+    if mode == ALL:
+        return list(MODES) if routers is not None else ["self_speculative"]
+    if mode != "self_speculative":
+        required(routers, f"--mode {mode}")
+    return [mode]
+
+
+def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
+    """The routers.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    if routers is None:
+        raise ConfigurationError(
+            describe(
+                "there are no routers for the model",
+                got=f"{needed_by}, which needs them",
+                expected="a folder or Hub repository of routers",
+                do="Pass --routers; tide-hf calibrate makes some.",
+            )
+        )
+    return routers
+
+
+def attached_contender(loaded: Loaded, args: argparse.Namespace) -> Contender:
+    """Attach TIDE to the loaded model, to decode as the arguments of `arguments.add_decoding_arguments` say.
+
+    Raises:
+        TIDEError: The model or the routers do not allow that, as `TIDEModelForCausalLM.attach` says.
+    """
+    (mode,) = modes_to_run(args.mode, loaded.routers)
+    threshold = usable_threshold(loaded.routers, args.exit_threshold)
+    attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
+    return tide_contender(attached, mode, threshold)
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name; without one the accelerator, or else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return accelerator or torch.device("cpu")
+    count = torch.accelerator.device_count() if accelerator else 0
+    there = [f"{accelerator.type}:{index}" for index in range(count)] if accelerator else []
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # torch knows no device of that kind
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return device
+    if f"{device.type}:{device.index or 0}" not in there:
+        raise ConfigurationError(
+            describe(
+                "there is no such device",
+                got=f"--device {name}",
+                expected=" or ".join(["cpu", *there]),
+                do="Name one of these, or leave --device out.",
+            )
+        )
+    return device

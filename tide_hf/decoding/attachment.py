@@ -1,0 +1,219 @@
+"""What TIDE adds to a model, and the drafter that it decodes with unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cpu.linear_gate import (
+    COMPILED,
+    Forms,
+    LinearGate,
+    linear_gates,
+    linears_in,
+    open_linear_gates,
+    reading,
+    weight_dtypes,
+)
+from ..cpu.products import has_stored_product
+from ..cpu.weight_forms import UNCOMPILED
+from ..depth.skipping import LayerRun
+from ..errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..routers.block_head import BlockHead
+from ..routers.configuration_tide import TIDEConfig
+from ..routers.exit_points import ExitPoint
+from ..routers.modeling_tide import TIDERouters
+from ..steps.captured_steps import CapturedSteps
+from ..steps.compiled_layers import CompiledLayers
+from ..steps.compiled_steps import CompiledSteps
+from ..steps.warm_up import WarmUp
+from ..structure import DecoderStructure
+from ..unembed import DraftUnembed, Unembed, is_plain_linear
+from .drafting import Drafter, HybridDrafter
+from .engine_choice import EngineChooser
+from .policy import CostTable
+
+
+@dataclass
+class Attachment:
+    """What TIDE adds to a model. It holds nothing of a single call.
+
+    Attributes:
+        base_class: The model's own class.
+        structure: Its layers, norm and head.
+        unembed: Its unembedding.
+        routers: Routers and exit heads; `None` where drafts come from n-grams alone.
+        mode: The mode of a call that names none.
+        exit_threshold: The threshold of a call that names none.
+        make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
+        engine: The engine of a call that names none.
+        use_kernels: Whether eager calls may use kernels.
+        compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
+        compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
+        captured_steps: The same in calls with `engine="cuda_graph"`.
+        costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
+        chooser: Chooses the engine of calls with `engine="auto"`.
+        acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
+    """
+
+    base_class: type
+    structure: DecoderStructure
+    unembed: Unembed
+    routers: TIDERouters | None
+    mode: str
+    exit_threshold: float
+    make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
+    engine: str = "eager"
+    use_kernels: bool | str = "auto"
+    compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
+    compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
+    captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
+    costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
+    acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    chooser: EngineChooser = field(default_factory=EngineChooser)
+    _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
+
+    @property
+    def compaction_threshold(self) -> float:
+        """Share of holes in a batch's cache above which it is compacted."""
+        config = self.routers.config if self.routers is not None else TIDEConfig()
+        return float(config.compaction_threshold)
+
+    def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
+        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess.
+
+        Args:
+            num_rows: Sequences.
+            engine: Of the call.
+            widths: Of verify passes, where the call runs on steps.
+        """
+        key = (engine, widths, num_rows)
+        if key not in self.costs:
+            larger = [rows for *known, rows in self.costs if known == [engine, widths] and rows > num_rows]
+            self.costs[key] = (
+                self.costs[engine, widths, min(larger)].resized()
+                if larger
+                else CostTable(self.structure.num_layers, self.structure.head_share, widths)
+            )
+        return self.costs[key]
+
+    def steps_of(self, engine: str) -> CapturedSteps:
+        """What runs steps in calls with `engine`."""
+        return self.compiled_steps if engine == "compiled" else self.captured_steps
+
+    @contextmanager
+    def running(self, engine: str, run: LayerRun, gates: list[LinearGate], on_steps: bool = False) -> Iterator[None]:
+        """Have `run` execute its layers by `engine`; natively where the call runs on steps, apart from those.
+
+        Args:
+            engine: Of the call.
+            run: Of its layers.
+            gates: Those of the model.
+            on_steps: Whether the call runs on steps.
+        """
+        if engine == "compiled" and not on_steps:
+            run.execute_layer = self.compiled_layers.run
+            with self.compiled_layers.ready(list(self.structure.layers)):
+                yield
+        else:
+            with self.steps_of(engine).warm_up.shown(), reading(self._eager_forms(gates), chosen_once=True):
+                yield
+
+    def gates(self) -> list[LinearGate]:
+        """Those in front of linear layers."""
+        return list(linear_gates(self.structure, self.block_head))
+
+    def _eager_forms(self, gates: list[LinearGate]) -> Forms:
+        """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
+        may_use_kernels = self.use_kernels is not False and all(map(has_stored_product, weight_dtypes(gates)))
+        return COMPILED if may_use_kernels else UNCOMPILED
+
+    def warm_ups(self, engine: str) -> list[WarmUp]:
+        """What counts what making an engine ready takes."""
+        compiled = [self.compiled_layers.warm_up, self.compiled_steps.warm_up]
+        return {"compiled": compiled, "cuda_graph": [self.captured_steps.warm_up]}.get(engine, [])
+
+    def warm_up_seconds(self, engine: str) -> float:
+        """What making an engine ready has taken so far."""
+        return sum((warm_up.seconds for warm_up in self.warm_ups(engine)), 0.0)
+
+    def exit_point(self, exit_layer: int) -> ExitPoint:
+        """Router and head at `exit_layer`."""
+        return self.require_routers("an exit head")[exit_layer]
+
+    @property
+    def block_head(self) -> BlockHead | None:
+        """The block, if there is one."""
+        return self.routers.block_head if self.routers is not None else None
+
+    def draft_unembed(self) -> DraftUnembed:
+        """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""
+        vocab = self.routers.draft_vocab if self.routers is not None else None
+        if not is_plain_linear(self.structure.head):
+            return DraftUnembed(self.unembed)
+        if self._draft_unembed is None or not self._draft_unembed.is_current():
+            self._draft_unembed = DraftUnembed(self.unembed, vocab)
+            gate = next(linear_gates(self.structure), None)
+            if vocab is not None and gate is not None:
+                open_linear_gates(linears_in(self._draft_unembed.head), gate.may_copy, anywhere=True)
+        return self._draft_unembed
+
+    def release(self) -> None:
+        """Give back the memory that is kept between calls."""
+        self._draft_unembed = None
+        for gate in self.gates():
+            gate.release()
+        self.compiled_layers.release()
+        self.compiled_steps.release()
+        self.captured_steps.release()
+
+    def require_routers(self, needed_by: str) -> TIDERouters:
+        """The routers, or an error that says what needs them."""
+        if self.routers is None:
+            raise UnsupportedOptionError(
+                describe(
+                    f"{needed_by} needs routers",
+                    got="routers=None",
+                    expected="routers made for this model",
+                    do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
+                )
+            )
+        return self.routers
+
+    def check_mode(self, mode: str) -> None:
+        """Raise where this model cannot run in `mode`."""
+        if mode != "post_hoc" and self.structure.is_recurrent:
+            raise UnsupportedModelError(
+                describe(
+                    f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "
+                    "can be neither rolled back nor filled in for a skipped layer",
+                    got=f"tide_mode={mode!r}",
+                    expected="tide_mode='post_hoc' for this model",
+                    do="Attach with mode='post_hoc', or use the model without TIDE.",
+                )
+            )
+
+
+def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
+    """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
+    priors = head_priors(attachment, shallow)
+    return HybridDrafter(
+        prompts,
+        shallow.costs_of,
+        priors,
+        shallow if priors else None,
+        attachment.acceptances.setdefault(shallow.temperature, {}),
+    )
+
+
+def head_priors(attachment: Attachment, shallow: Any) -> dict[int, float]:
+    """The exit layers at which a head drafts, and how often it agreed when it was calibrated."""
+    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
+    record = config.calibration or {}
+    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
+    if shallow.block_layer is not None and "block" in record:
+        priors[shallow.block_layer] = float(record["block"]["agreement"])
+    return priors

@@ -1,0 +1,317 @@
+"""The self-speculative loop: cheap drafts, one full-depth pass to verify them, roll back what was wrong.
+
+Every token that leaves this loop was chosen from the base model's own full-depth logits, after the same processors;
+drafts only decide how many positions one pass covers. Since a draft names one token, "draw from p and compare" is
+speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192), and a single row draws the same random numbers
+in the same order as plain decoding.
+
+The rows of a batch draft to a common width and keep accepted lengths of their own; see `kv_cache.CacheSlots`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..adapters import has_adapters_by_row
+from ..cpu.many_queries import has_kernel
+from ..cpu.shared_heads import shared_heads
+from ..depth.block_drafting import block_run
+from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
+from ..depth.skipping import FixedDepthRun, LayerRun, active, on_device
+from ..stats import ExitStats
+from ..unembed import DraftUnembed, greedy_tokens
+from .attachment import Attachment
+from .choosing import TokenChooser
+from .drafting import Draft, Drafter
+from .engine_choice import RENTED
+from .policy import CostTable
+from .prompt_groups import read_prompts
+from .ranks import ranks_of
+from .rows import Row, Stopping, by_step
+
+LONG_PROMPT = 128  # tokens; of shorter ones, changing how a model attends takes as long as it brings
+
+
+class SelfSpeculativeDecoder:
+    """Decodes the sequences of one call.
+
+    Args:
+        model: The attached model.
+        attachment: What TIDE added to it.
+        engine: What runs the layers; costs are kept apart by it.
+        input_ids: (rows, prompt length).
+        logits_processor: Applied to every position's scores, once, in order.
+        stopping_criteria: Asked after every token.
+        generation_config: Of this call.
+        streamer: Gets the tokens one by one, as plain decoding gives them.
+        model_kwargs: What `generate` prepared, the cache among it.
+    """
+
+    on_steps = False  # of fixed shape
+    widths: tuple[int, ...] = ()  # of verify passes, where others are filled up
+    fills_block_late = True  # a single row's K/V of the block, when it is about to draft
+
+    def __init__(
+        self,
+        model: Any,
+        attachment: Attachment,
+        engine: str,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.model = model
+        self.attachment = attachment
+        self.engine = engine
+        self.input_ids = input_ids
+        self.config = generation_config
+        self.streamer = streamer
+        self.model_kwargs = model_kwargs
+        cache = model_kwargs["past_key_values"]
+        self.ranks = ranks_of(model)
+        self.block = block_run(
+            model.config.get_text_config(),
+            attachment.structure,
+            cache,
+            attachment.unembed,
+            attachment.routers,
+            late=self.fills_block_late and input_ids.shape[0] == 1,
+        )
+        self.run = self.block or LayerRun(attachment.structure, cache)
+        self.shallow = ShallowLayers(self)
+        self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
+        stopping = Stopping(stopping_criteria, generation_config)
+        self.is_returned = cache_is_returned(generation_config, cache)
+        self.chooser = TokenChooser(
+            self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, self.is_returned
+        )
+        # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others
+        # need them, or the rows have adapters of their own.
+        self.drops_stopped = not (
+            not stopping.pads
+            or self.is_returned
+            or self.chooser.together
+            or has_adapters_by_row(model, attachment.structure)
+        )
+        self.measured_rows = len(self.rows)  # of the batch whose costs tell what the call's engine is worth
+        self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
+        self.stats = ExitStats("self_speculative", attachment.structure.num_layers, engine=engine)
+
+    def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate until every row is stopped."""
+        try:
+            with active(self.run), self._attention():
+                self._prefill(drafter)
+                while not self._is_done():
+                    self._round(drafter)
+                result = self._result()
+                if self.block is not None and self.is_returned:
+                    self.block.remember()
+        finally:
+            if self.block is not None:
+                self.block.finish()
+        if self.streamer is not None:
+            self.streamer.end()
+        return result
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """How an eager call attends: on CPUs, rows under a mask and long prompts need not copy K/V that heads share."""
+        rows, length = self.input_ids.shape
+        is_long = length >= LONG_PROMPT and self.attachment.use_kernels is not False and has_kernel(self.model.dtype)
+        if self.engine != RENTED or not (rows > 1 or is_long):
+            return nullcontext()
+        return shared_heads(self.model, self.attachment.block_head)
+
+    def forward(self, tokens: list[list[int]], start: int = 0) -> Any:
+        """One pass over as many new tokens for each row.
+
+        Args:
+            tokens: Tokens by row, all of one length.
+            start: How many tokens behind the row's accepted ones the cache already holds.
+
+        Returns:
+            The model's output, with logits (rows, len(tokens[0]), vocabulary).
+        """
+        ids = self.input_ids.new_tensor(tokens)
+        rows, width = ids.shape
+        kwargs = {**self.model_kwargs, "past_key_values": self.slots.cache}
+        kwargs["attention_mask"] = self.slots.mask_for(start + width)
+        if self.positions is not None:
+            steps = torch.arange(start, start + width, device=self.positions.device)
+            kwargs["position_ids"] = self.positions[:, None] + steps
+        if (types := kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = types[:1, -1:].expand(rows, width)
+        inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = width
+        return self.model(**inputs, return_dict=True)
+
+    def _prefill(self, drafter: Drafter) -> None:
+        cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
+        start_recording(cache)
+        mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
+        for name in ("inputs_embeds", "past_key_values"):
+            self.model_kwargs.pop(name, None)
+        threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
+        self.slots = CacheSlots(cache, mask, threshold, self.input_ids.device, ops)
+        self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
+        drafts = [Draft() for _ in self.batch]
+        for row, tokens in zip(self.batch, self._accept(logits, drafts), strict=True):
+            drafter.observe(row.index, Draft(), tokens, 0)
+        self._drop_stopped()
+
+    def _round(self, drafter: Drafter) -> None:
+        batch, costs = self.batch, self.shallow.costs_of(len(self.batch))
+        drafts = drafter.draft([row.index for row in batch], [max(0, self.chooser.room(row) - 1) for row in batch])
+        width = 1 + max(len(draft.tokens) for draft in drafts)
+        start = perf_counter()
+        fed = [[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)]
+        # What stands behind a shorter draft is never looked at.
+        outputs = self.forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed])
+        new_tokens = self._accept(outputs.logits, drafts)
+        accepted = [len(tokens) for tokens in new_tokens]
+        self.slots.commit(width, accepted)
+        if self.block is not None:
+            self.block.keep(accepted)
+        costs.record(("verify", width), self.ranks.agree((perf_counter() - start) * 1000))
+        self._learn(drafter, drafts, new_tokens)
+        self._drop_stopped()
+
+    def _learn(self, drafter: Drafter, drafts: list[Draft], new_tokens: list[list[int]]) -> None:
+        """Tell the drafter, and the statistics, what became of a round's drafts."""
+        for row, draft, tokens in zip(self.batch, drafts, new_tokens, strict=True):
+            n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, tokens, strict=False))
+            drafter.observe(row.index, draft, tokens, n_matches)
+            self.stats.rounds += 1
+            self.stats.drafted += len(draft.tokens)
+            self.stats.accepted += n_matches
+
+    def _top_tokens(self, logits: Tensor) -> list[list[int]]:
+        return greedy_tokens(logits).tolist()  # the round's one synchronisation
+
+    def _accept(self, logits: Tensor, drafts: list[Draft]) -> list[list[int]]:
+        """The new tokens of each row, from the full-depth logits (rows, width, vocabulary)."""
+        top_tokens = None if self.chooser.needs_logits else self._top_tokens(logits)
+        new_tokens = self.chooser.accept(self.batch, logits, drafts, top_tokens, self.stats.num_layers)
+        if self.positions is not None:
+            self.positions += self.positions.new_tensor([len(tokens) for tokens in new_tokens])
+        return new_tokens
+
+    def _drop_stopped(self) -> None:
+        """Let rows that are stopped cost nothing more."""
+        going = [position for position, row in enumerate(self.batch) if row.stopped_at is None]
+        if not self.drops_stopped or len(going) in (0, len(self.batch)):
+            return
+        self.batch = [self.batch[position] for position in going]
+        self._select(going)
+
+    def _select(self, going: list[int]) -> None:
+        """Keep only these rows of the batch in the cache."""
+        index = self.slots.select(going)
+        if self.block is not None:
+            self.block.select(index)
+        if self.positions is not None:
+            self.positions = self.positions[index.to(self.positions.device)]
+
+    def _is_done(self) -> bool:
+        """Whether all are stopped; rows that were kept must have caught up with the one that stopped last."""
+        if any(row.stopped_at is None for row in self.rows):
+            return False
+        return self.drops_stopped or all(len(row.tokens) >= self.chooser.length for row in self.rows)
+
+    def _result(self) -> Tensor | GenerateDecoderOnlyOutput:
+        length, pad = self.chooser.length, self.chooser.stopping.pad_token_id
+        tokens = [row.tokens[:length] + [pad] * (length - len(row.tokens)) for row in self.rows]
+        sequences = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)], dim=-1)
+        self.stats.layers_executed = self.run.layers_executed + self.shallow.layers_executed
+        self.stats.per_token = [row.depths[: row.stopped_at] for row in self.rows]
+        if not self.drops_stopped:
+            self.slots.settle()
+        stop_recording(self.slots.cache)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=by_step(row.scores[:length] for row in self.rows) if self.chooser.keeps_scores else None,
+            logits=by_step(row.logits[:length] for row in self.rows) if self.chooser.keeps_logits else None,
+            past_key_values=self.slots.cache,
+        )
+
+
+class ShallowLayers:
+    """The exit heads' view of a decoder: steps through the shallow layers, in the same cache."""
+
+    runs_ahead = False
+
+    def __init__(self, decoder: SelfSpeculativeDecoder) -> None:
+        self.decoder = decoder
+        self.layers_executed = 0
+        self.depths: list[int] = []  # the exit layer at which each token since the last rollback was fed
+        self.block_steps = 0
+        self.unembed: DraftUnembed | None = None
+
+    @property
+    def block_layer(self) -> int | None:
+        """Where the block drafts in this call, if it does."""
+        return self.decoder.block.block_layer if self.decoder.block is not None else None
+
+    @property
+    def temperature(self) -> float:
+        """Of this call's sampling; 0 for greedy decoding."""
+        config = self.decoder.config
+        return float(config.temperature or 1.0) if config.do_sample else 0.0
+
+    def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
+        """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
+        decoder, start = self.decoder, perf_counter()
+        attachment = decoder.attachment
+        # What the block has to catch up with, beyond the last pass, is no part of what a step costs.
+        is_usual = decoder.block is None or decoder.block.num_behind <= 1
+        if self.unembed is None:
+            self.unembed, is_usual = attachment.draft_unembed(), False
+        run = FixedDepthRun(attachment.structure, decoder.slots.cache, exit_layer)
+        run.execute_layer = decoder.run.execute_layer
+        fed = len(self.depths)
+        unseen = [[row.last, *drafted][fed:] for row, drafted in zip(decoder.batch, tokens, strict=True)]
+        with active(run):
+            call = run.call_after(decoder.forward, unseen, start=fed)
+        if decoder.block is not None and exit_layer == decoder.block.block_layer:
+            self.block_steps += 1
+            top, log_probabilities = self.unembed.top1(decoder.block.draft(call))
+            scores = decoder.block.point.score(log_probabilities)
+        else:
+            state = call.state[:, -1]
+            exit_point = on_device(attachment.exit_point(exit_layer), state)
+            scores = attachment.unembed.route(exit_point.router, state)
+            top = self.unembed(exit_point.head(state))
+        drafted = top.tolist()
+        self.layers_executed += run.layers_executed
+        self.depths += [exit_layer] * len(unseen[0])
+        if is_usual and len(unseen[0]) == 1:
+            milliseconds = decoder.ranks.agree((perf_counter() - start) * 1000)
+            self.costs_of(len(unseen)).record(("draft", exit_layer), milliseconds)
+        return drafted, scores.tolist()
+
+    def costs_of(self, num_rows: int) -> CostTable:
+        """Measured costs of a batch of `num_rows` in this call's engine."""
+        return self.decoder.attachment.costs_of(num_rows, self.decoder.engine, self.decoder.widths)
+
+    def rollback(self) -> None:
+        """Take the draft tokens' K/V out of the shallow layers."""
+        # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
+        for layer_idx in range(max(self.depths, default=0)):
+            num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
+            crop(self.decoder.slots.cache.layers[layer_idx], num_steps)
+        if self.decoder.block is not None and self.block_steps:
+            self.decoder.block.rollback(self.block_steps)
+        self.depths.clear()
+        self.block_steps = 0

@@ -1,0 +1,271 @@
+"""The key-value cache under early exit: fill what skipped layers would have written, and roll back."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from packaging import version
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, QuantizedCache, StaticLayer
+
+from ..errors import UnsupportedOptionError, describe
+from ..ops import PLAIN, Ops, kv_compact
+
+
+class _Stored(BaseException):
+    """Raised by a storing view once the K/V are in the cache."""
+
+
+class _StoreAndStop:
+    """Mixin for a view of a cache whose `update` stores and then leaves the layer."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        super().update(*args, **kwargs)  # type: ignore[misc]
+        raise _Stored
+
+
+@cache
+def _view_class(cache_class: Any) -> Any:
+    return type(cache_class.__name__, (_StoreAndStop, cache_class), {})
+
+
+def storing_view(cache: Cache) -> Cache:
+    """A view of `cache` that shares its contents; it is an instance of the same class."""
+    view_class = _view_class(type(cache))  # type: ignore[arg-type]
+    view = object.__new__(view_class)
+    view.__dict__ = cache.__dict__
+    return view
+
+
+def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write the K/V that a skipped layer would write for its input, by its own code (`propagate`).
+
+    Only what precedes the cache update runs: the layer's norm and its q, k and v.
+
+    Args:
+        gate: The layer's gate.
+        args: Its positional arguments; the cache may be among them (gpt2).
+        kwargs: Its keyword arguments.
+    """
+    args = tuple(storing_view(value) if isinstance(value, Cache) else value for value in args)
+    kwargs = {name: storing_view(value) if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    try:
+        gate.native(*args, **kwargs)
+    except _Stored:
+        return
+    raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug of ours, not of a user
+
+
+def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write zeros for the K/V of a skipped layer (`zero_pad`, what the published system calls it)."""
+    cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
+    layer = cache.layers[gate.layer_idx]
+    cache.update(torch.zeros_like(layer.keys[:, :, :1]), torch.zeros_like(layer.values[:, :, :1]), gate.layer_idx)
+
+
+def cache_is_returned(generation_config: Any, cache: Any) -> bool:
+    """Whether the caller of `generate` gets to see the cache."""
+    return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+
+
+def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
+    """Return the call's cache, or say why it cannot be used.
+
+    Args:
+        model_kwargs: Keyword arguments that `generate` prepared.
+        user: What is going to use it, for the message.
+        static: Which static caches will do: `"any"`, `"full"` (without sliding windows) or `"none"`.
+
+    Raises:
+        UnsupportedOptionError: There is no cache, or one that cannot be rolled back as `user` has to.
+    """
+    cache: Any = model_kwargs.get("past_key_values") if model_kwargs.get("use_cache", True) else None
+    got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
+    supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
+    if supported and static != "any" and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        got += " with sliding-window layers" if any(cache.is_sliding) else ""
+        supported = static == "full" and not any(cache.is_sliding)
+    if not supported:
+        also = {"any": ", or a StaticCache", "full": ", or a StaticCache without sliding windows", "none": ""}[static]
+        raise UnsupportedOptionError(
+            describe(
+                f"{user} cannot use this cache",
+                got=got,
+                expected=f"a DynamicCache, which is the default of generate(){also}",
+                do="Leave cache_implementation and use_cache at their defaults, or detach TIDE for this call.",
+            )
+        )
+    return cache
+
+
+def crop(layer: Any, num_tokens: int) -> None:
+    """Remove the last `num_tokens` tokens from one layer of a cache.
+
+    Called with 0 it still lets a sliding-window layer drop what has left the window.
+    """
+    if isinstance(layer, StaticLayer):
+        layer.cumulative_length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
+    else:
+        layer.crop(-num_tokens)
+
+
+class _VisibleSlidingLayer(DynamicSlidingWindowLayer):
+    """Hands on as many tokens as masks count, however many passes there were since the last crop.
+
+    The layer itself does so from transformers 5.18 on.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As the layer's, less what lies outside the window."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
+
+SLIDING_LAYER = (
+    DynamicSlidingWindowLayer
+    if version.parse(transformers.__version__) >= version.parse("5.18")
+    else _VisibleSlidingLayer
+)
+
+
+def start_recording(cache: Cache) -> None:
+    """Let a cache keep what leaves its window until it is cropped, so that it can be rolled back."""
+    cache.activate_past_recording()
+    if SLIDING_LAYER is DynamicSlidingWindowLayer:
+        return
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.__class__ = SLIDING_LAYER
+
+
+def stop_recording(cache: Cache) -> None:
+    """Let a cache that is returned drop again what leaves its window in a next prompt's pass."""
+    for layer in cache.layers:
+        if type(layer) is SLIDING_LAYER:
+            layer.__class__ = DynamicSlidingWindowLayer
+        if getattr(layer, "record_past", False):
+            crop(layer, 0)
+            layer.record_past = False
+
+
+class CacheSlots:
+    """The slots of a batch's cache when every row accepts as many tokens as it likes.
+
+    A pass writes one slot per row and token. What a row rejects is cut off where all rows reject it; elsewhere it stays
+    as a hole, which the attention mask hides and which positions step over. When holes are more than
+    `compaction_threshold` of the cache, or where masks cannot hide them (a sliding window counts slots), the rows are
+    moved together, so that each ends at the last slot.
+
+    Args:
+        cache: The cache after the prompt's pass.
+        attention_mask: (rows, cached) of the prompt; `None` where nothing is padded.
+        compaction_threshold: Share of holes that is put up with.
+        device: Where the tokens are; the layers of an offloaded cache come and go.
+        ops: What moves the rows together.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        attention_mask: Tensor | None,
+        compaction_threshold: float,
+        device: torch.device,
+        ops: Ops = PLAIN,
+    ) -> None:
+        self.cache = cache
+        self.device = device
+        self.mask = attention_mask
+        self.holes: Tensor | None = None
+        self.compaction_threshold = compaction_threshold
+        self.ops = ops
+        self.num_compactions = 0
+
+    def mask_for(self, width: int) -> Tensor | None:
+        """(rows, cached + width) attention mask of a pass over `width` tokens; `None` where all is visible."""
+        return None if self.mask is None else _append(self.mask, width, 1)
+
+    def commit(self, width: int, accepted: list[int]) -> None:
+        """Keep the first `accepted[row]` of the `width` slots that the last pass wrote."""
+        longest = max(accepted)
+        if min(accepted) == longest and self.holes is None:
+            self.mask = self.mask_for(longest)
+            # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
+            self._crop(width - longest)
+            return
+        kept = torch.arange(width, device=self.device) < torch.tensor(accepted, device=self.device)[:, None]
+        mask, holes = self._with_holes(kept)
+        if any(self.cache.is_sliding):
+            self._compact(mask, holes)
+            return
+        self._crop(width - longest)
+        length = mask.shape[1] - (width - longest)
+        self.mask, self.holes = mask[:, :length], holes[:, :length]
+        if float(self.holes.float().mean()) > self.compaction_threshold:
+            self._compact(self.mask, self.holes)
+
+    def settle(self) -> None:
+        """Remove all holes."""
+        if self.mask is not None and self.holes is not None:
+            self._compact(self.mask, self.holes)
+
+    def select(self, rows: list[int]) -> Tensor:
+        """Keep only these rows; return their positions as a tensor, on the CPU, which indexes layers anywhere."""
+        index = torch.tensor(rows)
+        self.cache.batch_select_indices(index)
+        if self.mask is not None:
+            self.mask = self.mask[index.to(self.mask.device)]
+        if self.holes is not None:
+            self.holes = self.holes[index.to(self.holes.device)]
+        return index
+
+    def _stored(self) -> int:
+        return self.cache.get_seq_length()
+
+    def _crop(self, num_tokens: int) -> None:
+        for layer in self.cache.layers:
+            crop(layer, num_tokens)
+
+    def _move(self, order: Tensor, total: int) -> None:
+        for layer in self.cache.layers:
+            _gather_slots(layer, order, total, self.ops)
+
+    def _with_holes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask and holes, (rows, cached) each, after a pass that wrote as many slots as `kept` (rows, width) has."""
+        rows, width = kept.shape
+        shape = (rows, self._stored() - width)
+        mask = torch.ones(shape, dtype=torch.long, device=kept.device) if self.mask is None else self.mask
+        holes = torch.zeros(shape, dtype=torch.bool, device=kept.device) if self.holes is None else self.holes
+        return torch.cat([mask, kept.to(mask)], dim=-1), torch.cat([holes, ~kept], dim=-1)
+
+    def _compact(self, mask: Tensor, holes: Tensor) -> None:
+        """Move the rows together by one gather (or kernel) per layer, each ending at the last slot."""
+        self.num_compactions += 1
+        total, width = holes.shape[1], int((~holes).sum(dim=1).max())
+        # A stable sort puts holes first and leaves the tokens in order; what is left of a longer row's holes goes.
+        order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
+        self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
+        self.holes = remaining if bool(remaining.any()) else None
+        self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
+
+
+def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
+    """Replace a layer's slots by those that `order` (rows, kept) names, counted from the sequence's first.
+
+    What stands in a slot of which the order is negative does not matter: the mask hides it.
+    A sliding-window layer holds only the last slots, and needs no more of them than the window.
+    """
+    width = order.shape[1]
+    stored = layer.keys.shape[-2]
+    if layer.is_sliding:
+        order = order[:, -min(width, layer.sliding_window - 1) :] - (total - stored)
+        layer.cumulative_length = width
+    compact = ops.kv_compact if ops.run_on(layer.keys, layer.values) else kv_compact
+    layer.keys, layer.values = compact(layer.keys, layer.values, order.to(layer.keys.device))
+
+
+def _append(mask: Tensor, width: int, value: int) -> Tensor:
+    return torch.cat([mask, mask.new_full((mask.shape[0], width), value)], dim=-1)

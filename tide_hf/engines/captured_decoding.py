@@ -1,0 +1,262 @@
+"""The self-speculative loop on captured steps: one upload and one read per round, however many tokens it drafts."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..cpu.kernels import load_op
+from ..cpu.linear_gate import COMPILED, reading
+from ..cpu.many_queries import LEAST_QUERIES, is_faster
+from ..cpu.products import stored_product_of
+from ..cpu.shared_heads import shared_heads
+from ..decoding.attachment import Attachment
+from ..decoding.drafting import UNREAD, Drafter
+from ..decoding.policy import step_width
+from ..decoding.speculation import SelfSpeculativeDecoder
+from ..depth.kv_cache import CacheSlots
+from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back
+from ..steps.places import Places
+from ..steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
+from .capturable import facts_of, why_not_captured
+from .captured_shallow import CapturedShallow
+
+MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedDecoder(SelfSpeculativeDecoder):
+    """Decodes the sequences of one call on fixed buffers, once the prompt is read.
+
+    Rows that are stopped keep their places, and cost what they did, unless there are steps for fewer rows already.
+
+    Attributes:
+        places: Which row of the buffers each sequence has.
+    """
+
+    on_steps = True
+    fills_block_late = False  # a verify step does it
+    shallow: CapturedShallow
+    places: Places
+    fixed_slots: FixedSlots
+    native_slots: CacheSlots
+
+    def __init__(self, model: Any, attachment: Attachment, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, attachment, *args, **kwargs)
+        self.steps = attachment.steps_of(self.engine)
+        self.widths = self.steps.widths
+        self.shallow = CapturedShallow(self)
+        self.buffers: StepBuffers | None = None
+        self.may_capture = False
+        self.has_positions = False
+        self.compactions = 0
+        self.kept: list[int] | None = None
+        self.read: list[list[int]] | None = None
+        self.starts: list[int] = []  # each row's next position
+
+    def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate until every row is stopped; eagerly while another call has the steps."""
+        self.may_capture = self.steps.lock.acquire(blocking=False)
+        try:
+            return super().decode(drafter)
+        finally:
+            if self.may_capture:
+                self.steps.lock.release()
+
+    def upload(self, ids: list[list[int]]) -> None:
+        """Say what the round starts from."""
+        slots = self.fixed_slots
+        if not slots.make_room(WIDEST):
+            self._grow()
+        buffers = self.ready
+        if slots.holes is not None or slots.num_compactions > self.compactions:
+            buffers.write_mask(slots.mask)
+            self.compactions = slots.num_compactions
+        spread = self.places.spread
+        kept = None if self.kept is None else spread(self.kept)
+        buffers.write(slots.length, spread(self.starts), spread(ids), kept)
+
+    @property
+    def ready(self) -> StepBuffers:
+        """The buffers, which there are once the prompt is read."""
+        assert self.buffers is not None  # rounds come behind the prompt
+        return self.buffers
+
+    def _prefill(self, drafter: Drafter) -> None:
+        if self.may_capture:
+            self.steps.refresh(self._parts)
+        with ExitStack() as kernels:
+            if self.may_capture and self.steps.prompts is not None:
+                self._use_kernels(kernels)
+            super()._prefill(drafter)
+        if self._is_done() or not self.may_capture:
+            return
+        cache, mask = self.slots.cache, self.slots.mask
+        length = cache.get_seq_length()
+        if not self._fits(length):
+            return
+        self.native_slots, self.has_positions = self.slots, self.positions is not None
+        self.buffers = self._buffers(cache, length)
+        self.places, self.measured_rows = Places(len(self.batch), self.buffers.rows), self.buffers.rows
+        mask = mask.cpu()[self.places.shown] if mask is not None else None
+        self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
+        self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
+        self.slots = self.fixed_slots
+        self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.batch)
+        self.positions = None
+
+    def _use_kernels(self, prompt: ExitStack) -> None:
+        """Have the prompt read by compiled layers and kernels; compiling these is part of the warm-up."""
+        dtype, start, compiled_before = self.model.dtype, perf_counter(), load_op.cache_info().misses
+        stored_product_of(dtype)
+        if self.input_ids.shape[1] >= LEAST_QUERIES:
+            is_faster(dtype)  # measured here, outside of any trace
+        if load_op.cache_info().misses > compiled_before:
+            self.steps.warm_up.add(0, perf_counter() - start)
+        prompt.enter_context(shared_heads(self.model))
+        prompt.enter_context(reading(COMPILED))
+        self.run.execute_layer = self.steps.prompts.run
+        prompt.callback(setattr, self.run, "execute_layer", None)
+
+    def _buffers(self, like: Cache, filled: int) -> StepBuffers:
+        kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}
+        kinds["has_scores"] = self.steps.reads_drafts
+        return self.steps.buffers(like, len(self.batch), self._num_slots(filled), **kinds)
+
+    def _num_slots(self, filled: int) -> int:
+        most = self.config.max_length
+        return slots_for_now(filled, most) if self.steps.grows else most
+
+    def _grow(self) -> None:
+        """Go on in buffers with more slots."""
+        self._move_to(self._buffers(self.ready.cache, self.fixed_slots.length))
+
+    def _move_to(self, buffers: StepBuffers) -> None:
+        """Go on in other buffers with the sequences that go on."""
+        slots, own, other = self.fixed_slots, self.places.own, self.ready
+        self.places = Places(len(own), buffers.rows)
+        slots.show(self.places.spread(own))
+        buffers.take_over(other, slots.length, slots.mask, own)
+        slots.cache, self.buffers = buffers.cache, buffers
+
+    def _select(self, going: list[int]) -> None:
+        """Let sequences that are over cost nothing more, or at least change nothing any more."""
+        if self.buffers is None:
+            super()._select(going)
+            return
+        self.places.keep(going)
+        self.starts = [self.starts[number] for number in going]
+        self.kept = None if self.kept is None else [self.kept[number] for number in going]
+        smaller = self.steps.smaller(self.buffers, len(going))
+        if smaller is not None:
+            self._move_to(smaller)
+        else:
+            self.fixed_slots.show(self.places.spread(self.places.own))
+
+    def _fits(self, filled: int) -> bool:
+        """Whether there is memory for the buffers."""
+        cache, rows = self.slots.cache, len(self.batch)
+        needed = fixed_bytes(cache, rows, capacity_for(rows, self._num_slots(filled)))
+        device: Any = cache.layers[0].keys.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        if needed > MEMORY_SHARE * free:
+            logger.warning(
+                "the call runs eagerly: K/V buffers for max_length=%d would take %.1f GB of %.1f GB that are free",
+                self.config.max_length,
+                needed / 1e9,
+                free / 1e9,
+            )
+        return needed <= MEMORY_SHARE * free
+
+    def _parts(self) -> Parts:
+        attachment = self.attachment
+        return Parts(
+            self.model, attachment.structure, attachment.unembed, attachment.draft_unembed(), attachment.routers
+        )
+
+    def _round(self, drafter: Drafter) -> None:
+        if self.buffers is None:
+            super()._round(drafter)
+            return
+        batch, costs, start = self.batch, self.shallow.costs_of(len(self.batch)), perf_counter()
+        drafts = drafter.draft([row.index for row in batch], [max(0, self.chooser.room(row) - 1) for row in batch])
+        width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.widths)
+        if not self.shallow.num_ahead:
+            start = perf_counter()
+            self.upload([[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)])
+        step = self.steps.run(self.buffers, "verify", width)
+        self.run.layers_executed += step.num_layers
+        self.read = None
+        if self.shallow.num_ahead:
+            for draft, found in zip(drafts, self._results(), strict=True):
+                fed = found[WIDEST + 1 :]
+                draft.tokens = [fed[i] if token == UNREAD else token for i, token in enumerate(draft.tokens)]
+        new_tokens = self._accept(self._of_batch(step.logits), drafts)
+        self.kept = accepted = [len(tokens) for tokens in new_tokens]
+        self.fixed_slots.commit(width, self.places.spread(accepted))
+        self.starts = [position + count for position, count in zip(self.starts, accepted, strict=True)]
+        milliseconds = (perf_counter() - start) * 1000
+        costs.record(("verify", width), self.shallow.take_share(milliseconds))
+        self._learn(drafter, drafts, new_tokens)
+        self._drop_stopped()
+
+    def _of_batch(self, logits: Tensor) -> Tensor:
+        """The logits of the sequences that go on."""
+        own = self.places.own
+        if own[-1] == len(own) - 1:
+            return logits[: len(own)]
+        return logits[own] if self.chooser.needs_logits else logits
+
+    def _results(self) -> list[list[int]]:
+        """What the steps of this round found for each sequence; reading it is the round's one synchronisation."""
+        if self.read is None:
+            self.read = self.places.gather(self.steps.read(self.ready))
+        return self.read
+
+    def _top_tokens(self, logits: Tensor) -> list[list[int]]:
+        return super()._top_tokens(logits) if self.buffers is None else self._results()
+
+    def _result(self) -> Tensor | GenerateDecoderOnlyOutput:
+        if self.buffers is not None and self.is_returned:
+            self.fixed_slots.settle()
+            give_back(self.buffers.cache, self.native_slots.cache, self.fixed_slots.length)
+            if self.block is not None and self.kept is not None:
+                self.block.keep_state(self.buffers.finals, self.kept)
+            self.slots = self.native_slots
+        return super()._result()
+
+
+def decoder_for(
+    model: Any, attachment: Attachment, engine: str, input_ids: Tensor, *, model_kwargs: dict[str, Any], **common: Any
+) -> SelfSpeculativeDecoder:
+    """The decoder of a call: on captured steps where `engine` says so and the call can, else as ever.
+
+    Args:
+        model: The attached model.
+        attachment: What TIDE added to it.
+        engine: Of the call.
+        input_ids: (rows, prompt length).
+        model_kwargs: What `generate` prepared.
+        **common: As `SelfSpeculativeDecoder` takes them.
+    """
+    if engine == "cuda_graph" or (engine == "compiled" and input_ids.device.type == "cpu"):
+        steps = attachment.steps_of(engine)
+        reason = why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))
+        if reason is None:
+            return CapturedDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
+        if engine == "compiled":  # each layer by itself, whatever the cache
+            logger.info("engine='compiled' runs layer by layer: %s", reason)
+        else:
+            if steps.say_once(reason):
+                logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
+            engine = "eager"
+    return SelfSpeculativeDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)

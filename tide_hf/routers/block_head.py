@@ -1,0 +1,127 @@
+"""The block head: a translator and one decoder layer, which draft from an early state and the deep state before it.
+
+A linear head sees one early state. The block also sees the final state of the token before, which the last verify pass
+has computed anyway, and attends to all earlier tokens through K/V of its own (compare EAGLE, arXiv 2401.15077). So it
+drafts from a few layers what a linear head needs many for; it can only draft, since the deep state it leans on does
+not exist in `early_exit`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
+from ..structure import DecoderStructure, find_structure
+
+# What a config that fits no model can make transformers' constructors raise.
+BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
+PROBE_VOCABULARY = 8  # the block is taken out of a model with two layers and next to no vocabulary
+
+
+class BlockHead(nn.Module):
+    """Translator and decoder layer.
+
+    Args:
+        hidden_size: Width D of the hidden states.
+        block_config: The base model's text config, as `block_config_of` gives it.
+        layer_idx: Where the block's K/V stand in the cache: behind those of the base model's layers.
+    """
+
+    def __init__(self, hidden_size: int, block_config: dict[str, Any], layer_idx: int) -> None:
+        super().__init__()
+        self.translator = nn.Linear(2 * hidden_size, hidden_size)
+        self.layer, self.returns_tuple = _build_layer(block_config)
+        self.layer.to(self.translator.weight.dtype)  # its config names the base model's own
+        for module in self.layer.modules():
+            if "layer_idx" in vars(module):
+                setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
+
+    def translate(self, early: Tensor, deep_before: Tensor) -> Tensor:
+        """Join the states, both (..., D) after the final norm, into the layer's input (..., D)."""
+        return self.translator(torch.cat([early, deep_before], dim=-1))
+
+    def state_of(self, output: Any) -> Tensor:
+        """The hidden states in the layer's output."""
+        return output[0] if self.returns_tuple else output
+
+    def use_attention_of(self, config: Any) -> None:
+        """Attend by the implementation of the base model, whose masks the block is given."""
+        for module in self.layer.modules():
+            own: Any = vars(module).get("config")
+            if own is not None:
+                own._attn_implementation = config._attn_implementation
+
+
+def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:
+    """The config of a block for `model`, small enough to store.
+
+    Args:
+        model: The base model.
+        structure: Its structure.
+        block_layer: Number of executed layers after which the block drafts.
+
+    Raises:
+        UnsupportedModelError: The layer there does not attend to the whole sequence, or keeps more than weights.
+    """
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    kind = types[block_layer] if types else None
+    sliding = getattr(config, "sliding_window", None) if types is None and _may_slide(config) else None
+    if structure.is_recurrent or kind not in (None, "full_attention") or sliding:
+        raise _no_block(model, f"layer {block_layer} of kind {kind or 'sliding_attention'}")
+    if types and kind not in types[:block_layer]:  # masks of a kind are as wide as the K/V of its first layer
+        raise _no_block(model, f"no layer of kind {kind} before layer {block_layer}")
+    settings = config.to_diff_dict()
+    settings |= {"model_type": config.model_type, "num_hidden_layers": 2, "vocab_size": PROBE_VOCABULARY}
+    settings |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if types:
+        settings["layer_types"] = [kind, kind]
+    layer, _ = _build_layer(settings)
+    if {name: p.shape for name, p in layer.named_parameters()} != {
+        name: p.shape for name, p in structure.layers[block_layer].named_parameters()
+    } or list(layer.buffers()):
+        raise _no_block(model, f"layer {block_layer}, which cannot be built from the model's config alone")
+    return {name: value for name, value in settings.items() if _is_plain(value)}
+
+
+def _may_slide(config: Any) -> bool:
+    return bool(getattr(config, "use_sliding_window", True))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool, list, dict, type(None)))
+
+
+def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:
+    settings = dict(block_config)
+    try:
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        structure = find_structure(AutoModelForCausalLM.from_config(config))
+    except TIDEError:
+        raise
+    except BUILD_ERRORS as error:
+        raise ConfigurationError(
+            describe(
+                "a block head cannot be built",
+                got=f"block_config that fails with '{error!r:.200}'",
+                expected="the text config of a causal language model of transformers",
+                do="Make routers with tide_hf.calibrate(exit_strategy='block').",
+            )
+        ) from error
+    return structure.layers[0], structure.returns_tuple
+
+
+def _no_block(model: PreTrainedModel, got: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        describe(
+            f"a block head cannot be made for {type(model).__name__}",
+            got=got,
+            expected="a decoder layer that attends to the whole sequence and holds nothing but weights",
+            do="Choose another exit layer, or exit_strategy='linear'.",
+        )
+    )

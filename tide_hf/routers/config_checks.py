@@ -1,0 +1,153 @@
+"""What the fields of a routers' config may hold, since the file may be anybody's."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from ..errors import ConfigurationError, describe, short
+
+# Far beyond any model, and small enough that a file cannot make a loop or an allocation that does not end.
+LARGEST = {
+    "hidden_size": 2**20,
+    "num_hidden_layers": 2**12,
+    "vocab_size": 2**24,
+    "checkpoint_interval": 2**12,
+    "min_layers": 2**12,
+    "router_bottleneck_dim": 2**20,
+    "translator_rank": 2**20,
+    "draft_vocab_size": 2**24,
+}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+LARGEST_BLOCK_COUNT = 2**12  # of layers or experts in block_config
+LARGEST_COUNT = 2**63  # of documents
+LONGEST_NAME = 1024
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse anything but a whole number from 1 to what `LARGEST` says of `name`."""
+    largest = LARGEST[name]
+    if type(value) is not int or not 1 <= value <= largest:
+        raise ConfigurationError(
+            describe(
+                f"{name} is out of range",
+                got=short(value),
+                expected=f"a whole number from 1 to {largest}",
+                do=f"Set {name}.",
+            )
+        )
+
+
+def check_number(name: str, value: Any, expected: str) -> None:
+    """Refuse anything but a finite number of at least 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 <= value <= sys.float_info.max):  # which leaves out NaN, and what no float can hold
+        do = f"Pass {name}=0.9, say, or leave it out for the value of the routers."
+        raise ConfigurationError(describe(f"{name} is no usable number", got=short(value), expected=expected, do=do))
+
+
+def check_name(name: str, value: object) -> None:
+    """Refuse anything but printable text of a name's length."""
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()):
+        expected = f"printable text of at most {LONGEST_NAME} characters"
+        raise ConfigurationError(
+            describe(f"{name} is no name", got=short(value), expected=expected, do=f"Set {name} to the base model's.")
+        )
+
+
+def check_revision(value: object) -> None:
+    """Refuse anything but a commit, branch or tag: huggingface_hub makes a path in its cache of it."""
+    valid = isinstance(value, str) and re.fullmatch(r"\w[\w./+-]{0,254}", value, re.ASCII) and ".." not in value
+    if value is not None and not valid:
+        raise ConfigurationError(
+            describe(
+                "base_model_revision is no revision",
+                got=short(value),
+                expected="a commit, branch or tag",
+                do="Set base_model_revision to one of the base model's, or to null.",
+            )
+        )
+
+
+def check_hash(name: str, value: object) -> None:
+    """Refuse what is no hash of at most 256 bits."""
+    if value is not None and not (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,64}", value)):
+        raise ConfigurationError(
+            describe(
+                f"{name} is no fingerprint",
+                got=short(value),
+                expected="at most 64 hexadecimal digits",
+                do="Take the value that TIDERouters.for_model or save_pretrained wrote.",
+            )
+        )
+
+
+def check_block_config(block_layer: int | None, config: Any) -> None:
+    """Refuse what no base model's config holds: it is handed to transformers, to build one layer from."""
+    if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
+        raise ConfigurationError(
+            describe(
+                "a block head needs the base model's config",
+                got=f"block_layer={block_layer} with block_config={type(config).__name__}",
+                expected="block_config with the model_type of the base model",
+                do="Make routers with tide_hf.calibrate(exit_strategy='block').",
+            )
+        )
+    for name, value in config.items():
+        counts = "layer" in name or "expert" in name
+        too_many = counts and isinstance(value, int) and abs(value) > LARGEST_BLOCK_COUNT
+        if too_many or name in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
+            raise ConfigurationError(
+                describe(
+                    f"block_config holds a {name} that cannot be",
+                    got=short(value),
+                    expected=f"counts up to {LARGEST_BLOCK_COUNT}, and no names of code or kernels",
+                    do="Make routers with tide_hf.calibrate(exit_strategy='block').",
+                )
+            )
+
+
+def check_record(record: Any) -> None:
+    """Refuse a record whose agreements are none, which the drafting policy starts from, or whose counts are none."""
+    if record is None:
+        return
+    layers = record.get("exit_layers", {}) if isinstance(record, dict) else record
+    valid = isinstance(record, dict) and isinstance(layers, dict)
+    if valid:
+        rows = [*layers.values(), *([record["block"]] if "block" in record else [])]
+        valid = all(re.fullmatch("[0-9]{1,4}", str(layer)) for layer in layers)
+        valid = valid and all(isinstance(row, dict) and _is_share(row.get("agreement")) for row in rows)
+        valid = valid and _is_count(record.get("num_documents", 0))
+        valid = valid and all(_is_count(row.get("documents_before", 0)) for row in rows)
+    if not valid:
+        raise ConfigurationError(
+            describe(
+                "the calibration record cannot be used",
+                got=short(layers),
+                expected="an agreement from 0 to 1 for each exit layer, and whole numbers of documents",
+                do="Make new routers with tide_hf.calibrate().",
+            )
+        )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
+
+
+def check_inherited(config: dict[str, Any]) -> None:
+    """Refuse values that transformers would trip over."""
+    allowed: dict[str, tuple] = {
+        "architectures": (None, ["TIDERouters"]),
+        "dtype": (None, *DTYPES),
+        "model_type": ("tide",),
+    }
+    for name, values in allowed.items():
+        if name in config and config[name] not in values:
+            expected = "one of " + ", ".join(repr(value) for value in values)
+            do = "Make routers with tide_hf.calibrate()."
+            raise ConfigurationError(describe(f"unknown {name}", got=short(config[name]), expected=expected, do=do))
