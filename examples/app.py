@@ -24,9 +24,9 @@ from tide_hf.benchmark import (
     timed_run,
     usable_threshold,
 )
-from tide_hf.commands.arguments import positive
+from tide_hf.commands.arguments import add_model_arguments, positive
 from tide_hf.commands.comparison import notes
-from tide_hf.commands.model_arguments import ALL, Loaded, add_model_arguments, load, modes_to_run
+from tide_hf.commands.model_arguments import ALL, Loaded, load, modes_to_run
 from tide_hf.commands.prompts import PROMPTS, check_room
 from tide_hf.demo_model import DEFAULT_MODEL
 from tide_hf.errors import TIDEError

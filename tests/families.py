@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -110,6 +111,11 @@ FAMILIES: dict[str, dict] = {
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
 SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # which transformers allows it
+# Each family as it attends by default; by eager attention, where that is not the same, in the slow run but for one.
+ATTENDING = [
+    *((family, "sdpa" if family in SDPA else "eager") for family in ATTENTION),
+    *(pytest.param(family, "eager", marks=() if family == "llama" else pytest.mark.slow) for family in SDPA),
+]
 
 
 def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:

@@ -11,7 +11,8 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, speculation
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.decoding import speculation
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
 rank = int(os.environ["RANK"])

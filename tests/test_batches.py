@@ -6,7 +6,8 @@ from drafters import KINDS, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
 from transformers import DynamicCache, TextStreamer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, speculation
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.decoding import speculation
 from tide_hf.errors import UnsupportedOptionError
 
 PROMPT, NEW = 10, 24

@@ -21,7 +21,7 @@ from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.structure import find_structure
 
 SLIDING = {"mistral"}  # in every layer
-FEW = ("llama", "gpt2", "falcon", "mistral")  # the others take as long each, and are marked slow
+FEW = ("llama", "falcon", "mistral")  # the others take as long each, and are marked slow
 FAMILIES = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in ATTENTION]
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [0, 0, 9, 8, 7, 9, 8, 7]])
 OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
@@ -170,14 +170,15 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(tiny_llama, monkeyp
 
 
 def test_copies_compile_for_themselves_and_release_forgets(tiny_llama):
+    options = {**OPTIONS, "max_new_tokens": 4}  # each graph takes seconds
     model = attach(tiny_llama())
-    expected = model.generate(**batch(1), **OPTIONS)
+    expected = model.generate(**batch(1), **options)
     other = copy.deepcopy(model)
     assert other._tide.compiled_layers is not model._tide.compiled_layers
-    assert torch.equal(other.generate(**batch(1), **OPTIONS), expected)
+    assert torch.equal(other.generate(**batch(1), **options), expected)
     model.tide_release()
     assert model._tide.compiled_layers._twins == {}
-    assert torch.equal(model.generate(**batch(1), **OPTIONS), expected)
+    assert torch.equal(model.generate(**batch(1), **options), expected)
 
 
 def test_compiled_by_inductor(tiny_llama, caplog):

@@ -9,7 +9,7 @@ import pytest
 import test_captured_steps
 import torch
 from drafters import use_drafter
-from families import ATTENTION, MIXTURES, SDPA, tiny_model
+from families import ATTENDING, MIXTURES, tiny_model
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED
 from test_compiled_steps import attach
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,9 +49,7 @@ def check(model, batches):
     return steps.prompts, counts
 
 
-@pytest.mark.parametrize(
-    ("family", "attention"), [*((family, "eager") for family in ATTENTION), *((family, "sdpa") for family in SDPA)]
-)
+@pytest.mark.parametrize(("family", "attention"), ATTENDING)
 def test_every_family_reads_prompts_of_any_length_by_the_graphs_of_one(family, attention):
     model = tiny_model(family, attention=attention)
     prompts_of, counts = check(model, [prompts(length) for length in (9, 9, 11, 14)])

@@ -7,8 +7,9 @@ from families import ATTENTION, VOCAB, tiny_model
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, kv_cache
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding.drafting import Draft
+from tide_hf.depth import kv_cache
 from tide_hf.errors import UnsupportedOptionError
 
 PROMPT, NEW = 12, 28

@@ -11,7 +11,8 @@ from test_captured_steps import attach as attach_graphs
 from test_compiled_steps import attach as attach_compiled
 from transformers import DynamicCache, StaticCache
 
-from tide_hf import TIDEModelForCausalLM, prompt_groups
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.decoding import prompt_groups
 from tide_hf.decoding.prompt_groups import Group, _lengths, groups_by_length, groups_of
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
