@@ -2,6 +2,7 @@
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import tide_hf
 
 PACKAGE = Path(tide_hf.__file__).parent
-README = PACKAGE.parent / "README.md"
+ROOT = PACKAGE.parent
+README = ROOT / "README.md"
 
 
 def rows_of_readme():
@@ -61,3 +63,14 @@ def test_no_two_rooms_need_each_other():
     while ends := {name for name, needed in needs.items() if not needed}:
         needs = {name: needed - ends for name, needed in needs.items() if name not in ends}
     assert needs == {}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_examples_import_what_there_is(path):
+    """Also those that cannot run here, for want of a package of theirs."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tide_hf":
+            module = import_module(node.module)
+            assert [one.name for one in node.names if not hasattr(module, one.name)] == []

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.benchmark import encode_prompt, weight_sharing_copy
+from tide_hf.choices import ENGINES
 from tide_hf.decoding.drafting import Draft
 from tide_hf.provenance import provenance
 
@@ -128,13 +129,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser(__doc__, "precision.json", dtype="bfloat16")
     parser.add_argument("--quantize", choices=QUANTIZATIONS)
     parser.add_argument("--prompts", type=int, default=2, help="of each category")
+    parser.add_argument("--engine", choices=ENGINES, default="eager")
     options = parser.parse_args(argv)
     model, tokenizer = load_for(options)
     if options.quantize is not None:
         model = quantized(model, options.quantize)
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model))
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), engine=options.engine)
     prompts = [prompt for category in read_prompts().values() for prompt in category[: options.prompts]]
-    record = provenance(model) | {"max_new_tokens": options.max_new_tokens, "quantize": options.quantize}
+    settings = {name: getattr(options, name) for name in ("engine", "max_new_tokens", "quantize")}
+    record = provenance(model) | settings
     record["prompts"] = [
         study(model, attached, encode_prompt(tokenizer, prompt), options.max_new_tokens)
         for prompt in track(prompts, description="Comparing", console=Console(stderr=True))
