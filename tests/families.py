@@ -118,6 +118,11 @@ ATTENDING = [
 ]
 
 
+def slow_but(few, families=ATTENTION):
+    """Families for `parametrize`, those that are not among `few` in the slow run alone."""
+    return [family if family in few else pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
 def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:
     """A random model whose head is its own and whose weights are large, so that its greedy text is varied."""
     torch.manual_seed(seed)

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from drafters import use_drafter
-from families import ATTENTION, tiny_model
+from families import slow_but, tiny_model
 from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -22,7 +22,7 @@ from tide_hf.structure import find_structure
 
 SLIDING = {"mistral"}  # in every layer
 FEW = ("llama", "falcon", "mistral")  # the others take as long each, and are marked slow
-FAMILIES = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in ATTENTION]
+FAMILIES = slow_but(FEW)
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [0, 0, 9, 8, 7, 9, 8, 7]])
 OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENDING, MIXTURES, SDPA, VOCAB, tiny_model
+from families import ATTENDING, MIXTURES, SDPA, VOCAB, slow_but, tiny_model
 from packaging.version import Version
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
@@ -244,7 +244,9 @@ def small_buffers(monkeypatch):
     return grown
 
 
-@pytest.mark.parametrize("family", [family for family in SDPA if family not in (*UNTRACED, "falcon", "deepseek_v3")])
+@pytest.mark.parametrize(
+    "family", slow_but(FEW, [family for family in SDPA if family not in (*UNTRACED, "falcon", "deepseek_v3")])
+)
 def test_slots_that_nothing_was_written_to_are_not_read(family, monkeypatch):
     model = tiny_model(family, attention="sdpa")
     load = StepBuffers.load

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from drafters import use_drafter
-from families import ATTENTION, tiny_model
-from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
+from families import ATTENTION, slow_but, tiny_model
+from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, check_drafts, prompts
 from test_compiled_steps import UNTRACED, as_traced, attach, draft_with_heads
 from test_linear_gate import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,7 +43,9 @@ def attach_packed(model, routers=None, compile_graph=as_traced):
     return attach(model, routers, compile_graph, pack_weights=True)
 
 
-@pytest.mark.parametrize("family", [family for family in ATTENTION if family not in UNTRACED])
+@pytest.mark.parametrize(
+    "family", slow_but((*FEW, "phi3", "gpt_neox"), [family for family in ATTENTION if family not in UNTRACED])
+)
 def test_every_familys_tokens_are_the_base_models(family):
     graphs = Graphs()
     steps = check_drafts(

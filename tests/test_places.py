@@ -15,6 +15,7 @@ from tide_hf.steps.fixed_cache import take_rows
 from tide_hf.steps.places import Places
 
 FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]
+TRACED = ("llama", "bloom")  # here by default; tracing takes long
 LONG = {**OPTIONS, "max_new_tokens": 40}
 
 
@@ -88,8 +89,13 @@ def test_what_is_left_of_a_batch_goes_on_in_fewer_rows_where_there_are_steps(att
 
 
 @pytest.mark.parametrize("kind", ["linear", "block"])
-@pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("attach", "family"),
+    [
+        *((attach_graphs, family) for family in FAMILIES),
+        *(pytest.param(attach_compiled, one, marks=() if one in TRACED else pytest.mark.slow) for one in FAMILIES),
+    ],
+)
 def test_every_number_of_rows_on_the_steps_of_others(family, attach, kind):
     """Padded rows, holes that are compacted, rows that end, heads that draft: on buffers of 4, 2 rows and 1."""
     model, batch = tiny_model(family), prompts(4, pads=3)

@@ -7,6 +7,7 @@ from families import ATTENTION, VOCAB, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_block_head import routers_for
+from test_captured_steps import FEW
 from test_captured_steps import attach as attach_graphs
 from test_compiled_steps import attach as attach_compiled
 from transformers import DynamicCache, StaticCache
@@ -88,8 +89,16 @@ def test_no_other_groups_cost_less(lengths, pass_tokens):
 
 
 @pytest.mark.usefixtures("passes_are_cheap")
-@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled, attach_graphs])
-@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize(
+    ("attach", "family"),
+    [
+        *((attach, family) for attach in (attach_eagerly, attach_graphs) for family in ATTENTION),
+        *(
+            pytest.param(attach_compiled, family, marks=() if family in FEW else pytest.mark.slow)
+            for family in ATTENTION
+        ),
+    ],
+)
 def test_every_family_answers_as_from_one_pass(family, attach):
     model, inputs = tiny_model(family), batch()
     expected = model.generate(**inputs, **RETURNED)

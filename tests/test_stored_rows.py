@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 from drafters import use_drafter
-from families import ATTENTION, tiny_model
-from test_captured_steps import LAYERS, NEW, OPTIONS, check_drafts, new_tokens, prompts
+from families import ATTENTION, slow_but, tiny_model
+from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, check_drafts, new_tokens, prompts
 from test_compiled_steps import UNTRACED, attach, draft_with_heads
 from test_joined_linears import Graphs
 from test_linear_gate import let_pay
@@ -92,7 +92,7 @@ class TestInSteps:
         let_pay(monkeypatch, order=(StoredWeight, None, *weight_forms.FORMS[:2]))
         monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
 
-    @pytest.mark.parametrize("family", [family for family in ATTENTION if family not in UNTRACED])
+    @pytest.mark.parametrize("family", slow_but(FEW, [family for family in ATTENTION if family not in UNTRACED]))
     def test_every_familys_tokens_are_the_base_models(self, family):
         model, graphs = tiny_model(family), Graphs()
         steps = check_drafts(

@@ -48,16 +48,17 @@ inline void softmax(float* scores, int64_t size) {
   for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) * share).store(scores + s);
 }
 
+// For `kQueries` queries of one head; each has `rounded_up(size)` floats in `q`. See the op below for the others.
 template <int kQueries>
-void attend(const Value* q, const Value* k, const Value* v, const Value* mask, Value* y, float* scores, int64_t slots,
+void attend(const float* q, const Value* k, const Value* v, const Value* mask, Value* y, float* scores, int64_t slots,
             int64_t all_slots, int64_t size, float scale) {
-  const int64_t even = rounded_up(slots);
+  const int64_t even = rounded_up(slots), wide = rounded_up(size);
   for (int64_t s = 0; s < slots; ++s) {
     Floats sums[kQueries];
     for (int m = 0; m < kQueries; ++m) sums[m] = Floats(0.0f);
     for (int64_t d = 0; d < size; d += kSize) {
       const Floats key = load(k + s * size + d, size - d);
-      for (int m = 0; m < kQueries; ++m) sums[m] = at::vec::fmadd(load(q + m * size + d, size - d), key, sums[m]);
+      for (int m = 0; m < kQueries; ++m) sums[m] = at::vec::fmadd(Floats::loadu(q + m * wide + d), key, sums[m]);
     }
     for (int m = 0; m < kQueries; ++m)
       scores[m * even + s] = total(sums[m]) * scale + static_cast<float>(mask[m * all_slots + s]);
@@ -105,14 +106,18 @@ at::Tensor few_queries(const at::Tensor& given, const at::Tensor& key, const at:
   const bool mask_of_rows = mask.size(0) > 1;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scores(kMostQueries * rounded_up(slots));
+    std::vector<float> scores(kMostQueries * rounded_up(slots)), floats(kMostQueries * rounded_up(size));
 #pragma omp for
     for (int64_t block = 0; block < all; ++block) {
       const int64_t head = block / blocks, first = block % blocks * kMostQueries;
       const int64_t count = std::min(kMostQueries, queries - first), at = (head * queries + first) * size;
       const int64_t row = mask_of_rows ? head / heads * queries + first : first;
-      kByQueries[count - 1](q + at, k + head * all_slots * size, v + head * all_slots * size, hidden + row * all_slots,
-                            y + at, scores.data(), slots, all_slots, size, static_cast<float>(scale));
+      for (int64_t m = 0; m < count; ++m)  // once, and not anew for each slot
+        for (int64_t d = 0; d < size; d += kSize)
+          load(q + at + m * size + d, size - d).store(floats.data() + m * rounded_up(size) + d);
+      const int64_t stored = head * all_slots * size;
+      kByQueries[count - 1](floats.data(), k + stored, v + stored, hidden + row * all_slots, y + at, scores.data(),
+                            slots, all_slots, size, static_cast<float>(scale));
     }
   }
   return output;

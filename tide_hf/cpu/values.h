@@ -21,9 +21,7 @@ inline Floats to_floats(const Stored* values) {
   return found;
 }
 
-inline Floats to_floats(const float* values, int64_t count) {
-  return count == Floats::size() ? Floats::loadu(values) : Floats::loadu(values, count);
-}
+inline Floats to_floats(const float* values, int64_t count) { return Floats::loadu(values, count); }
 
 template <class Stored>
 inline Floats to_floats(const Stored* values, int64_t count) {
