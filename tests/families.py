@@ -111,16 +111,18 @@ FAMILIES: dict[str, dict] = {
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
 SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # which transformers allows it
-# Each family as it attends by default; by eager attention, where that is not the same, in the slow run but for one.
+
+
+def slow_but(few, families=ATTENTION, *before):
+    """Families for `parametrize`, behind values that all have: in the slow run alone, but for a few."""
+    return [pytest.param(*before, one, marks=() if one in few else pytest.mark.slow) for one in families]
+
+
+# As each family attends by default; by eager attention, where that is not the same, in the slow run but for one.
 ATTENDING = [
-    *((family, "sdpa" if family in SDPA else "eager") for family in ATTENTION),
-    *(pytest.param(family, "eager", marks=() if family == "llama" else pytest.mark.slow) for family in SDPA),
+    *(("sdpa" if family in SDPA else "eager", family) for family in ATTENTION),
+    *slow_but(("llama",), SDPA, "eager"),
 ]
-
-
-def slow_but(few, families=ATTENTION):
-    """Families for `parametrize`, those that are not among `few` in the slow run alone."""
-    return [family if family in few else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENTION, VOCAB, tiny_model
+from families import ATTENTION, VOCAB, slow_but, tiny_model
 from recorded import Recorder, as_it_is
 from test_block_head import block_layer_of, routers_for
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,14 +75,7 @@ def test_every_familys_tokens_are_the_base_models(family):
     assert steps.make_replay.function_calls == steps.warm_up.num_made  # the rest was done again without Python
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family in FEW else pytest.param(family, marks=pytest.mark.slow)
-        for family in ATTENTION
-        if family not in WINDOWED
-    ],
-)
+@pytest.mark.parametrize("family", slow_but(FEW, [family for family in ATTENTION if family not in WINDOWED]))
 def test_rows_keep_accepted_lengths_of_their_own(family):
     steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_ahead, ("mixed",))
     assert steps.replays > 0

@@ -49,7 +49,7 @@ def check(model, batches):
     return steps.prompts, counts
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENDING)
+@pytest.mark.parametrize(("attention", "family"), ATTENDING)
 def test_every_family_reads_prompts_of_any_length_by_the_graphs_of_one(family, attention):
     model = tiny_model(family, attention=attention)
     prompts_of, counts = check(model, [prompts(length) for length in (9, 9, 11, 14)])

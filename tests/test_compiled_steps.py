@@ -69,7 +69,7 @@ def draft_with_heads(model, exit_layer=3, width=3):
     return made
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENDING)
+@pytest.mark.parametrize(("attention", "family"), ATTENDING)
 def test_every_familys_tokens_are_the_base_models(family, attention, caplog):
     model = tiny_model(family, attention=attention)
     kinds = ("right", "wrong at the last position")

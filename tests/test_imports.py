@@ -3,22 +3,17 @@
 import ast
 import re
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from test_readme import ROOT, rows_of
 
-import tide_hf
-
-PACKAGE = Path(tide_hf.__file__).parent
-ROOT = PACKAGE.parent
-README = ROOT / "README.md"
+PACKAGE = ROOT / "tide_hf"
 
 
 def rows_of_readme():
     """By room, the row of the README's table that it stands in."""
-    table = README.read_text(encoding="utf-8").partition("| room | what is in it |")[2].partition("\n\n")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return {name.rstrip("/"): row for row, names in enumerate(rows) for name in re.findall(r"`([^`]+)`", names)}
+    table = enumerate(rows_of("Development", "room"))
+    return {name.rstrip("/"): row for row, (names, _) in table for name in re.findall(r"`([^`]+)`", names)}
 
 
 def rooms():
@@ -53,9 +48,9 @@ def test_a_room_says_what_each_of_its_modules_is_for(room):
 
 def test_no_room_needs_one_below_it():
     rows = rows_of_readme()
-    against = [(name, need) for name, files in rooms() for file in files for need in needed_rooms(file)]
-    assert len(against) > 300  # they are found at all
-    assert [(name, need) for name, need in against if rows[need] > rows[name]] == []
+    pairs = [(name, need) for name, files in rooms() for file in files for need in needed_rooms(file)]
+    assert len(pairs) > 300  # they are found at all
+    assert [(name, need) for name, need in pairs if rows[need] > rows[name]] == []
 
 
 def test_no_two_rooms_need_each_other():

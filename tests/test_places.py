@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import VOCAB, tiny_model
+from families import VOCAB, slow_but, tiny_model
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, OPTIONS, PROMPT, WINDOWED, linear_heads, new_tokens, prompts
 from test_captured_steps import attach as attach_graphs
@@ -15,7 +15,6 @@ from tide_hf.steps.fixed_cache import take_rows
 from tide_hf.steps.places import Places
 
 FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]
-TRACED = ("llama", "bloom")  # here by default; tracing takes long
 LONG = {**OPTIONS, "max_new_tokens": 40}
 
 
@@ -93,18 +92,18 @@ def test_what_is_left_of_a_batch_goes_on_in_fewer_rows_where_there_are_steps(att
     ("attach", "family"),
     [
         *((attach_graphs, family) for family in FAMILIES),
-        *(pytest.param(attach_compiled, one, marks=() if one in TRACED else pytest.mark.slow) for one in FAMILIES),
+        *slow_but(("llama", "bloom"), FAMILIES, attach_compiled),  # tracing takes long
     ],
 )
 def test_every_number_of_rows_on_the_steps_of_others(family, attach, kind):
-    """Padded rows, holes that are compacted, rows that end, heads that draft: on buffers of 4, 2 rows and 1."""
-    model, batch = tiny_model(family), prompts(4, pads=3)
+    """Padded rows, holes that are compacted, rows that end, heads that draft: on buffers of 8, 4, 2 rows and 1."""
+    model, batch = tiny_model(family), prompts(8, pads=3)
     options, expected, _ = ending_early(model, batch)
     exit_layer = block_layer_of(family)
     routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
     routers.config.compaction_threshold = 0.1
     steps = attach(model, routers)
-    for rows in (4, 2, 1, 3, 4):
+    for rows in (8, 4, 2, 1, 3, 5, 7, 8):
         some = {name: values[-rows:] for name, values in batch.items()}
         length = next((n for n in range(expected.shape[1], 0, -1) if (expected[-rows:, n - 1] != 0).any()), 0)
         width = rows % 3 + 1
@@ -118,7 +117,7 @@ def test_every_number_of_rows_on_the_steps_of_others(family, attach, kind):
 
         model._tide.make_drafter = make
         assert torch.equal(model.generate(**some, **options), expected[-rows:, :length])
-    assert sorted(key[0] for key in steps._buffers) == [1, 2, 4]
+    assert sorted(key[0] for key in steps._buffers) == [1, 2, 4, 8]
     assert steps.refused is None
 
 

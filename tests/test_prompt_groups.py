@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafters import HeadDrafter
-from families import ATTENTION, VOCAB, tiny_model
+from families import ATTENTION, VOCAB, slow_but, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_block_head import routers_for
@@ -93,10 +93,7 @@ def test_no_other_groups_cost_less(lengths, pass_tokens):
     ("attach", "family"),
     [
         *((attach, family) for attach in (attach_eagerly, attach_graphs) for family in ATTENTION),
-        *(
-            pytest.param(attach_compiled, family, marks=() if family in FEW else pytest.mark.slow)
-            for family in ATTENTION
-        ),
+        *slow_but(FEW, ATTENTION, attach_compiled),
     ],
 )
 def test_every_family_answers_as_from_one_pass(family, attach):
