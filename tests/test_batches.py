@@ -9,6 +9,7 @@ from transformers import DynamicCache, TextStreamer
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding import speculation
 from tide_hf.errors import UnsupportedOptionError
+from tide_hf.structure import CACHE
 
 PROMPT, NEW = 10, 24
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -88,7 +89,7 @@ def test_a_returned_cache_goes_on_as_plain_decoding_would(family, eos):
         ids = torch.cat([first.sequences, more], dim=1)
         added = ids.shape[1] - PROMPT
         mask = torch.cat([inputs["attention_mask"], torch.ones(4, added, dtype=torch.long)], dim=1)
-        second = model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **OPTIONS)
+        second = model.generate(ids, attention_mask=mask, **{CACHE: first[CACHE]}, **OPTIONS)
         return first, second
 
     first, second = two_turns()
@@ -98,7 +99,7 @@ def test_a_returned_cache_goes_on_as_plain_decoding_would(family, eos):
     assert torch.equal(result.sequences, first.sequences)
     torch.testing.assert_close(torch.stack(result.scores), torch.stack(first.scores), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(torch.stack(result.logits), torch.stack(first.logits), atol=1e-3, rtol=1e-3)
-    assert result.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    assert result[CACHE].get_seq_length() == first.sequences.shape[1] - 1
     use_drafter(model, "random", [[0] * 99] * 4, width=2)
     assert torch.equal(two_turns()[1], second)
 
@@ -122,7 +123,7 @@ def test_the_cache_after_each_round_is_that_of_the_accepted_tokens(family, thres
             fed = row.ids[:, :-1]
             fresh = DynamicCache(config=base.config)
             with torch.no_grad():
-                base(input_ids=fed, past_key_values=fresh)
+                base(input_ids=fed, **{CACHE: fresh})
             mask = self.slots.mask
             for layer, other in zip(self.slots.cache.layers, fresh.layers, strict=True):
                 stored = layer.keys.shape[-2]

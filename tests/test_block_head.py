@@ -16,7 +16,7 @@ from tide_hf.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.routers.block_head import block_config_of
 from tide_hf.routers.configuration_tide import TIDEConfig
 from tide_hf.routers.modeling_tide import TIDERouters
-from tide_hf.structure import find_structure
+from tide_hf.structure import CACHE, find_structure
 from tide_hf.unembed import Unembed
 
 SLIDING = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")  # every second layer attends to the whole sequence
@@ -123,12 +123,12 @@ def test_the_cache_holds_no_trace_of_the_block(tiny_llama):
     ids = torch.arange(3, 12)[None]
     options = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(ids, **options)
-    assert len(first.past_key_values.layers) == 4
+    assert len(first[CACHE].layers) == 4
     longer = torch.cat([first.sequences, ids], dim=1)
     model._tide.make_drafter = lambda *_: pytest.fail("no drafter")
     with pytest.raises(pytest.fail.Exception):
-        model.generate(longer, past_key_values=first.past_key_values, **options)
-    assert len(first.past_key_values.layers) == 4
+        model.generate(longer, **{CACHE: first[CACHE]}, **options)
+    assert len(first[CACHE].layers) == 4
 
 
 def test_a_continued_cache_gives_the_base_models_tokens(tiny_llama):
@@ -139,10 +139,10 @@ def test_a_continued_cache_gives_the_base_models_tokens(tiny_llama):
     options = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(ids, **options)
     longer = torch.cat([first.sequences, ids], dim=1)
-    expected = model.generate(longer, past_key_values=first.past_key_values, **options).sequences
+    expected = model.generate(longer, **{CACHE: first[CACHE]}, **options).sequences
     TIDEModelForCausalLM.attach(model, routers)
     first = model.generate(ids, **options)
-    assert torch.equal(model.generate(longer, past_key_values=first.past_key_values, **options).sequences, expected)
+    assert torch.equal(model.generate(longer, **{CACHE: first[CACHE]}, **options).sequences, expected)
 
 
 def test_the_hybrid_drafter_uses_the_block_if_it_pays(tiny_llama):

@@ -14,6 +14,7 @@ from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.block_drafting import _memory_of
+from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
@@ -30,7 +31,7 @@ def talk(tiny_llama):
     TIDEModelForCausalLM.attach(model, routers_for(model, 1))
     ids = prompts()["input_ids"]
     first = model.generate(ids, **RETURNED)
-    return model, first.past_key_values, torch.cat([first.sequences, ids], dim=1)
+    return model, first[CACHE], torch.cat([first.sequences, ids], dim=1)
 
 
 def drafts_behind(model, cache, ids):
@@ -42,7 +43,7 @@ def drafts_behind(model, cache, ids):
         return made[-1]
 
     before, model._tide.make_drafter = model._tide.make_drafter, make
-    tokens = model.generate(ids, past_key_values=cache, **OPTIONS)
+    tokens = model.generate(ids, **{CACHE: cache}, **OPTIONS)
     model._tide.make_drafter = before
     plain = TIDEModelForCausalLM.detach(copy.deepcopy(model)).generate(ids, **OPTIONS)
     assert torch.equal(tokens, plain)
@@ -72,9 +73,9 @@ def test_a_second_turn_drafts_what_one_over_the_whole_text_would(family, rows, e
     ids = prompts(rows)["input_ids"]
     model.generation_config.pad_token_id = None  # or what looks like padding would be hidden
     first = model.generate(ids, **RETURNED)
-    assert len(first.past_key_values.layers) == len(model._tide.structure.layers)
+    assert len(first[CACHE].layers) == len(model._tide.structure.layers)
     longer = torch.cat([first.sequences, ids], dim=1)
-    second = model.generate(longer, past_key_values=first.past_key_values, **OPTIONS)
+    second = model.generate(longer, **{CACHE: first[CACHE]}, **OPTIONS)
     assert torch.equal(second, model.generate(longer, **OPTIONS))
     assert len([draft for draft in made[1].drafted if draft]) > 3
     assert made[1].drafted == made[2].drafted
@@ -107,7 +108,7 @@ def test_an_emptied_cache(talk):
 
 def test_a_cache_that_went_on_without_the_block(talk):
     model, cache, ids = talk
-    longer = model.generate(ids, past_key_values=cache, **OPTIONS, tide_mode="early_exit", exit_threshold=2.0)
+    longer = model.generate(ids, **{CACHE: cache}, **OPTIONS, tide_mode="early_exit", exit_threshold=2.0)
     assert not drafts_behind(model, cache, torch.cat([longer, ids], dim=1))
 
 
@@ -133,7 +134,7 @@ def test_a_call_that_fails_leaves_nothing_behind(talk):
     before = model._tide.make_drafter
     model._tide.make_drafter = lambda _, texts, shallow: Fails(texts, shallow, 1, 2)
     with pytest.raises(KeyError):
-        model.generate(ids, past_key_values=cache, **OPTIONS)
+        model.generate(ids, **{CACHE: cache}, **OPTIONS)
     model._tide.make_drafter = before
     assert len(cache.layers) == len(model._tide.structure.layers)
     assert not [name for name in vars(cache) if "tide" in name]

@@ -23,6 +23,7 @@ from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.steps.replay import HostReads
 from tide_hf.steps.step_buffers import WIDTHS, capacity_for
+from tide_hf.structure import CACHE
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -156,12 +157,12 @@ def test_the_cache_comes_back(family, rows):
     options = {**OPTIONS, "return_dict_in_generate": True}
     first = model.generate(**prompts(rows), **options)
     follow = {"input_ids": torch.cat([first.sequences, prompts(rows)["input_ids"]], dim=1)}
-    expected = model.generate(**follow, past_key_values=first.past_key_values, **options)
+    expected = model.generate(**follow, **{CACHE: first[CACHE]}, **options)
     attach(model, linear_heads(model))
     draft_ahead(model)
     first = model.generate(**prompts(rows), **options)
-    assert first.past_key_values.get_seq_length() == PROMPT + NEW - 1
-    again = model.generate(**follow, past_key_values=first.past_key_values, **options)
+    assert first[CACHE].get_seq_length() == PROMPT + NEW - 1
+    again = model.generate(**follow, **{CACHE: first[CACHE]}, **options)
     assert torch.equal(again.sequences, expected.sequences)
 
 
@@ -239,7 +240,7 @@ FACTS = {
     "attention": "sdpa",
     "cache": "DynamicCache",
     "layer_kinds": frozenset({"DynamicLayer"}),
-    "arguments": frozenset({"attention_mask", "past_key_values"}),
+    "arguments": frozenset({"attention_mask", CACHE}),
     "has_windows": False,
     "is_sharded": False,
     "has_adapters": False,

@@ -8,6 +8,8 @@ from test_captured_steps import OPTIONS, PROMPT, attach, new_tokens, prompts
 from test_lossless import PROCESSED
 from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria, SynthIDTextWatermarkingConfig
 
+from tide_hf.structure import CACHE
+
 NEW, ROWS = 24, 4
 GREEDY = {**OPTIONS, "max_new_tokens": NEW}
 
@@ -92,7 +94,7 @@ def test_scores_and_caches_are_plain_decodings(padded):
     expected, found, _ = answers(options)
     for name in ("sequences", "scores", "logits"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-3, rtol=1e-3)
-    for layer, other in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for layer, other in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
         torch.testing.assert_close(layer.keys, other.keys, atol=1e-4, rtol=1e-4)
 
 

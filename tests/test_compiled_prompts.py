@@ -18,6 +18,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu.many_queries import LEAST_QUERIES
 from tide_hf.steps import compiled_prompts
 from tide_hf.steps.compiled_prompts import MOST_GRAPHS
+from tide_hf.structure import CACHE
 
 
 def prompts(length, rows=1, pads=0):
@@ -95,10 +96,10 @@ def test_compiled_by_inductor(tiny_llama):
     for batch, tokens in zip(batches, expected, strict=True):
         output = model.generate(**batch, **OPTIONS, return_dict_in_generate=True)
         assert torch.equal(output.sequences, tokens)
-        found.append(output.past_key_values)
+        found.append(output[CACHE])
     steps = model._tide.compiled_steps
     assert steps.prompts.num_compiled == 3 * LAYERS
-    plain = TIDEModelForCausalLM.detach(model)(**batches[2], use_cache=True).past_key_values
+    plain = TIDEModelForCausalLM.detach(model)(**batches[2], use_cache=True)[CACHE]
     for layer, own in zip(plain.layers, found[2].layers, strict=True):
         torch.testing.assert_close(own.keys[:, :, :57], layer.keys)
         torch.testing.assert_close(own.values[:, :, :57], layer.values)
@@ -176,7 +177,7 @@ def test_prompts_behind_a_filled_cache_are_read_natively(tiny_llama):
     attach(model)
     for _ in range(2):
         read = model(input_ids=batch["input_ids"][:, :12], use_cache=True)
-        found = model.generate(**batch, **OPTIONS, past_key_values=read.past_key_values)
+        found = model.generate(**batch, **OPTIONS, **{CACHE: read[CACHE]})
         assert torch.equal(found, expected)
     prompts_of = model._tide.compiled_steps.prompts
     assert prompts_of.num_compiled == 0

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.block_drafting import block_run
 from tide_hf.steps.step_buffers import WIDTHS, Parts, StepBuffers
+from tide_hf.structure import CACHE
 
 # Not MIXTURES, for which transformers asks which GPU there is.
 GPU, FILLED, SLOTS = torch.device("cuda:0"), 6, 64
@@ -40,7 +41,7 @@ def run_every_step(model, routers, rows, has_block):
     block = block_run(model.config, attachment.structure, cache, attachment.unembed, routers, late=False)
     assert (block is not None) == has_block
     with torch.no_grad():
-        model(input_ids=torch.zeros((rows, FILLED), dtype=torch.long), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.zeros((rows, FILLED), dtype=torch.long), **{CACHE: cache}, use_cache=True)
         if has_block:
             cache.layers[-1].update(cache.layers[0].keys, cache.layers[0].values)
     with FakeTensorMode(), torch.no_grad():

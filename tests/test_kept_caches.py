@@ -6,6 +6,7 @@ from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.decoding.kept_caches import KeptCaches
+from tide_hf.structure import CACHE
 
 FIRST, SECOND = list(range(10, 30)), [*range(10, 20), *range(50, 60)]
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -20,7 +21,7 @@ def answer(model, caches, prompt):
     """The tokens, after a check that they are the base model's; and those that were known."""
     ids, cache = torch.tensor([prompt]), caches.take(prompt)
     known = cache.get_seq_length()
-    tokens = model.generate(ids, past_key_values=cache, **OPTIONS)
+    tokens = model.generate(ids, **{CACHE: cache}, **OPTIONS)
     assert torch.equal(tokens, model.generate(ids, **OPTIONS))
     caches.keep(cache, tokens[0].tolist())
     return tokens[0].tolist(), known

@@ -6,6 +6,7 @@ from families import FAMILIES, VOCAB, tiny_model
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
 from tide_hf.errors import BaseModelMismatchError, ConfigurationError, UnsupportedOptionError
+from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
@@ -51,7 +52,7 @@ def test_bad_input():
     with pytest.raises(BaseModelMismatchError):
         TIDELogitsProcessor(tiny_model("llama", seed=4), random_routers(model))
     with TIDELogitsProcessor(model, random_routers(model)) as processor:
-        cache = model(input_ids=prompt(), use_cache=True).past_key_values
-        model(input_ids=prompt()[:, :1], past_key_values=cache)
+        cache = model(input_ids=prompt(), use_cache=True)[CACHE]
+        model(input_ids=prompt()[:, :1], **{CACHE: cache})
         with pytest.raises(UnsupportedOptionError, match="got 3 rows of scores for 2 rows of states"):
             processor(prompt(3), torch.zeros(3, VOCAB))

@@ -11,6 +11,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding.drafting import Draft
 from tide_hf.depth import kv_cache
 from tide_hf.errors import UnsupportedOptionError
+from tide_hf.structure import CACHE
 
 PROMPT, NEW = 12, 28
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -87,7 +88,7 @@ def test_layers_with_a_window_are_rolled_back_by_any_transformers(layer_class, m
     use_drafter(model, "random", [expected[0, prompt().shape[1] :].tolist()])
     result = model.generate(prompt(), **OPTIONS, return_dict_in_generate=True)
     assert torch.equal(result.sequences, expected)
-    kinds = {type(layer) for layer in result.past_key_values.layers}
+    kinds = {type(layer) for layer in result[CACHE].layers}
     assert DynamicSlidingWindowLayer in kinds
     assert kv_cache._VisibleSlidingLayer not in kinds
 
@@ -99,11 +100,11 @@ def test_the_returned_cache_is_that_of_the_accepted_tokens(family, kind):
     expected = model.generate(prompt(), **OPTIONS)
     TIDEModelForCausalLM.attach(model)
     use_drafter(model, kind, expected[:, PROMPT:].tolist())
-    cache = model.generate(prompt(), return_dict_in_generate=True, **OPTIONS).past_key_values
+    cache = model.generate(prompt(), return_dict_in_generate=True, **OPTIONS)[CACHE]
     fresh = DynamicCache(config=model.config)
     fresh.activate_past_recording()
     with torch.no_grad():
-        TIDEModelForCausalLM.detach(model)(input_ids=expected[:, :-1], past_key_values=fresh)
+        TIDEModelForCausalLM.detach(model)(input_ids=expected[:, :-1], **{CACHE: fresh})
     fresh.crop(0)
     for layer, other in zip(cache.layers, fresh.layers, strict=True):
         assert layer.get_seq_length() == other.get_seq_length()
@@ -144,7 +145,7 @@ def test_eos_inside_a_draft_ends_the_output_there():
     use_drafter(model, "right", [expected], width=7)
     result = model.generate(prompt(), return_dict_in_generate=True, **options)
     assert torch.equal(result.sequences, plain)
-    assert result.past_key_values.get_seq_length() == plain.shape[1] - 1
+    assert result[CACHE].get_seq_length() == plain.shape[1] - 1
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 5])
@@ -224,7 +225,7 @@ def test_going_on_from_a_returned_cache():
     def two_turns():
         first = model.generate(prompt(), **options)
         second_prompt = torch.cat([first.sequences, prompt(1)], dim=1)
-        return model.generate(second_prompt, past_key_values=first.past_key_values, **options).sequences
+        return model.generate(second_prompt, **{CACHE: first[CACHE]}, **options).sequences
 
     expected = two_turns()
     TIDEModelForCausalLM.attach(model)

@@ -13,6 +13,7 @@ from test_compiled_steps import attach as attach_compiled
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.steps.fixed_cache import take_rows
 from tide_hf.steps.places import Places
+from tide_hf.structure import CACHE
 
 FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]
 LONG = {**OPTIONS, "max_new_tokens": 40}
@@ -161,7 +162,7 @@ def test_rows_in_a_returned_cache_are_the_calls_own(tiny_llama):
     found = model.generate(**prompts(3), **options)
     assert [key[0] for key in steps._buffers] == [4]
     assert torch.equal(found.sequences, expected.sequences)
-    for layer, other in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for layer, other in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
         assert layer.keys.shape == other.keys.shape
         torch.testing.assert_close(layer.keys[:, :, PROMPT:], other.keys[:, :, PROMPT:], atol=1e-4, rtol=1e-4)
     assert isinstance(model, TIDEModelForCausalLM)

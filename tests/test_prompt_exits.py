@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.errors import UnsupportedOptionError
-from tide_hf.structure import find_structure
+from tide_hf.structure import CACHE, find_structure
 from tide_hf.unembed import Unembed
 
 EXIT_LAYERS = [1, 3]
@@ -86,10 +86,10 @@ def test_logits_and_cache_equal_the_oracle(family, rows):
     plain = tiny_model(family)
     oracle, cache = Frozen(plain, model._tide.routers, threshold), DynamicCache(config=plain.config)
     with torch.no_grad():
-        expected = plain(input_ids=tokens, past_key_values=cache).logits[:, -1]
+        expected = plain(input_ids=tokens, **{CACHE: cache}).logits[:, -1]
     assert len(oracle.exits.unique()) > 1  # some leave and some stay, or leave later
     torch.testing.assert_close(output.logits[0], expected.float(), rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(output.past_key_values.layers, cache.layers, strict=True):
+    for ours, theirs in zip(output[CACHE].layers, cache.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-5, atol=1e-5)
     assert model.last_exit_stats.per_token == oracle.exits[:, -1:].tolist()

@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.decoding import prompt_groups
 from tide_hf.decoding.prompt_groups import Group, _lengths, groups_by_length, groups_of
+from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
@@ -106,12 +107,12 @@ def test_every_family_answers_as_from_one_pass(family, attach):
         assert shapes[0] == (5, 20)
     else:
         assert shapes[:4] == [(1, 3), (1, 5), (2, 12), (1, 20)]
-    assert result.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert result[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
     more = torch.cat([expected.sequences, batch((6,) * 5, seed=1)["input_ids"]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(5, 26, dtype=torch.long)], dim=1)
-    second = model.generate(more, attention_mask=mask, past_key_values=result.past_key_values, **OPTIONS)
+    second = model.generate(more, attention_mask=mask, **{CACHE: result[CACHE]}, **OPTIONS)
     TIDEModelForCausalLM.detach(model)
-    plain = model.generate(more, attention_mask=mask, past_key_values=expected.past_key_values, **OPTIONS)
+    plain = model.generate(more, attention_mask=mask, **{CACHE: expected[CACHE]}, **OPTIONS)
     assert torch.equal(second, plain)
 
 
@@ -154,10 +155,10 @@ def test_the_block_drafts_for_each_row_what_it_would_for_the_row_alone(attach):
 def test_a_cache_of_the_caller_s_is_filled():
     model, inputs = tiny_model("llama"), batch()
     expected, plain = DynamicCache(), DynamicCache(config=model.config)
-    model(**inputs, past_key_values=expected, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    model(**inputs, **{CACHE: expected}, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
     attach_eagerly(model)
     for cache in (DynamicCache(), plain):
-        model.generate(**inputs, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
+        model.generate(**inputs, **{CACHE: cache}, **{**OPTIONS, "max_new_tokens": 1})
         visible = inputs["attention_mask"].bool()[:, None, :, None]
         for found, wanted in zip(cache.layers, expected.layers, strict=True):
             torch.testing.assert_close(found.keys * visible, wanted.keys * visible, atol=1e-4, rtol=1e-3)
@@ -169,13 +170,13 @@ def kwargs_of(model, inputs):
     """What `generate` prepares."""
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    return {"attention_mask": inputs["attention_mask"], "position_ids": positions, "past_key_values": cache}
+    return {"attention_mask": inputs["attention_mask"], "position_ids": positions, CACHE: cache}
 
 
 def filled(model, kwargs):
     states = torch.zeros(5, 2, 1, 8)
     for layer in range(4):
-        kwargs["past_key_values"].update(states, states, layer)
+        kwargs[CACHE].update(states, states, layer)
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 19}
@@ -193,10 +194,10 @@ TOGETHER = {
 }
 WHOLE = {
     "the same positions for all": lambda model, kwargs: kwargs.update(position_ids=torch.arange(20)[None]),
-    "no cache": lambda model, kwargs: kwargs.update(past_key_values=None),
+    "no cache": lambda model, kwargs: kwargs.update({CACHE: None}),
     "a cache with tokens": filled,
-    "a cache that is offloaded": lambda model, kwargs: setattr(kwargs["past_key_values"], "offloading", True),
-    "a cache of fixed size": lambda model, kwargs: kwargs.update(past_key_values=StaticCache(model.config, 32)),
+    "a cache that is offloaded": lambda model, kwargs: setattr(kwargs[CACHE], "offloading", True),
+    "a cache of fixed size": lambda model, kwargs: kwargs.update({CACHE: StaticCache(model.config, 32)}),
     "token types": lambda model, kwargs: kwargs.update(token_type_ids=torch.zeros(5, 20, dtype=torch.long)),
     "a list": lambda model, kwargs: kwargs.update(adapter_names=["a", "b", "a", "b", "a"]),
 }

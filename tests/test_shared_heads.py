@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
 from tide_hf.cpu.shared_heads import shared_heads
+from tide_hf.structure import CACHE
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -33,7 +34,7 @@ def last_logits(model, width=1):
     mask[0, :2] = 0
     read = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
     with KeyHeads() as heads:
-        logits = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=read.past_key_values).logits
+        logits = model(input_ids=ids[:, 6:], attention_mask=mask, **{CACHE: read[CACHE]}).logits
     return logits, heads.found
 
 

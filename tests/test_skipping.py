@@ -13,7 +13,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
 from tide_hf.depth.early_exit import PropagateRun
 from tide_hf.depth.skipping import active
 from tide_hf.errors import ConfigurationError
-from tide_hf.structure import find_structure
+from tide_hf.structure import CACHE, find_structure
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
@@ -132,7 +132,7 @@ def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
     assert torch.equal(result.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
     assert stats.per_token == post_hoc.per_token
-    for layer, other in zip(result.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for layer, other in zip(result[CACHE].layers, expected[CACHE].layers, strict=True):
         assert layer.get_seq_length() == other.get_seq_length()
         kept = other.keys.shape[-2]
         torch.testing.assert_close(layer.keys[:, :, -kept:], other.keys, atol=1e-4, rtol=1e-4)
@@ -150,7 +150,7 @@ def test_an_answer_of_one_token_returns_the_prompts_cache(family):
     result = model.generate(prompt(), **options)
     expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
     assert torch.equal(result.sequences, expected.sequences)
-    for layer, other in zip(result.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for layer, other in zip(result[CACHE].layers, expected[CACHE].layers, strict=True):
         torch.testing.assert_close(layer.keys, other.keys)
 
 
@@ -169,7 +169,7 @@ def test_zero_pad_leaves_zeros_for_skipped_layers():
     model = attached("llama", [2], "zero_pad", exit_threshold=0.0)
     cache = DynamicCache(config=model.config)
     with layer_calls(model) as counts:
-        model.generate(prompt(), past_key_values=cache, **OPTIONS)
+        model.generate(prompt(), **{CACHE: cache}, **OPTIONS)
     assert counts["entered"] == {0: 10, 1: 10, 2: 1, 3: 1}
     for layer_idx, layer in enumerate(cache.layers):
         assert layer.get_seq_length() == prompt().shape[1] + 9
@@ -291,7 +291,7 @@ def test_two_threads_generate_in_different_modes_at_once():
 def test_every_cache_layer_has_the_same_length_after_a_skip():
     model = attached("llama", [2], exit_threshold=0.0)
     cache = DynamicCache(config=model.config)
-    model.generate(prompt(), past_key_values=cache, **OPTIONS)
+    model.generate(prompt(), **{CACHE: cache}, **OPTIONS)
     assert {layer.get_seq_length() for layer in cache.layers} == {prompt().shape[1] + 9}
 
 

@@ -8,7 +8,7 @@ from families import FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
 from torch import nn
 
 from tide_hf import UnsupportedModelError
-from tide_hf.structure import find_structure
+from tide_hf.structure import CACHE, find_structure
 from tide_hf.unembed import DraftUnembed, Unembed, check_parity, greedy_tokens, hash_distance, unembed_hash
 
 
@@ -20,8 +20,9 @@ def test_structure_and_unembedding(family):
     assert structure.hidden_size == 32
     assert structure.vocab_size == VOCAB
     assert structure.is_recurrent == (family in RECURRENT)
-    expected = {"falcon": "layer_past", "bloom": "layer_past", "gpt_neox": "layer_past", "mamba": "cache_params"}
-    assert structure.cache_argument == expected.get(family, "past_key_values")
+    expected = {"falcon": "layer_past", "bloom": "layer_past", "gpt_neox": "layer_past"}
+    expected["mamba"] = CACHE if CACHE == "cache" else "cache_params"
+    assert structure.cache_argument == expected.get(family, CACHE)
     assert structure.returns_tuple == (family in ("falcon", "bloom", "bamba"))
     check_parity(model, structure)
     states = []
@@ -93,7 +94,7 @@ def test_a_layer_without_a_cache_argument():
 
     model = tiny_model("llama")
     model.model.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-    with pytest.raises(UnsupportedModelError, match=r"takes none of past_key_values"):
+    with pytest.raises(UnsupportedModelError, match=f"takes none of {CACHE}"):
         find_structure(model)
 
 

@@ -27,7 +27,7 @@ from .routers.configuration_tide import (
     check_mode,
 )
 from .stats import ExitStats
-from .structure import check_rope
+from .structure import CACHE, check_rope
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
@@ -92,7 +92,7 @@ class TIDEGenerationMixin:
             generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
             with attachment.running(engine, run, gates), active(run):
                 result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
-                cache = model_kwargs.get("past_key_values")
+                cache = model_kwargs.get(CACHE)
                 if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
                     run.flush(super().__call__)  # type: ignore[misc]
             sequences = result if isinstance(result, Tensor) else result.sequences

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 
@@ -36,7 +36,10 @@ LAYOUTS = (
 )
 TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
 MLP_NAMES = ("mlp", "feed_forward")  # a layer's part that treats each token by itself; opt has none of its own
-CACHE_ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "cache_params")
+# What `generate`, models and their outputs call the cache: transformers 5.24 renamed it, and warns of the old name.
+_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
+CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past", "past_key_value", "cache_params")
 
 
 @dataclass(frozen=True)

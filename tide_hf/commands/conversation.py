@@ -8,7 +8,7 @@ from typing import Any
 from ..benchmark import Contender, Run, encode_chat, timed_run
 from ..decoding.kept_caches import KeptCaches
 from ..errors import ConfigurationError, describe
-from ..structure import find_structure
+from ..structure import CACHE, find_structure
 from .prompts import check_room
 
 
@@ -69,11 +69,11 @@ class Conversation:
         inputs = encode_chat(self.tokenizer, messages)
         tokens = inputs["input_ids"][0].tolist()
         check_room(self.contender.model, len(tokens), self.max_new_tokens)
-        caches = {} if self._caches is None else {"past_key_values": self._caches.take(tokens)}
+        caches = {} if self._caches is None else {CACHE: self._caches.take(tokens)}
         options = self.contender.options | caches
         run = timed_run(replace(self.contender, options=options), inputs, self.max_new_tokens, streamer)
         if self._caches is not None:
-            self._caches.keep(caches["past_key_values"], tokens + run.new_tokens)
+            self._caches.keep(caches[CACHE], tokens + run.new_tokens)
         answer = self.tokenizer.decode(run.new_tokens, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return run

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..adapters import has_adapters_by_row
 from ..depth.block_drafting import BlockRun
 from ..depth.skipping import LayerRun
-from ..structure import rope_limits
+from ..structure import CACHE, rope_limits
 
 # One more pass costs a CPU what so many tokens in it do: it reads all weights again. A GPU reads thousands in that
 # time, and there the whole batch is read at once.
@@ -85,13 +85,13 @@ def read_prompts(
     groups = groups_of(model, input_ids, model_kwargs)
     if groups is None:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        return outputs.past_key_values, outputs.logits[:, -1:]
-    whole, length = model_kwargs["past_key_values"], input_ids.shape[1]
+        return outputs[CACHE], outputs.logits[:, -1:]
+    whole, length = model_kwargs[CACHE], input_ids.shape[1]
     empty, caches, logits, deep = deepcopy(whole), [], [], []
     for group in groups:
         cache, columns = deepcopy(empty), slice(length - group.length, None)
         own = {name: model_kwargs[name][group.read, columns] for name in _BY_ROW if model_kwargs.get(name) is not None}
-        kwargs = {**model_kwargs, **own, "past_key_values": cache}
+        kwargs = {**model_kwargs, **own, CACHE: cache}
         with run.reading_into(cache):
             outputs = model._prefill(input_ids[group.read, columns], generation_config, kwargs)
         caches.append(cache)
@@ -151,7 +151,7 @@ def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> lis
 
 def _can_be_read_apart(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether nothing but tokens, mask and positions tells the rows of a batch from each other."""
-    cache: Any = model_kwargs.get("past_key_values")
+    cache: Any = model_kwargs.get(CACHE)
     by_row = [model_kwargs.get(name) for name in _BY_ROW]
     others = [value for name, value in model_kwargs.items() if name not in _BY_ROW and value is not cache]
     return (

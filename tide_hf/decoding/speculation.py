@@ -25,6 +25,7 @@ from ..depth.block_drafting import block_run
 from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
 from ..depth.skipping import FixedDepthRun, LayerRun, active, on_device
 from ..stats import ExitStats
+from ..structure import CACHE
 from ..unembed import DraftUnembed, greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
@@ -76,7 +77,7 @@ class SelfSpeculativeDecoder:
         self.config = generation_config
         self.streamer = streamer
         self.model_kwargs = model_kwargs
-        cache = model_kwargs["past_key_values"]
+        cache = model_kwargs[CACHE]
         self.ranks = ranks_of(model)
         self.block = block_run(
             model.config.get_text_config(),
@@ -143,7 +144,7 @@ class SelfSpeculativeDecoder:
         """
         ids = self.input_ids.new_tensor(tokens)
         rows, width = ids.shape
-        kwargs = {**self.model_kwargs, "past_key_values": self.slots.cache}
+        kwargs = {**self.model_kwargs, CACHE: self.slots.cache}
         kwargs["attention_mask"] = self.slots.mask_for(start + width)
         if self.positions is not None:
             steps = torch.arange(start, start + width, device=self.positions.device)
@@ -159,7 +160,7 @@ class SelfSpeculativeDecoder:
         cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
         start_recording(cache)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
-        for name in ("inputs_embeds", "past_key_values"):
+        for name in ("inputs_embeds", CACHE):
             self.model_kwargs.pop(name, None)
         threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
         self.slots = CacheSlots(cache, mask, threshold, self.input_ids.device, ops)
@@ -243,7 +244,7 @@ class SelfSpeculativeDecoder:
             sequences=sequences,
             scores=by_step(row.scores[:length] for row in self.rows) if self.chooser.keeps_scores else None,
             logits=by_step(row.logits[:length] for row in self.rows) if self.chooser.keeps_logits else None,
-            past_key_values=self.slots.cache,
+            **{CACHE: self.slots.cache},
         )
 
 

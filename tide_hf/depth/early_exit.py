@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..routers.exit_points import ExitPoint
 from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
+from ..structure import CACHE, DecoderStructure
 from ..unembed import Unembed
 from . import kv_cache
 from .skipping import LayerGate, LayerRun, input_state, on_device
@@ -222,7 +222,7 @@ class RecomputeRun(PostHocRun):
     def call(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Stand in for the model's call; where a pass needs it, catch up first."""
         self.current = _Token(kwargs)
-        cache, ids = kwargs["past_key_values"], kwargs["input_ids"]
+        cache, ids = kwargs[CACHE], kwargs["input_ids"]
         if ids is None or ids.shape[1] > 1:
             return forward(**kwargs)  # a prompt's pass, which runs at full depth
         kv_cache.start_recording(cache)
@@ -257,7 +257,7 @@ class RecomputeRun(PostHocRun):
 
     def catch_up(self, forward: Callable[..., Any], tokens: list[_Token]) -> Any:
         """Run `tokens`, the last of which may be the current one, through the layers that the first of them skipped."""
-        cache: Cache = tokens[-1].kwargs["past_key_values"]
+        cache: Cache = tokens[-1].kwargs[CACHE]
         self.resume_at = min(token.depth for token in self.pending)
         self.states = torch.cat([token.states[self.resume_at] for token in tokens], dim=1)
         complete = cache.get_seq_length(self.num_layers - 1)
@@ -280,7 +280,7 @@ class RecomputeRun(PostHocRun):
             num_passes = len(self.per_pass)
             self.catch_up(forward, list(self.pending))
             del self.per_pass[num_passes:]
-        kv_cache.stop_recording(self.current.kwargs["past_key_values"])  # type: ignore[union-attr]
+        kv_cache.stop_recording(self.current.kwargs[CACHE])  # type: ignore[union-attr]
 
     def _run_layer_again(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One layer of a catch-up pass."""

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, Quantized
 
 from ..errors import UnsupportedOptionError, describe
 from ..ops import PLAIN, Ops, kv_compact
+from ..structure import CACHE
 
 
 class _Stored(BaseException):
@@ -82,7 +83,7 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
     Raises:
         UnsupportedOptionError: There is no cache, or one that cannot be rolled back as `user` has to.
     """
-    cache: Any = model_kwargs.get("past_key_values") if model_kwargs.get("use_cache", True) else None
+    cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
     supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
     if supported and static != "any" and any(isinstance(layer, StaticLayer) for layer in cache.layers):

@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..decoding.ranks import ranks_of
 from ..steps.captured_steps import CapturedSteps
+from ..structure import CACHE
 
-KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
 ATTENTION = ("eager", "sdpa")
 
 
@@ -70,7 +71,7 @@ def why_not_captured(facts: CallFacts) -> str | None:
 
 def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str, Any]) -> CallFacts:
     """The facts of one call of an attached model."""
-    cache = model_kwargs["past_key_values"]
+    cache = model_kwargs[CACHE]
     config = model.config.get_text_config()
     windows = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     return CallFacts(

@@ -19,7 +19,7 @@ from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOpt
 from ..loading import load_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..padding import left_padded
-from ..structure import check_rope
+from ..structure import CACHE, check_rope
 from .job import Job
 from .protocol import ChatRequest, Event, Sampling, refuse
 from .text import TextPieces
@@ -161,7 +161,7 @@ class Engine:
                 **left_padded([job.prompt for job in jobs], device=model.device),
                 generation_config=self._generation_config(sampling, _longest_answer(jobs)),
                 stopping_criteria=[_Rows(jobs, self.eos_tokens)],
-                **({} if cache is None else {"past_key_values": cache}),
+                **({} if cache is None else {CACHE: cache}),
             )
         if cache is not None:
             self.caches.keep(cache, tokens[0].tolist())

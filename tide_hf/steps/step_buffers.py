@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from ..depth.block_drafting import BlockRun
 from ..depth.skipping import FixedDepthRun, LayerRun, active
 from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
+from ..structure import CACHE, DecoderStructure
 from ..unembed import DraftUnembed, Unembed, greedy_tokens
 from .fixed_cache import fill, first_rows, fixed_cache, take_rows
 
@@ -215,7 +215,7 @@ class StepBuffers:
     def _forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
         width = ids.shape[1]
         self.cache.layers[0].place.move_to(start, width)
-        inputs = {"input_ids": ids, "attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self.has_positions:
             steps = torch.arange(width, device=self.device) + fed
             inputs["position_ids"] = self.positions[:, None] + steps
