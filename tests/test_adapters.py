@@ -2,12 +2,15 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from families import VOCAB, tiny_model
+from packaging import version
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_linear_gate import let_pay
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.calibration import work_folder
@@ -153,13 +156,23 @@ def test_a_folder_with_an_adapter_loads_as_any_other(tmp_path):
     model._tide.routers.save_pretrained(tmp_path / "routers")
     again = TIDEModelForCausalLM.from_pretrained(tmp_path / "adapter", routers=tmp_path / "routers")
     assert torch.equal(again.generate(prompt(), **OPTIONS), expected)
-    again.save_pretrained(tmp_path / "again")
-    files = {path.name for path in (tmp_path / "again").iterdir()}
-    assert "adapter_model.safetensors" in files
-    assert "model.safetensors" not in files
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     TIDEModelForCausalLM.attach(by_peft.eval(), tmp_path / "routers")
     assert torch.equal(by_peft.generate(prompt(), **OPTIONS), expected)
+
+
+@pytest.mark.skipif(
+    version.parse(peft.__version__) < version.parse(MIN_PEFT_VERSION), reason=f"it takes PEFT {MIN_PEFT_VERSION}"
+)
+def test_saving_what_was_loaded_with_an_adapter_writes_the_adapter(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    attached(loaded).save_pretrained(tmp_path / "again")
+    files = {path.name for path in (tmp_path / "again").iterdir()}
+    assert "adapter_model.safetensors" in files
+    assert "model.safetensors" not in files
 
 
 def test_copies_are_independent():
