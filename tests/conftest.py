@@ -73,7 +73,7 @@ def _forms_are_chosen_anew():
 def _no_kernels_are_kept():
     """Tests meet no kernels that another process has compiled, and leave none.
 
-    The patch is not `monkeypatch`'s, which a test may undo: one kernel loaded twice would abort the process.
+    The patch is not `monkeypatch`'s, which a test may undo: their ops loaded twice would abort the process.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "kept_path", lambda *_: Path(os.devnull) / "kernels")
@@ -87,6 +87,9 @@ def fresh_kernels():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_loaded", {})
         yield
+    for (name, dtype), kernel in kernels._loaded.items():  # which ops do not call any more
+        if kernel is not None:
+            kernels._use(name, dtype, kernel)
     load_op.cache_clear()
 
 

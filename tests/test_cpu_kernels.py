@@ -1,5 +1,6 @@
 """Kernels for CPUs: compiled at the same time, loaded one after the other, and kept for later processes."""
 
+import ctypes
 import logging
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
 
 from tide_hf.cpu import kernels
-from tide_hf.cpu.kernels import KERNELS, compiled, is_loaded
+from tide_hf.cpu.kernels import KERNELS, OPS, compiled, is_loaded
 
 WAIT_SECONDS = 30
 KEPT_PATH = kernels.kept_path  # before tests are kept from meeting what is there
@@ -27,27 +28,29 @@ state, weight = torch.randn(3, 40), torch.randn(7, 40)
 print(torch.allclose(weight_forms.StoredWeight(weight).apply(state, None), state @ weight.T, atol=1e-4))
 print(kernels.is_loaded("stored_rows", torch.float32))
 """
-LIBRARY = SimpleNamespace(_name="/nowhere/library.so")
+LIBRARY = SimpleNamespace(_name="/nowhere/library.so", run=ctypes.CFUNCTYPE(None)(), use=lambda *_: None)
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
 def test_each_file_is_a_kernel():
-    assert {path.stem for path in Path(kernels.__file__).parent.glob("*.cpp")} == set(KERNELS)
+    assert {path.stem for path in Path(kernels.__file__).parent.glob("*.cpp")} == {*KERNELS, OPS}
 
 
 def test_the_first_has_all_compiled_at_the_same_time(monkeypatch):
-    together, loaded = threading.Barrier(len(KERNELS), timeout=WAIT_SECONDS), []
+    files = [*KERNELS, OPS]
+    together, loaded = threading.Barrier(len(files), timeout=WAIT_SECONDS), []
     futures = []
 
     def compiling(text, device_type, submit_fn):
         futures.append(submit_fn(together.wait))
 
+    monkeypatch.setattr(kernels, "_ops", None)
     monkeypatch.setattr(CppCodeCache, "load_async", compiling)
     monkeypatch.setattr(CppCodeCache, "load", lambda text, device_type: loaded.append(text) or LIBRARY)
-    compiled(KERNELS[-1], torch.bfloat16)
-    assert len(loaded) == 1
-    assert sorted(future.result() for future in futures) == list(range(len(KERNELS)))
+    assert compiled(KERNELS[-1], torch.bfloat16)
+    assert loaded == [kernels._text_of(OPS), kernels._text_of(KERNELS[-1], torch.bfloat16)]
+    assert sorted(future.result() for future in futures) == list(range(len(files)))
 
 
 def test_no_two_threads_load_at_once(monkeypatch):
@@ -64,21 +67,23 @@ def test_no_two_threads_load_at_once(monkeypatch):
         together.wait()
         return compiled(name, torch.float32)
 
+    monkeypatch.setattr(kernels, "_ops", None)
     monkeypatch.setattr(CppCodeCache, "load_async", lambda *_args, **_kwargs: None)
     monkeypatch.setattr(CppCodeCache, "load", loading)
     with ThreadPoolExecutor(len(KERNELS)) as pool:
-        names = list(pool.map(ask, KERNELS))
-    assert alone == [True] * len(KERNELS)
-    assert names == [f"{name}_float" for name in KERNELS]
+        assert all(pool.map(ask, KERNELS))
+    assert alone == [True] * (len(KERNELS) + 1)  # the ops are one library
 
 
 def test_one_that_cannot_be_compiled_leaves_the_others(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "KERNELS", (*KERNELS, "broken"))
     text_of = kernels._text_of
-    monkeypatch.setattr(kernels, "_text_of", lambda name, dtype: "int 1;" if name == "broken" else text_of(name, dtype))
-    assert compiled("stored_rows", torch.float32) == "stored_rows_float"
+    monkeypatch.setattr(
+        kernels, "_text_of", lambda name, *dtype: "int 1;" if name == "broken" else text_of(name, *dtype)
+    )
+    assert compiled("stored_rows", torch.float32)
     assert "cannot be compiled" not in caplog.text
-    assert compiled("broken", torch.float32) is None
+    assert not compiled("broken", torch.float32)
     assert "PyTorch's own operations do what broken.cpp does, which cannot be compiled" in caplog.text
 
 
@@ -91,9 +96,9 @@ class TestKept:
         monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path))
 
     def test_a_later_process_compiles_nothing(self):
-        assert compiled("stored_rows", torch.float32) is not None
-        (file,) = kernels.kept_path("stored_rows", torch.float32).parent.iterdir()
-        assert file == kernels.kept_path("stored_rows", torch.float32)
+        assert compiled("stored_rows", torch.float32)
+        files = {kernels.kept_path(OPS), kernels.kept_path("stored_rows", torch.float32)}
+        assert set(kernels.kept_path(OPS).parent.iterdir()) == files
         found = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=120, check=False)
         assert found.stdout.split() == ["False", "True", "True", "True"], found.stderr
 
@@ -105,7 +110,7 @@ class TestKept:
             assert not is_loaded("stored_rows", torch.float32)
         assert f"{path} is of no use here" in caplog.text
         assert not path.exists()
-        assert compiled("stored_rows", torch.float32) is not None
+        assert compiled("stored_rows", torch.float32)
         assert is_loaded("stored_rows", torch.float32)
         assert path.stat().st_size > 10_000
 
@@ -113,7 +118,7 @@ class TestKept:
         (tmp_path / "file").touch()
         monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "file"))
         with caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
-            assert compiled("stored_rows", torch.float32) is not None
+            assert compiled("stored_rows", torch.float32)
         assert "is not kept for later processes" in caplog.text
 
     @pytest.mark.parametrize("change", ["cpu", "version", "text", "dtype", "bits"])

@@ -79,7 +79,7 @@ def test_the_other_modes_use_them_as_well(tiny_llama, there, mode):
 def test_nothing_is_compiled_and_nothing_is_used_that_is_not_wanted(tiny_llama, monkeypatch, settings):
     monkeypatch.setattr(kernels, "_compile", pytest.fail)
     if settings:
-        monkeypatch.setattr(kernels, "_loaded", {f"{name}_float": True for name in EAGER_KERNELS})
+        monkeypatch.setattr(kernels, "_loaded", {(name, torch.float32): True for name in EAGER_KERNELS})
     model = TIDEModelForCausalLM.attach(tiny_llama(), **settings)
     for batch in (prompts(), prompts(2, pads=1), prompts(length=LONG_PROMPT)):
         model.generate(**batch, **OPTIONS)

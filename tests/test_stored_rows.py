@@ -129,7 +129,7 @@ class TestInSteps:
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
         assert set(graphs.products) == {3, 2}
         names = {op.name() for op in graphs.ops}  # no Python between kernels
-        assert names == {f"tide_hf::{name}" for name in ("layer", "stored_rows_float", "few_queries_float")}
+        assert names == {f"tide_hf::{name}" for name in ("layer", "stored_rows", "few_queries")}
         attention = model.model.layers[0].self_attn
         addresses = [getattr(attention, f"{name}_proj").weight.data_ptr() for name in "qkv"]
         joined = weight_forms._known[(StoredWeight, *addresses)]

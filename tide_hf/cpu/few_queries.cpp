@@ -3,11 +3,6 @@
 // Threads take blocks of queries. A block reads the keys once and the values once, in order. All sums are in float, and
 // in the same order whatever the number of queries is, and of slots that the mask hides behind the last.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <torch/library.h>
-
 #include <limits>
 #include <vector>
 
@@ -48,7 +43,7 @@ inline void softmax(float* scores, int64_t size) {
   for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) * share).store(scores + s);
 }
 
-// For `kQueries` queries of one head; each has `rounded_up(size)` floats in `q`. See the op below for the others.
+// For `kQueries` queries of one head; each has `rounded_up(size)` floats in `q`. See calls.h for the others.
 template <int kQueries>
 void attend(const float* q, const Value* k, const Value* v, const Value* mask, Value* y, float* scores, int64_t slots,
             int64_t all_slots, int64_t size, float scale) {
@@ -88,22 +83,16 @@ constexpr int64_t kMostQueries = 4;
 
 constexpr int64_t kLeastPerThread = 8192;  // values of the keys, times queries; for fewer, another thread is slower
 
-// query (rows, heads, queries, size); key and value (rows, heads, all slots, size), of which those up to `end` are read;
-// mask (rows or 1, 1, queries, all slots), added to the scores. As `query`.
-at::Tensor few_queries(const at::Tensor& given, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
-                       const at::Tensor& end, double scale) {
-  const at::Tensor query = given.contiguous();
-  TORCH_CHECK(key.is_contiguous() && value.is_contiguous() && mask.is_contiguous(), "few_queries: not contiguous");
-  at::Tensor output = at::empty_like(query);
-  const int64_t heads = query.size(1), queries = query.size(2), size = query.size(3), all_slots = key.size(2);
-  const int64_t slots = *end.const_data_ptr<int64_t>(), blocks = (queries + kMostQueries - 1) / kMostQueries;
-  TORCH_CHECK(slots >= 1 && slots <= all_slots, "few_queries: ", slots, " slots");
-  const int64_t all = query.size(0) * heads * blocks;
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + query.numel() * slots / kLeastPerThread);
-  const Value *q = query.const_data_ptr<Value>(), *k = key.const_data_ptr<Value>(), *v = value.const_data_ptr<Value>();
-  const Value* hidden = mask.const_data_ptr<Value>();
-  Value* y = output.mutable_data_ptr<Value>();
-  const bool mask_of_rows = mask.size(0) > 1;
+}  // namespace
+
+extern "C" void run(const FewQueries& call) {
+  const int64_t heads = call.heads, queries = call.queries, size = call.size, slots = call.slots;
+  const int64_t blocks = (queries + kMostQueries - 1) / kMostQueries, all = call.rows * heads * blocks;
+  const int64_t products = call.rows * heads * queries * size * slots;
+  const int64_t threads = std::min(call.threads, 1 + products / kLeastPerThread);
+  const auto *q = static_cast<const Value*>(call.query), *k = static_cast<const Value*>(call.key);
+  const auto *v = static_cast<const Value*>(call.value), *mask = static_cast<const Value*>(call.mask);
+  auto* y = static_cast<Value*>(call.output);
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> scores(kMostQueries * rounded_up(slots)), floats(kMostQueries * rounded_up(size));
@@ -111,21 +100,13 @@ at::Tensor few_queries(const at::Tensor& given, const at::Tensor& key, const at:
     for (int64_t block = 0; block < all; ++block) {
       const int64_t head = block / blocks, first = block % blocks * kMostQueries;
       const int64_t count = std::min(kMostQueries, queries - first), at = (head * queries + first) * size;
-      const int64_t row = mask_of_rows ? head / heads * queries + first : first;
+      const int64_t row = call.mask_of_rows ? head / heads * queries + first : first;
       for (int64_t m = 0; m < count; ++m)  // once, and not anew for each slot
         for (int64_t d = 0; d < size; d += kSize)
           load(q + at + m * size + d, size - d).store(floats.data() + m * rounded_up(size) + d);
-      const int64_t stored = head * all_slots * size;
-      kByQueries[count - 1](floats.data(), k + stored, v + stored, hidden + row * all_slots, y + at, scores.data(),
-                            slots, all_slots, size, static_cast<float>(scale));
+      const int64_t stored = head * call.all_slots * size;
+      kByQueries[count - 1](floats.data(), k + stored, v + stored, mask + row * call.all_slots, y + at, scores.data(),
+                            slots, call.all_slots, size, call.scale);
     }
   }
-  return output;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
-  library.def(NAME "(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float scale) -> Tensor");
-  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(few_queries)));
 }

@@ -1,12 +1,13 @@
 """Kernels in C++ that Inductor's compiler builds for this CPU, and keeps on disk.
 
-They are ops of PyTorch, so that compiled graphs call them without any Python: in a model of 30 layers a pass over a few
-tokens makes 150 such calls, whose Python took a fifth of its time. The compiled engine has them compiled when it first
-asks for them. Eager calls, which wait for no compiler, use what is there: a kernel stays, for later processes.
+They are called by ops of PyTorch, so that compiled graphs call them without any Python: in a model of 30 layers a pass
+over a few tokens makes 150 such calls, whose Python took a fifth of its time. The compiled engine has them compiled
+when it first asks for them. Eager calls, which wait for no compiler, use what is there: kernels stay on disk.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import platform
@@ -25,141 +26,157 @@ from torch._ops import OpOverload
 from ..errors import first_line
 from ..folders import cache_folder, write_whole
 
-VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
+VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}  # in the order of ops.cpp
 KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
 EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
+OPS = "ops"  # the file that makes ops of them, for any dtype
 CPU_INFO = Path("/proc/cpuinfo")
 
 logger = logging.getLogger(__name__)
 
 _loading = Lock()
-_loaded: dict[str, bool] = {}  # by op, of those that were asked for; not those that cannot be compiled
-_traceable: set[str] = set()  # ops whose results traces know; each can be told once, but loaded again
+_ops: Any = None  # the library of `OPS`, of which a second one would abort the process
+_loaded: dict[tuple[str, torch.dtype], Any] = {}  # libraries of kernels; `None` for one that cannot be compiled
+_traceable: set[str] = set()  # ops whose results traces know
 
 
 @lru_cache
 def load_op(name: str, dtype: torch.dtype, like: Callable[..., Tensor]) -> OpOverload | None:
-    """The op of a file in this folder.
+    """The op of a kernel, once it can be called with values of a dtype.
 
     Args:
         name: One of `KERNELS`.
-        dtype: Of its values.
+        dtype: Of the values.
         like: Takes the op's arguments and returns an empty result, which is all that a trace needs.
 
     Returns:
         `None` for other dtypes than `VALUES` has, and where nothing can be compiled.
     """
-    op = compiled(name, dtype) if dtype in VALUES else None
-    if op is None:
+    if dtype not in VALUES or not compiled(name, dtype):
         return None
-    if op not in _traceable:
-        torch.library.register_fake(f"tide_hf::{op}", like)
-        _traceable.add(op)
-    return getattr(torch.ops.tide_hf, op).default
+    if name not in _traceable:
+        torch.library.register_fake(f"tide_hf::{name}", like)
+        _traceable.add(name)
+    return getattr(torch.ops.tide_hf, name).default
 
 
-def compiled(name: str, dtype: torch.dtype, others: Iterable[str] = KERNELS) -> str | None:
-    """Have a kernel compiled and loaded; return the name of its op, `None` where it cannot be.
+def compiled(name: str, dtype: torch.dtype, others: Iterable[str] = KERNELS) -> bool:
+    """Have a kernel compiled and loaded; return whether it could be.
 
-    Kernels are compiled at the same time, since that takes seconds for each. They are loaded one after the other: where
-    two threads register ops at once, PyTorch can abort the process.
+    Kernels are compiled at the same time, since that takes seconds for each. They are loaded one after the other.
 
     Args:
         name: One of `KERNELS`.
         dtype: One of `VALUES`.
         others: What is compiled with it, if it has to be.
     """
-    op = _op_of(name, dtype)
     with _loading:
-        if op not in _loaded and not _load_kept(name, dtype):
+        if (name, dtype) not in _loaded and not _load_kept(name, dtype):
             _compile(name, dtype, {name, *others})
-    return op if _loaded[op] else None
+        return _loaded[name, dtype] is not None
 
 
 def is_loaded(name: str, dtype: torch.dtype) -> bool:
     """Whether a kernel is there already, loaded or kept by an earlier process: nothing is compiled."""
     if dtype not in VALUES:
         return False
-    op = _op_of(name, dtype)
-    if op not in _loaded and _loading.acquire(blocking=False):  # else another thread compiles, for seconds
+    if (name, dtype) not in _loaded and _loading.acquire(blocking=False):  # else another thread compiles, for seconds
         try:
-            if op not in _loaded:
+            if (name, dtype) not in _loaded:
                 _load_kept(name, dtype)
         finally:
             _loading.release()
-    return _loaded.get(op, False)
+    return _loaded.get((name, dtype)) is not None
 
 
-def kept_path(name: str, dtype: torch.dtype) -> Path:
-    """Where a kernel stays that was compiled for this CPU and PyTorch; Inductor's own folder may be a temporary one."""
-    return cache_folder() / "kernels" / _file_name(name, dtype, _op_of(name, dtype))
+def kept_path(name: str, dtype: torch.dtype | None = None) -> Path:
+    """Where what was compiled for this CPU and PyTorch stays; Inductor's own folder may be a temporary one."""
+    return cache_folder() / "kernels" / _file_name(name, dtype, inductor_config.cpp.simdlen)
 
 
 @lru_cache  # calls ask, as long as there is none
-def _file_name(name: str, dtype: torch.dtype, op: str) -> str:
-    facts = (_text_of(name, dtype), torch.__version__, platform.machine(), platform.system(), _features())
-    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return f"{op}-{digest}.so"
+def _file_name(name: str, dtype: torch.dtype | None, bits: int | None) -> str:
+    facts = (_text_of(name, dtype), bits, torch.__version__, platform.machine(), platform.system(), _features())
+    return f"{name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
 
 
 def _load_kept(name: str, dtype: torch.dtype) -> bool:
-    path = kept_path(name, dtype)
-    if not path.is_file():
+    global _ops  # noqa: PLW0603
+    kernel = _kept(name, dtype)
+    if kernel is None:
         return False
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        logger.info("%s is of no use here: %s", path, first_line(error))
-        path.unlink(missing_ok=True)  # so that it is compiled again
+    _ops = _ops or _kept(OPS)
+    if _ops is None:
         return False
-    _loaded[_op_of(name, dtype)] = True
+    _use(name, dtype, kernel)
     return True
 
 
+def _kept(name: str, dtype: torch.dtype | None = None) -> Any:
+    """A library that an earlier process has compiled; `None` where there is none of use."""
+    path = kept_path(name, dtype)
+    if not path.is_file():
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.info("%s is of no use here: %s", path, first_line(error))
+        path.unlink(missing_ok=True)  # so that it is compiled again
+        return None
+
+
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
-    op = _op_of(name, dtype)
+    global _ops  # noqa: PLW0603
     try:
         _compile_all(together, dtype)
-        library = _cache().load(_text_of(name, dtype), device_type="cpu")
-        _loaded[op] = True
+        _ops = _ops or _kept(OPS) or _cache().load(_text_of(OPS), device_type="cpu")
+        kernel = _cache().load(_text_of(name, dtype), device_type="cpu")
     except (RuntimeError, OSError, ImportError) as error:  # of Inductor: no compiler, or no place for what it makes
-        _loaded[op] = False
+        _loaded[name, dtype] = None
         reason = first_line(error)
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
     else:
-        _keep(library._name, kept_path(name, dtype))
+        _use(name, dtype, kernel)
+        _keep(_ops, kept_path(OPS))
+        _keep(kernel, kept_path(name, dtype))
 
 
-def _keep(library: str, path: Path) -> None:
-    """Copy a library; a folder that cannot be written to keeps nothing."""
+def _use(name: str, dtype: torch.dtype, kernel: Any) -> None:
+    """Let the op of a kernel call it from now on."""
+    place = list(VALUES).index(dtype)
+    _ops.use(name.encode(), ctypes.c_int64(place), ctypes.cast(kernel.run, ctypes.c_void_p))
+    _loaded[name, dtype] = kernel
+
+
+def _keep(library: Any, path: Path) -> None:
+    """Copy a library, if it is not there yet; a folder that cannot be written to keeps nothing."""
     try:
-        write_whole(path, Path(library).read_bytes())
+        if not path.is_file():
+            write_whole(path, Path(library._name).read_bytes())
     except OSError as error:
         logger.info("%s is not kept for later processes: %s", path.name, error)
 
 
 def _compile_all(names: set[str], dtype: torch.dtype) -> None:
-    """Put kernels of a dtype into the cache on disk; what is there already is left as it is.
+    """Put kernels of a dtype, and their ops, into the cache on disk; what is there already is left as it is.
 
-    A kernel that cannot be compiled says so when it is loaded.
+    What cannot be compiled says so when it is loaded.
     """
-    with ThreadPoolExecutor(len(names)) as pool:
-        for name in names:
-            if not kept_path(name, dtype).is_file():
-                _cache().load_async(_text_of(name, dtype), device_type="cpu", submit_fn=pool.submit)
+    missing = [_text_of(name, dtype) for name in names if not kept_path(name, dtype).is_file()]
+    if _ops is None and not kept_path(OPS).is_file():
+        missing.insert(0, _text_of(OPS))  # which takes the longest
+    with ThreadPoolExecutor(len(missing) or 1) as pool:
+        for text in missing:
+            _cache().load_async(text, device_type="cpu", submit_fn=pool.submit)
 
 
-def _op_of(name: str, dtype: torch.dtype) -> str:
-    bits = inductor_config.cpp.simdlen  # of vectors, where they are not to be the longest that this CPU has
-    return f"{name}_{VALUES[dtype].removeprefix('at::').lower()}" + (f"_{bits}" if bits is not None else "")
-
-
-def _text_of(name: str, dtype: torch.dtype) -> str:
-    """What is compiled."""
-    op = _op_of(name, dtype)
-    head = f"#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\nusing Value = {VALUES[dtype]};\n"
-    head += f'#define NAME "{op}"\n'
-    return head + "".join(Path(__file__).with_name(file).read_text() for file in ("values.h", f"{name}.cpp"))
+def _text_of(name: str, dtype: torch.dtype | None = None) -> str:
+    """What is compiled: a kernel for a dtype, or `OPS`."""
+    head, files = "", ["calls.h", f"{name}.cpp"]
+    if dtype is not None:
+        head = f"#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\nusing Value = {VALUES[dtype]};\n"
+        files.insert(0, "values.h")
+    return head + "".join(Path(__file__).with_name(file).read_text() for file in files)
 
 
 @lru_cache

@@ -5,11 +5,6 @@
 // are kept as (keys, queries) and (size, queries), so that keys and values are read as they are stored, one number at a
 // time for a row of registers, and nothing is added up across a register.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <torch/library.h>
-
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -161,38 +156,31 @@ inline void attend(const Block& block, float scale, Scratch& s) {
 
 constexpr int64_t kLeastPerThread = 65536;  // products of a query and a key; for fewer, another thread is slower
 
-// query (rows, heads, queries, size), key and value (rows, shared, slots, size), with strides of their own but for the
-// last dimension. A mask (rows or 1, 1, queries, slots) says what is seen; without one query i sees keys up to
-// slots - queries + i. The result is (rows, queries, heads, size).
-at::Tensor many_queries(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                        const std::optional<at::Tensor>& mask, double scale) {
-  const int64_t rows = query.size(0), heads = query.size(1), queries = query.size(2), size = query.size(3);
-  const int64_t shared = key.size(1), slots = key.size(2), blocks = (queries + kQueries - 1) / kQueries;
-  for (const at::Tensor* one : {&query, &key, &value}) TORCH_CHECK(one->stride(3) == 1, "many_queries: turned");
-  at::Tensor output = at::empty({rows, queries, heads, size}, query.options());
-  const at::Tensor given = mask.has_value() ? mask->contiguous() : at::Tensor();
-  const bool* seen_by_all = mask.has_value() ? given.const_data_ptr<bool>() : nullptr;
-  const int64_t mask_row = mask.has_value() && given.size(0) > 1 ? queries * slots : 0;
-  const auto part_of = [](const at::Tensor& tensor, int64_t row, int64_t head) {
-    return tensor.const_data_ptr<Value>() + row * tensor.stride(0) + head * tensor.stride(1);
+}  // namespace
+
+extern "C" void run(const ManyQueries& call) {
+  const int64_t rows = call.rows, heads = call.heads, queries = call.queries, size = call.size, slots = call.slots;
+  const int64_t blocks = (queries + kQueries - 1) / kQueries;
+  const auto part_of = [](const void* values, const int64_t* strides, int64_t row, int64_t head) {
+    return static_cast<const Value*>(values) + row * strides[0] + head * strides[1];
   };
-  Value* y = output.mutable_data_ptr<Value>();
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + rows * heads * queries * slots / kLeastPerThread);
+  auto* y = static_cast<Value*>(call.output);
+  const int64_t threads = std::min(call.threads, 1 + rows * heads * queries * slots / kLeastPerThread);
 #pragma omp parallel num_threads(threads)
   {
     Scratch s(size);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < rows * heads * blocks; ++item) {
-      const int64_t row = item % (rows * heads) / heads, head = item % heads;
+      const int64_t row = item % (rows * heads) / heads, head = item % heads, shared = head * call.shared / heads;
       const int64_t first = (blocks - 1 - item / (rows * heads)) * kQueries;  // the longest ones first
-      Block block{part_of(query, row, head) + first * query.stride(2),
-                  part_of(key, row, head * shared / heads),
-                  part_of(value, row, head * shared / heads),
-                  query.stride(2), key.stride(2), value.stride(2)};
-      block.mask = seen_by_all == nullptr ? nullptr : seen_by_all + row * mask_row + first * slots;
+      Block block{part_of(call.query, call.query_strides, row, head) + first * call.query_strides[2],
+                  part_of(call.key, call.key_strides, row, shared),
+                  part_of(call.value, call.value_strides, row, shared),
+                  call.query_strides[2], call.key_strides[2], call.value_strides[2]};
+      block.mask = call.mask == nullptr ? nullptr : call.mask + row * call.mask_stride + first * slots;
       block.count = std::min(kQueries, queries - first);
       block.slots = slots, block.size = size, block.ahead = slots - queries + first;
-      attend(block, static_cast<float>(scale), s);
+      attend(block, call.scale, s);
       for (int64_t q = 0; q < block.count; ++q) {
         Value* out = y + ((row * queries + first + q) * heads + head) * size;
         const float share = s.totals[q] > 0.0f ? 1.0f / s.totals[q] : 0.0f;
@@ -200,12 +188,4 @@ at::Tensor many_queries(const at::Tensor& query, const at::Tensor& key, const at
       }
     }
   }
-  return output;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
-  library.def(NAME "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
-  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(many_queries)));
 }

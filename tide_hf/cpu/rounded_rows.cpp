@@ -5,10 +5,7 @@
 // instructions make 64 weights into numbers that can be multiplied. What all of them have too much is taken away before
 // they are added up, by way of the sum of x.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <torch/library.h>
+#include <omp.h>
 
 #include <vector>
 
@@ -18,7 +15,6 @@ constexpr int kBlock = 4;                   // rows of the weights at a time, so
 constexpr int64_t kLine = 64;               // bytes, and weights; rows of the weights are filled up to whole ones
 constexpr int64_t kBytesAhead = 8192;       // of the weights, which memory is asked for before they are read
 constexpr int64_t kLeastPerThread = 65536;  // multiplications; for fewer, waiting for another thread takes longer
-constexpr int64_t kMostRows = 8;
 
 inline void ask_for(const void* address) {
 #if defined(__GNUC__)
@@ -109,33 +105,23 @@ inline void multiply(const Input& input, int64_t m, const uint8_t* w, const floa
     sums[n] = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, found[n]);
 }
 
-// input (..., in), of at most eight rows, by weights (out, lines, 64) with scales (out, lines), and a bias (out):
-// (..., out).
-at::Tensor rounded_rows(const at::Tensor& given, const at::Tensor& weight, const at::Tensor& scales,
-                        const std::optional<at::Tensor>& bias) {
-  const at::Tensor input = given.contiguous();
-  const int64_t size = input.size(-1), rows = input.numel() / size, lines = weight.size(1), size_out = weight.size(0);
-  TORCH_CHECK(rows >= 1 && rows <= kMostRows, "rounded_rows: ", rows, " rows");
-  TORCH_CHECK(weight.is_contiguous() && lines == (size + kLine - 1) / kLine, "rounded_rows: weights of another size");
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes.back() = size_out;
-  at::Tensor output = at::empty(sizes, input.options());
-  const Value* x = input.const_data_ptr<Value>();
-  const Value* b = bias.has_value() ? bias->const_data_ptr<Value>() : nullptr;
-  const uint8_t* w = weight.const_data_ptr<uint8_t>();
-  const float* scale = scales.const_data_ptr<float>();
-  Value* y = output.mutable_data_ptr<Value>();
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + rows * size_out * size / kLeastPerThread);
+}  // namespace
+
+extern "C" void run(const RoundedRows& call) {
+  const int64_t rows = call.rows, size = call.size, size_out = call.size_out, lines = call.lines;
+  const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kLeastPerThread);
+  const auto* b = static_cast<const Value*>(call.bias);
+  auto* y = static_cast<Value*>(call.output);
 #pragma omp parallel num_threads(threads)
   {
     const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
     const int64_t start = size_out * thread / all, end = size_out * (thread + 1) / all;
     thread_local Input kept;
-    kept.take(x, rows, size, lines);
+    kept.take(static_cast<const Value*>(call.input), rows, size, lines);
     const auto multiply_some = [&](auto block, int64_t n) {
       float sums[decltype(block)::value];
       for (int64_t m = 0; m < rows; ++m) {
-        multiply<decltype(block)::value>(kept, m, w + n * lines * kLine, scale + n * lines, lines, sums);
+        multiply<decltype(block)::value>(kept, m, call.weight + n * lines * kLine, call.scales + n * lines, lines, sums);
         for (int64_t i = 0; i < decltype(block)::value; ++i)
           y[m * size_out + n + i] = static_cast<Value>(b == nullptr ? sums[i] : sums[i] + static_cast<float>(b[n + i]));
       }
@@ -144,12 +130,4 @@ at::Tensor rounded_rows(const at::Tensor& given, const at::Tensor& weight, const
     for (; n + kBlock <= end; n += kBlock) multiply_some(std::integral_constant<int, kBlock>(), n);
     for (; n < end; ++n) multiply_some(std::integral_constant<int, 1>(), n);
   }
-  return output;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
-  library.def(NAME "(Tensor input, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
-  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(rounded_rows)));
 }

@@ -3,10 +3,7 @@
 // Each row of the weights is read once from memory, in the order in which it stands, for all rows of the input. Sums
 // are made in the same order whatever the number of rows is.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <torch/library.h>
+#include <omp.h>
 
 #include <utility>
 #include <vector>
@@ -223,45 +220,26 @@ void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, c
   }
 }
 
-// input (..., in) by weights (out, in) each, and a bias (sum of out): (..., sum of out). Threads share the rows of all
-// weights.
-at::Tensor stored_rows(const at::Tensor& given, at::TensorList weights, const std::optional<at::Tensor>& bias) {
-  const at::Tensor input = given.contiguous();
-  const int64_t size = input.size(-1), rows = input.numel() / size;
-  int64_t size_out = 0;
-  for (const at::Tensor& weight : weights) {
-    TORCH_CHECK(weight.is_contiguous() && weight.size(1) == size, "stored_rows: weights of another size, or strided");
-    size_out += weight.size(0);
-  }
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes.back() = size_out;
-  at::Tensor output = at::empty(sizes, input.options());
-  const Value* x = input.const_data_ptr<Value>();
-  const Value* b = bias.has_value() ? bias->const_data_ptr<Value>() : nullptr;
-  Value* y = output.mutable_data_ptr<Value>();
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 1 + rows * size_out * size / kLeastPerThread);
+}  // namespace
+
+// Threads share the rows of all weights.
+extern "C" void run(const StoredRows& call) {
+  const int64_t rows = call.rows, size = call.size, size_out = call.size_out;
+  const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kLeastPerThread);
+  const auto *x = static_cast<const Value*>(call.input), *b = static_cast<const Value*>(call.bias);
+  auto* y = static_cast<Value*>(call.output);
 #pragma omp parallel num_threads(threads)
   {
     const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
     const int64_t start = size_out * thread / all, end = size_out * (thread + 1) / all;
     int64_t first = 0;
-    for (const at::Tensor& weight : weights) {
-      const int64_t from = std::max(start, first), to = std::min(end, first + weight.size(0));
-      if (from < to) {
-        const Value* w = weight.const_data_ptr<Value>() + (from - first) * size;
-        for (int64_t m = 0; m < rows; m += kMostRows)
-          multiply_rows(x + m * size, std::min(kMostRows, rows - m), w, size, b == nullptr ? b : b + from,
-                        y + m * size_out + from, size_out, to - from);
-      }
-      first += weight.size(0);
+    for (int64_t i = 0; i < call.count; first += call.rows_of[i++]) {
+      const int64_t from = std::max(start, first), to = std::min(end, first + call.rows_of[i]);
+      if (from >= to) continue;
+      const Value* w = static_cast<const Value*>(call.weights[i]) + (from - first) * size;
+      for (int64_t m = 0; m < rows; m += kMostRows)
+        multiply_rows(x + m * size, std::min(kMostRows, rows - m), w, size, b == nullptr ? b : b + from,
+                      y + m * size_out + from, size_out, to - from);
     }
   }
-  return output;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
-  library.def(NAME "(Tensor input, Tensor[] weights, Tensor? bias) -> Tensor");
-  library.impl(NAME, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(stored_rows)));
 }

@@ -103,7 +103,7 @@ def compile_kernels(attachment: Attachment) -> float:
     with counter.shown(is_due=bool(missing)):
         for name, dtype in missing:
             begin = perf_counter()
-            counter.add(int(compiled(name, dtype, EAGER_KERNELS) is not None), perf_counter() - begin)
+            counter.add(int(compiled(name, dtype, EAGER_KERNELS)), perf_counter() - begin)
     return counter.seconds
 
 

@@ -1,0 +1,41 @@
+// Calls of kernels, as addresses and numbers. What is compiled for each dtype so needs none of the headers of ops, which
+// take longer to compile than a kernel does: those are for ops.cpp, which is compiled once and fills these in.
+//
+// Values are of the dtype that a kernel is compiled for, if nothing else is said; sizes are in values, and what has no
+// strides is contiguous. A kernel uses at most `threads`.
+
+#include <cstdint>
+
+struct StoredRows {
+  const void *input, *const *weights, *bias;  // (rows, size), `count` times (rows_of[i], size), (size_out) or none
+  void* output;                               // (rows, size_out)
+  const int64_t* rows_of;
+  int64_t rows, size, count, size_out, threads;
+};
+
+struct RoundedRows {
+  const void* input;      // (rows, size)
+  const uint8_t* weight;  // (size_out, lines, 64)
+  const float* scales;    // (size_out, lines)
+  const void* bias;       // (size_out) or none
+  void* output;           // (rows, size_out)
+  int64_t rows, size, lines, size_out, threads;
+};
+
+struct FewQueries {
+  const void *query, *key, *value, *mask;  // (heads, queries, size), twice (heads, all_slots, size), (queries, all_slots)
+  void* output;                            // as `query`
+  int64_t rows, heads, queries, size, slots, all_slots, threads;  // heads of a row
+  bool mask_of_rows;                                              // whether each row has a mask
+  float scale;
+};
+
+struct ManyQueries {
+  const void *query, *key, *value;                        // (rows, heads, tokens, size)
+  const bool* mask;                                       // (queries, slots), for each row if it has strides, or none
+  void* output;                                           // (rows, queries, heads, size)
+  int64_t query_strides[3], key_strides[3], value_strides[3];  // of rows, heads and tokens
+  int64_t mask_stride;                                    // of rows
+  int64_t rows, heads, shared, queries, size, slots, threads;  // of the heads, `shared` have keys and values
+  float scale;
+};
