@@ -263,8 +263,8 @@ def results(tmp_path):
     return shutil.copytree(RESULTS / "quick", tmp_path / "quick")
 
 
-def reported(results, readme, *more):
-    return command.main(["report", "--results", str(results), "--readme", str(readme), *more])
+def reported(results, page, *more):
+    return command.main(["report", "--results", str(results), "--page", str(page), *more])
 
 
 def test_a_report_refuses_what_failed_its_token_check(results, tmp_path, capsys):
@@ -303,9 +303,9 @@ def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("folder", ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32"])
-def test_the_readme_shows_the_committed_results_of_smaller_configs(folder):
-    assert f"<!-- report: {folder}-speed -->" in report.README.read_text(encoding="utf-8")
-    assert reported(RESULTS / folder, report.README, "--check") == 0
+def test_the_pages_show_the_committed_results_of_smaller_configs(folder):
+    assert any(f"<!-- report: {folder}-speed -->" in page.read_text(encoding="utf-8") for page in report.PAGES)
+    assert command.main(["report", "--results", str(RESULTS / folder), "--check"]) == 0
 
 
 def test_results_of_a_smaller_config_have_markers_of_their_own(results, tmp_path):
@@ -320,11 +320,11 @@ def test_results_of_a_smaller_config_have_markers_of_their_own(results, tmp_path
     assert readme.read_text().startswith(theirs + "<!-- report: engines-speed -->\n\n|  | chat |")
 
 
-def test_the_readme_shows_the_committed_results(tmp_path):
-    """Tables rendered again from the committed JSON are those of the README; plots were drawn from the same JSON."""
+def test_the_pages_show_the_committed_results():
+    """Tables rendered again from the committed JSON are those of the pages; plots were drawn from the same JSON."""
     from PIL import Image  # noqa: PLC0415  # comes with matplotlib
 
-    assert reported(RESULTS / "quick", report.README, "--check") == 0
+    assert command.main(["report", "--results", str(RESULTS / "quick"), "--check"]) == 0
     records = report.read_results(RESULTS / "quick")
     sections = report.sections_of(records)
     assert (RESULTS / "quick" / "REPORT.md").read_text(encoding="utf-8") == report.whole(sections)

@@ -1,6 +1,6 @@
-"""Render results as the README's tables and plots: `python -m examples.benchmarks report`.
+"""Render results as tables and plots, in the README and in MEASURED.md: `python -m examples.benchmarks report`.
 
-A table stands in the README between `<!-- report: NAME -->` and `<!-- end of NAME -->`; what is between them is written
+A table stands in a page between `<!-- report: NAME -->` and `<!-- end of NAME -->`; what is between them is written
 here and nowhere else. The names of results of a config that does not have all suites begin with their folder's. Results
 whose token check failed are refused.
 """
@@ -22,7 +22,7 @@ from .common import FOLDER, RESULTS
 from .report_plots import save_plots
 from .suites import SUITES
 
-README = FOLDER.parent.parent / "README.md"
+PAGES = (FOLDER.parent.parent / "README.md", FOLDER / "MEASURED.md")
 WHOLE_CONFIGS = ("quick", "full")
 SECTION = re.compile(r"(<!-- report: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
@@ -30,12 +30,17 @@ SECTION = re.compile(r"(<!-- report: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `report`."""
     parser.add_argument("--results", type=Path, default=RESULTS / "quick", help="folder of results (default: quick)")
-    parser.add_argument("--readme", type=Path, default=README, help="file with the markers (default: the README)")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the file says something else")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        action="append",
+        help="file with markers, repeatable (default: README and MEASURED.md)",
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page says something else")
 
 
 def report(args: argparse.Namespace) -> None:
-    """Render the results into the file, the whole report beside the results, and the plots.
+    """Render the results into the pages, the whole report beside the results, and the plots.
 
     Raises:
         ConfigurationError: Results are missing, cannot be read, or failed their token check; or `--check` found other
@@ -44,20 +49,22 @@ def report(args: argparse.Namespace) -> None:
     records = read_results(args.results)
     sections = sections_of(records)
     marked = {f"{prefix_of(args.results, records)}{name}": content for name, content in sections.items()}
-    text = args.readme.read_text(encoding="utf-8")
-    rendered = fill(text, marked)
-    if args.check:
-        if rendered != text:
+    for page in args.page or PAGES:
+        text = page.read_text(encoding="utf-8")
+        rendered = fill(text, marked)
+        if not args.check:
+            page.write_text(rendered, encoding="utf-8")
+        elif rendered != text:
             raise ConfigurationError(
                 describe(
-                    f"{args.readme.name} does not show the results",
+                    f"{page.name} does not show the results",
                     got="other tables",
                     expected=f"those of {args.results.name}",
                     do="Run: python -m examples.benchmarks report",
                 )
             )
+    if args.check:
         return
-    args.readme.write_text(rendered, encoding="utf-8")
     (args.results / "REPORT.md").write_text(whole(sections), encoding="utf-8")
     save_plots(records, args.results / "plots", digest(args.results))
 
@@ -125,7 +132,7 @@ def sections_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def prefix_of(folder: Path, records: dict[str, dict[str, Any]]) -> str:
-    """What the README's names for the sections begin with: nothing for the configs that have all suites."""
+    """What the pages' names for the sections begin with: nothing for the configs that have all suites."""
     config = next(iter(records.values())).get("config")
     return "" if config in (None, *WHOLE_CONFIGS) else f"{folder.resolve().name}-"
 
