@@ -31,11 +31,10 @@ struct FewQueries {
 };
 
 struct ManyQueries {
-  const void *query, *key, *value;                        // (rows, heads, tokens, size)
-  const bool* mask;                                       // (queries, slots), for each row if it has strides, or none
-  void* output;                                           // (rows, queries, heads, size)
-  int64_t query_strides[3], key_strides[3], value_strides[3];  // of rows, heads and tokens
-  int64_t mask_stride;                                    // of rows
-  int64_t rows, heads, shared, queries, size, slots, threads;  // of the heads, `shared` have keys and values
+  const void *query, *key, *value;  // (rows, heads, tokens, size)
+  const bool* mask;                 // (queries, slots), for each row if it has strides, or none
+  void* output;                     // (rows, queries, heads, size)
+  int64_t query_strides[3], key_strides[3], value_strides[3], mask_stride;  // of rows, heads and tokens; of rows
+  int64_t rows, heads, shared, queries, size, slots, threads;               // `shared` heads have keys and values
   float scale;
 };
