@@ -22,7 +22,8 @@ from .common import FOLDER, RESULTS
 from .report_plots import save_plots
 from .suites import SUITES
 
-PAGES = (FOLDER.parent.parent / "README.md", FOLDER / "MEASURED.md")
+README = FOLDER.parent.parent / "README.md"
+PAGES = (README, FOLDER / "MEASURED.md")
 WHOLE_CONFIGS = ("quick", "full")
 SECTION = re.compile(r"(<!-- report: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
