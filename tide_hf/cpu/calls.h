@@ -7,6 +7,7 @@
 #include <cstdint>
 
 struct StoredRows {
+  static constexpr const char* kName = "stored_rows";  // of the op
   const void *input, *const *weights, *bias;  // (rows, size), `count` times (rows_of[i], size), (size_out) or none
   void* output;                               // (rows, size_out)
   const int64_t* rows_of;
@@ -14,6 +15,7 @@ struct StoredRows {
 };
 
 struct RoundedRows {
+  static constexpr const char* kName = "rounded_rows";  // of the op
   const void* input;      // (rows, size)
   const uint8_t* weight;  // (size_out, lines, 64)
   const float* scales;    // (size_out, lines)
@@ -23,6 +25,7 @@ struct RoundedRows {
 };
 
 struct FewQueries {
+  static constexpr const char* kName = "few_queries";  // of the op
   const void *query, *key, *value, *mask;  // (heads, queries, size), twice (heads, all_slots, size), (queries, all_slots)
   void* output;                            // as `query`
   int64_t rows, heads, queries, size, slots, all_slots, threads;  // heads of a row
@@ -31,6 +34,7 @@ struct FewQueries {
 };
 
 struct ManyQueries {
+  static constexpr const char* kName = "many_queries";  // of the op
   const void *query, *key, *value;  // (rows, heads, tokens, size)
   const bool* mask;                 // (queries, slots), for each row if it has strides, or none
   void* output;                     // (rows, queries, heads, size)

@@ -21,11 +21,15 @@ struct Kernel {
   using Run = void(const Call&);
   static inline Run* by_dtype[std::size(kDtypes)] = {};
 
-  static void run(const Call& call, const char* name, const Tensor& values) {
+  static void run(const Call& call, const Tensor& values) {
     const auto* dtype = std::find(std::begin(kDtypes), std::end(kDtypes), values.scalar_type());
     auto* kernel = dtype == std::end(kDtypes) ? nullptr : by_dtype[dtype - kDtypes];
-    TORCH_CHECK(kernel != nullptr, name, ": no kernel for ", values.dtype());
+    TORCH_CHECK(kernel != nullptr, Call::kName, ": no kernel for ", values.dtype());
     kernel(call);
+  }
+
+  static void use(std::string_view name, int64_t dtype, void* kernel) {
+    if (name == Call::kName) by_dtype[dtype] = reinterpret_cast<Run*>(kernel);
   }
 };
 
@@ -48,7 +52,7 @@ Tensor empty_rows(const Tensor& input, int64_t size_out) {
 
 // input (..., in) by weights (out, in) each, and a bias (sum of out): (..., sum of out).
 Tensor stored_rows(const Tensor& given, at::TensorList weights, const std::optional<Tensor>& bias) {
-  const char* name = "stored_rows";
+  const char* name = StoredRows::kName;
   const Tensor input = given.contiguous();
   StoredRows call{};
   call.size = input.size(-1), call.rows = input.numel() / call.size, call.count = static_cast<int64_t>(weights.size());
@@ -64,14 +68,14 @@ Tensor stored_rows(const Tensor& given, at::TensorList weights, const std::optio
   call.input = input.const_data_ptr(), call.weights = data.data(), call.rows_of = rows_of.data();
   call.bias = bias_data(name, bias, input, call.size_out), call.output = output.mutable_data_ptr();
   call.threads = at::get_num_threads();
-  Kernel<StoredRows>::run(call, name, input);
+  Kernel<StoredRows>::run(call, input);
   return output;
 }
 
 // input (..., in), of at most eight rows, by weights (out, lines, 64) with scales (out, lines), and a bias (out):
 // (..., out).
 Tensor rounded_rows(const Tensor& given, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
-  const char* name = "rounded_rows";
+  const char* name = RoundedRows::kName;
   const Tensor input = given.contiguous();
   RoundedRows call{};
   call.size = input.size(-1), call.rows = input.numel() / call.size;
@@ -84,7 +88,7 @@ Tensor rounded_rows(const Tensor& given, const Tensor& weight, const Tensor& sca
   call.input = input.const_data_ptr(), call.weight = weight.const_data_ptr<uint8_t>();
   call.scales = scales.const_data_ptr<float>(), call.bias = bias_data(name, bias, input, call.size_out);
   call.output = output.mutable_data_ptr(), call.threads = at::get_num_threads();
-  Kernel<RoundedRows>::run(call, name, input);
+  Kernel<RoundedRows>::run(call, input);
   return output;
 }
 
@@ -92,7 +96,7 @@ Tensor rounded_rows(const Tensor& given, const Tensor& weight, const Tensor& sca
 // mask (rows or 1, 1, queries, all slots), added to the scores. As `query`.
 Tensor few_queries(const Tensor& given, const Tensor& key, const Tensor& value, const Tensor& mask, const Tensor& end,
                    double scale) {
-  const char* name = "few_queries";
+  const char* name = FewQueries::kName;
   const Tensor query = given.contiguous(), output = at::empty_like(query);
   FewQueries call{};
   call.query = query.const_data_ptr(), call.output = output.mutable_data_ptr();
@@ -102,7 +106,7 @@ Tensor few_queries(const Tensor& given, const Tensor& key, const Tensor& value, 
   call.slots = *end.const_data_ptr<int64_t>(), call.all_slots = key.size(2);
   TORCH_CHECK(call.slots >= 1 && call.slots <= call.all_slots, name, ": ", call.slots, " slots");
   call.scale = static_cast<float>(scale), call.threads = at::get_num_threads();
-  Kernel<FewQueries>::run(call, name, query);
+  Kernel<FewQueries>::run(call, query);
   return output;
 }
 
@@ -111,7 +115,7 @@ Tensor few_queries(const Tensor& given, const Tensor& key, const Tensor& value, 
 // slots - queries + i. (rows, queries, heads, size).
 Tensor many_queries(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                     double scale) {
-  const char* name = "many_queries";
+  const char* name = ManyQueries::kName;
   ManyQueries call{};
   call.rows = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.size = query.size(3);
   call.shared = key.size(1), call.slots = key.size(2);
@@ -128,7 +132,7 @@ Tensor many_queries(const Tensor& query, const Tensor& key, const Tensor& value,
   const Tensor output = at::empty({call.rows, call.queries, call.heads, call.size}, query.options());
   call.output = output.mutable_data_ptr(), call.scale = static_cast<float>(scale);
   call.threads = at::get_num_threads();
-  Kernel<ManyQueries>::run(call, name, query);
+  Kernel<ManyQueries>::run(call, query);
   return output;
 }
 
@@ -136,11 +140,10 @@ Tensor many_queries(const Tensor& query, const Tensor& key, const Tensor& value,
 
 // Lets the op `name` call `kernel`, a function that takes a call of its own, for values of the dtype at that place.
 extern "C" void use(const char* name, int64_t dtype, void* kernel) {
-  const std::string_view op(name);
-  if (op == "stored_rows") Kernel<StoredRows>::by_dtype[dtype] = reinterpret_cast<Kernel<StoredRows>::Run*>(kernel);
-  if (op == "rounded_rows") Kernel<RoundedRows>::by_dtype[dtype] = reinterpret_cast<Kernel<RoundedRows>::Run*>(kernel);
-  if (op == "few_queries") Kernel<FewQueries>::by_dtype[dtype] = reinterpret_cast<Kernel<FewQueries>::Run*>(kernel);
-  if (op == "many_queries") Kernel<ManyQueries>::by_dtype[dtype] = reinterpret_cast<Kernel<ManyQueries>::Run*>(kernel);
+  Kernel<StoredRows>::use(name, dtype, kernel);
+  Kernel<RoundedRows>::use(name, dtype, kernel);
+  Kernel<FewQueries>::use(name, dtype, kernel);
+  Kernel<ManyQueries>::use(name, dtype, kernel);
 }
 
 TORCH_LIBRARY_FRAGMENT(tide_hf, library) {
