@@ -1,6 +1,9 @@
 """The drafting policy: pure functions of costs and acceptances."""
 
 import math
+import random
+import sys
+import threading
 
 import pytest
 
@@ -236,3 +239,30 @@ def test_what_is_forgotten_gives_way_to_the_prior():
         table.forget("a", 0.9)
     assert table.probability("a") == pytest.approx(0.4, abs=1e-3)
     assert table.probability("b") == 0.5
+
+
+def test_threads_may_share_a_table():
+    """What one of them looks through another may add to meanwhile."""
+    table, problems, interval = CostTable(num_layers=30), [], sys.getswitchinterval()
+
+    def use(seed):
+        numbers = random.Random(seed)
+        try:
+            for _ in range(3000):
+                table.record(("verify", 1), 1.0)
+                table.record((numbers.choice(["verify", "draft"]), numbers.randrange(2, 400)), 2.0)
+                table.verify(numbers.randrange(1, 400))
+                table.resized()
+        except RuntimeError as error:
+            problems.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert problems == []

@@ -12,6 +12,7 @@ from .adapters import check_adapters
 from .choices import EXIT_CRITERIA, check_choice
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import RENTED
+from .decoding.rows import Stopping
 from .decoding.speculation import SelfSpeculativeDecoder
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
@@ -27,7 +28,7 @@ from .routers.configuration_tide import (
     check_mode,
 )
 from .stats import ExitStats
-from .structure import CACHE, check_rope
+from .structure import CACHE, check_rope, rope_limits
 
 OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 
@@ -77,6 +78,9 @@ class TIDEGenerationMixin:
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()
+        # A MaxLengthCriteria of the caller's takes the place of what the config says.
+        stopping = Stopping(stopping_criteria, generation_config)
+        generation_config.max_length = stopping.max_length or generation_config.max_length
         engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         warm_up_seconds = attachment.warm_up_seconds(engine)
@@ -91,21 +95,31 @@ class TIDEGenerationMixin:
             run = _exit_run(attachment, mode, generation_config, model_kwargs)
             generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
             with attachment.running(engine, run, gates), active(run):
-                result = super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
-                cache = model_kwargs.get(CACHE)
-                if isinstance(run, RecomputeRun) and cache_is_returned(generation_config, cache):
-                    run.flush(super().__call__)  # type: ignore[misc]
+                result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **common, **model_kwargs})
             sequences = result if isinstance(result, Tensor) else result.sequences
             stats = _exit_stats(mode, engine, run, sequences[:, input_ids.shape[1] :], generation_config)
         stats.warm_up_s = attachment.warm_up_seconds(engine) - warm_up_seconds
         self.last_exit_stats = stats
         return result
 
+    def _tide_exits(self, run: ExitRun, input_ids: Tensor, options: dict[str, Any]) -> Any:
+        """Decode as transformers does, under an active `run`."""
+        cache = options.get(CACHE)
+        if not (isinstance(run, RecomputeRun) and cache_is_returned(options["generation_config"], cache)):
+            return super()._sample(input_ids, **options)  # type: ignore[misc]
+        try:
+            result = super()._sample(input_ids, **options)  # type: ignore[misc]
+        except BaseException:  # a streamer's or a criterion's, or an interrupt: the caller may go on with the cache
+            run.give_up(cache)
+            raise
+        run.flush(super().__call__)  # type: ignore[misc]
+        return result
+
     def _tide_decoder(
         self, engine: str, input_ids: Tensor, common: dict[str, Any], model_kwargs: dict[str, Any]
     ) -> SelfSpeculativeDecoder:
         """The decoder of a `self_speculative` call, once the call is known to be one that it can decode."""
-        check_rope(self.config.get_text_config(), input_ids.shape[1], common["generation_config"].max_length)
+        _check_rope(self.config.get_text_config(), input_ids, common["generation_config"].max_length, model_kwargs)
         rows = input_ids.shape[0]
         user = "tide_mode='self_speculative'" + (f" with {rows} sequences" if rows > 1 else "")
         find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
@@ -201,6 +215,20 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
                     "tide_hf.decoding.rows.RowCriterion sees the tokens of every row of a batch.",
                 )
             )
+
+
+def _check_rope(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
+    """Refuse an answer within which rotary embeddings change, by positions: `input_ids` may be padded, or a part."""
+    if not rope_limits(config):
+        return
+    positions, cache = model_kwargs.get("position_ids"), model_kwargs.get(CACHE)
+    if positions is not None:
+        length = int(positions.max()) + 1
+    else:
+        embeds = model_kwargs.get("inputs_embeds")
+        length = (embeds if embeds is not None else input_ids).shape[1]
+        length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    check_rope(config, length, length + max_length - input_ids.shape[1])
 
 
 def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any]) -> ExitRun:

@@ -181,6 +181,27 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
         )
 
 
+def last_position(config: Any) -> int | None:
+    """Positions that a model has embeddings for, each learnt or tabled by itself; `None` where any will do.
+
+    Args:
+        config: The base model's text config.
+    """
+    if getattr(config, "rope_parameters", None):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def has_windows(config: Any) -> bool:
+    """Whether some layers attend to a part of the context: a window counts slots of the cache, hidden or not.
+
+    Args:
+        config: The base model's text config.
+    """
+    kinds = set(getattr(config, "layer_types", None) or [])
+    return bool(kinds - {"full_attention"}) or bool(getattr(config, "sliding_window", None))
+
+
 _ABSENT = object()
 
 

@@ -91,7 +91,7 @@ class Attachment:
         """
         key = (engine, widths, num_rows)
         if key not in self.costs:
-            larger = [rows for *known, rows in self.costs if known == [engine, widths] and rows > num_rows]
+            larger = [rows for *known, rows in list(self.costs) if known == [engine, widths] and rows > num_rows]
             self.costs[key] = (
                 self.costs[engine, widths, min(larger)].resized()
                 if larger

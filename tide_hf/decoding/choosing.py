@@ -100,10 +100,10 @@ class TokenChooser:
 
     def room(self, row: Row) -> int:
         """How many tokens `row` may still add: a stopped one that is kept only keeps pace with the others."""
-        end = self.config.max_length - row.prompt.shape[1]
         if row.stopped_at is not None and not self.together:
-            end = max(len(other.tokens) for other in self.rows)
-        return end - len(row.tokens)
+            return max(len(other.tokens) for other in self.rows) - len(row.tokens)
+        # One comes behind any prompt, as in plain decoding, which asks no criterion before.
+        return max(1, self.config.max_length - row.prompt.shape[1] - len(row.tokens))
 
     def accept(
         self, batch: list[Row], logits: Tensor, drafts: list[Draft], top_tokens: list[list[int]] | None, depth: int
@@ -150,12 +150,12 @@ class TokenChooser:
         for position in range(min(len(draft.tokens) + 1, self.room(row))):
             token = chosen[position] if chosen is not None else self.choose([row], logits[position : position + 1])[0]
             matched = self._add(row, token, draft, position, depth)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
-            if row.stopped_at is None and self.stopping(row):
+            stops = row.stopped_at is None and self.stopping(row)
+            if stops:
                 row.stopped_at = len(row.tokens)
-                break
-            if not matched:
+            if self.streamer is not None:  # behind the criteria, as in plain decoding
+                self.streamer.put(torch.tensor([token]))
+            if stops or not matched:
                 break
 
     def _accept_together(self, logits: Tensor, drafts: list[Draft], depth: int) -> None:

@@ -32,6 +32,8 @@ class CostTable:
     estimate leans on an optimistic prior, so that it gets tried; what is not used is forgotten by and by, so that it is
     tried again.
 
+    Calls in several threads may share a table; what they look through is copied first, since others may add to it.
+
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
         head_share: Share of the output head in a pass's weights, likewise.
@@ -56,7 +58,7 @@ class CostTable:
         if self._plain_ms:
             table._plain_ms.append(self._pace)
             table._pace, table._plain_passes = self._pace, 1
-        for key, value in self._medians.items():
+        for key, value in list(self._medians.items()):
             table._samples[key] = deque([value], maxlen=SAMPLES)
             table._medians[key] = value
         return table
@@ -91,7 +93,7 @@ class CostTable:
             width = step_width(width, self.widths)
         key = ("verify", width)
         if key not in self._estimates:
-            wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
+            wider = [known for kind, known in list(self._medians) if kind == "verify" and known > width > 1]
             self._estimates[key] = min(self._verify(known) for known in (width, *wider))
         return self._estimates[key] * self._pace
 
@@ -111,7 +113,7 @@ class CostTable:
         self._plain_ms.append(milliseconds)
         self._pace = median(list(self._plain_ms)[-PACE_SAMPLES:])
         if self._plain_passes % FORGET_AFTER == 0:
-            for key, samples in self._samples.items():
+            for key, samples in list(self._samples.items()):
                 if samples:
                     samples.popleft()
                 self._update(key)
@@ -137,7 +139,7 @@ class CostTable:
     def _interpolate(self, width: int) -> float:
         """Cost of an unmeasured width between, or beyond, the trusted ones."""
         known = [(1, 1.0)]
-        for (kind, measured_width), value in self._medians.items():
+        for (kind, measured_width), value in list(self._medians.items()):
             if kind == "verify" and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
                 known.append((measured_width, value))
         known.sort()

@@ -12,11 +12,11 @@ from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
-    MaxTimeCriteria,
     StopStringCriteria,
 )
 
-BY_ROW = (MaxTimeCriteria, StopStringCriteria)  # other criteria that look at each row by itself
+# Other criteria that look at each row by itself. Time is none of them: it ends all rows with the same token.
+BY_ROW = (StopStringCriteria,)
 
 
 @dataclass
@@ -46,7 +46,9 @@ class Row:
     @property
     def ids(self) -> Tensor:
         """(1, length) prompt and new tokens, as processors and criteria see them."""
-        return torch.cat([self.prompt, self.prompt.new_tensor([self.tokens])], dim=-1) if self.tokens else self.prompt
+        if not self.tokens:
+            return self.prompt
+        return torch.cat([self.prompt, torch.tensor([self.tokens], device=self.prompt.device)], dim=-1)
 
 
 def by_step(kept: Iterable[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -94,9 +96,9 @@ class Stopping:
         self.others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                self.eos_tokens |= set(criterion.eos_token_id.tolist())
+                self.eos_tokens |= set(criterion.eos_token_id.reshape(-1).tolist())
             elif type(criterion) is MaxLengthCriteria:
-                self.max_length = criterion.max_length
+                self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
             elif isinstance(criterion, RowCriterion):
                 self.of_rows.append(criterion)
             else:
@@ -123,7 +125,10 @@ class Stopping:
         scores = by_step(row.scores for row in rows) or None
         found = torch.tensor(stops, device=ids.device)
         for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
-            found = found | criterion(ids, scores)
+            answer = criterion(ids, scores)
+            if isinstance(answer, Tensor) and answer.shape == (len(rows), 1):  # as StoppingCriteria documents it
+                answer = answer[:, 0]
+            found = found | answer
         return found.tolist()
 
     def _ends(self, row: Row) -> bool:

@@ -22,10 +22,10 @@ from ..adapters import has_adapters_by_row
 from ..cpu.many_queries import has_kernel
 from ..cpu.shared_heads import shared_heads
 from ..depth.block_drafting import block_run
-from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, start_recording, stop_recording
+from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, cut_back, last_slot, start_recording, stop_recording
 from ..depth.skipping import FixedDepthRun, LayerRun, active, on_device
 from ..stats import ExitStats
-from ..structure import CACHE
+from ..structure import CACHE, has_windows, last_position, rope_limits
 from ..unembed import DraftUnembed, greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
@@ -57,6 +57,7 @@ class SelfSpeculativeDecoder:
     on_steps = False  # of fixed shape
     widths: tuple[int, ...] = ()  # of verify passes, where others are filled up
     fills_block_late = True  # a single row's K/V of the block, when it is about to draft
+    native_slots: CacheSlots | None = None  # of the call's cache, once the prompt is read
 
     def __init__(
         self,
@@ -95,12 +96,17 @@ class SelfSpeculativeDecoder:
         self.chooser = TokenChooser(
             self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, self.is_returned
         )
+        text_config = model.config.get_text_config()
+        limits = [last_position(text_config), last_slot(cache)]
+        self.last_slot = min((limit for limit in limits if limit is not None), default=None)
         # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others
-        # need them, or the rows have adapters of their own.
+        # need them (also for their length, which tells how positions are turned), or the rows have adapters of their
+        # own.
         self.drops_stopped = not (
             not stopping.pads
             or self.is_returned
             or self.chooser.together
+            or "longrope" in rope_limits(text_config)
             or has_adapters_by_row(model, attachment.structure)
         )
         self.measured_rows = len(self.rows)  # of the batch whose costs tell what the call's engine is worth
@@ -117,6 +123,10 @@ class SelfSpeculativeDecoder:
                 result = self._result()
                 if self.block is not None and self.is_returned:
                     self.block.remember()
+        except BaseException:  # a streamer's or a criterion's, or an interrupt: the caller may go on with the cache
+            if self.native_slots is not None and self.is_returned:
+                cut_back(self.native_slots.cache, self.native_slots.length)
+            raise
         finally:
             if self.block is not None:
                 self.block.finish()
@@ -150,7 +160,8 @@ class SelfSpeculativeDecoder:
             steps = torch.arange(start, start + width, device=self.positions.device)
             kwargs["position_ids"] = self.positions[:, None] + steps
         if (types := kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = types[:1, -1:].expand(rows, width)
+            own = [row.index for row in self.batch] if len(types) > 1 else [0]
+            kwargs["token_type_ids"] = types[own, -1:].expand(rows, width)
         inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
@@ -163,7 +174,9 @@ class SelfSpeculativeDecoder:
         for name in ("inputs_embeds", CACHE):
             self.model_kwargs.pop(name, None)
         threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
-        self.slots = CacheSlots(cache, mask, threshold, self.input_ids.device, ops)
+        length, windows = int(cache.get_seq_length()), has_windows(self.model.config.get_text_config())
+        self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
+        self.native_slots = self.slots
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
         drafts = [Draft() for _ in self.batch]
         for row, tokens in zip(self.batch, self._accept(logits, drafts), strict=True):
@@ -172,7 +185,7 @@ class SelfSpeculativeDecoder:
 
     def _round(self, drafter: Drafter) -> None:
         batch, costs = self.batch, self.shallow.costs_of(len(self.batch))
-        drafts = drafter.draft([row.index for row in batch], [max(0, self.chooser.room(row) - 1) for row in batch])
+        drafts = drafter.draft([row.index for row in batch], self._limits())
         width = 1 + max(len(draft.tokens) for draft in drafts)
         start = perf_counter()
         fed = [[row.last, *draft.tokens] for row, draft in zip(batch, drafts, strict=True)]
@@ -186,6 +199,14 @@ class SelfSpeculativeDecoder:
         costs.record(("verify", width), self.ranks.agree((perf_counter() - start) * 1000))
         self._learn(drafter, drafts, new_tokens)
         self._drop_stopped()
+
+    def _limits(self) -> list[int]:
+        """The most tokens that each row may draft: what its answer, the cache and learnt positions have room for."""
+        limits = [max(0, self.chooser.room(row) - 1) for row in self.batch]
+        if self.last_slot is None:
+            return limits
+        ahead = max(0, self.last_slot - self.slots.length - 1)
+        return [min(limit, ahead) for limit in limits]
 
     def _learn(self, drafter: Drafter, drafts: list[Draft], new_tokens: list[list[int]]) -> None:
         """Tell the drafter, and the statistics, what became of a round's drafts."""
@@ -232,7 +253,8 @@ class SelfSpeculativeDecoder:
     def _result(self) -> Tensor | GenerateDecoderOnlyOutput:
         length, pad = self.chooser.length, self.chooser.stopping.pad_token_id
         tokens = [row.tokens[:length] + [pad] * (length - len(row.tokens)) for row in self.rows]
-        sequences = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)], dim=-1)
+        new_tokens = torch.tensor(tokens, device=self.input_ids.device)  # int64, as plain decoding's are
+        sequences = torch.cat([self.input_ids, new_tokens], dim=-1)
         self.stats.layers_executed = self.run.layers_executed + self.shallow.layers_executed
         self.stats.per_token = [row.depths[: row.stopped_at] for row in self.rows]
         if not self.drops_stopped:

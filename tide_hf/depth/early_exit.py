@@ -282,6 +282,10 @@ class RecomputeRun(PostHocRun):
             del self.per_pass[num_passes:]
         kv_cache.stop_recording(self.current.kwargs[CACHE])  # type: ignore[union-attr]
 
+    def give_up(self, cache: Cache) -> None:
+        """Leave in the cache what all layers have, for a caller who gets to see it although the call broke off."""
+        kv_cache.cut_back(cache, min(int(layer.get_seq_length()) for layer in cache.layers))
+
     def _run_layer_again(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One layer of a catch-up pass."""
         executed = gate.layer_idx + 1

@@ -89,6 +89,9 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
     if supported and static != "any" and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         got += " with sliding-window layers" if any(cache.is_sliding) else ""
         supported = static == "full" and not any(cache.is_sliding)
+    if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        got += " that records the past"  # what it has recorded would be gone behind the first roll-back
+        supported = False
     if not supported:
         also = {"any": ", or a StaticCache", "full": ", or a StaticCache without sliding windows", "none": ""}[static]
         raise UnsupportedOptionError(
@@ -96,10 +99,16 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
                 f"{user} cannot use this cache",
                 got=got,
                 expected=f"a DynamicCache, which is the default of generate(){also}",
-                do="Leave cache_implementation and use_cache at their defaults, or detach TIDE for this call.",
+                do="Leave cache_implementation and use_cache at their defaults, call activate_past_recording() "
+                "afterwards, or detach TIDE for this call.",
             )
         )
     return cache
+
+
+def last_slot(cache: Cache) -> int | None:
+    """Slots that there are in a static cache; `None` for one that grows."""
+    return min((layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
 def crop(layer: Any, num_tokens: int) -> None:
@@ -153,6 +162,13 @@ def stop_recording(cache: Cache) -> None:
             layer.record_past = False
 
 
+def cut_back(cache: Cache, length: int) -> None:
+    """Leave the first `length` tokens, whatever an interrupted pass has stored in some of the layers."""
+    for layer in cache.layers:
+        crop(layer, int(layer.get_seq_length()) - length)
+    stop_recording(cache)
+
+
 class CacheSlots:
     """The slots of a batch's cache when every row accepts as many tokens as it likes.
 
@@ -163,21 +179,30 @@ class CacheSlots:
 
     Args:
         cache: The cache after the prompt's pass.
-        attention_mask: (rows, cached) of the prompt; `None` where nothing is padded.
+        length: Slots that are filled.
+        attention_mask: (rows, length) of the prompt; `None` where nothing is padded.
         compaction_threshold: Share of holes that is put up with.
         device: Where the tokens are; the layers of an offloaded cache come and go.
         ops: What moves the rows together.
+        has_windows: Whether some layers attend to so many slots, hidden or not.
+
+    Attributes:
+        length: Slots that are filled, but for those of a pass that is not committed.
     """
 
     def __init__(
         self,
         cache: Cache,
+        length: int,
         attention_mask: Tensor | None,
         compaction_threshold: float,
         device: torch.device,
         ops: Ops = PLAIN,
+        has_windows: bool = False,
     ) -> None:
         self.cache = cache
+        self.length = length
+        self.has_windows = has_windows
         self.device = device
         self.mask = attention_mask
         self.holes: Tensor | None = None
@@ -194,17 +219,18 @@ class CacheSlots:
         longest = max(accepted)
         if min(accepted) == longest and self.holes is None:
             self.mask = self.mask_for(longest)
+            self.length += longest
             # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
             self._crop(width - longest)
             return
         kept = torch.arange(width, device=self.device) < torch.tensor(accepted, device=self.device)[:, None]
         mask, holes = self._with_holes(kept)
-        if any(self.cache.is_sliding):
+        if self.has_windows:
             self._compact(mask, holes)
             return
         self._crop(width - longest)
-        length = mask.shape[1] - (width - longest)
-        self.mask, self.holes = mask[:, :length], holes[:, :length]
+        self.length += longest
+        self.mask, self.holes = mask[:, : self.length], holes[:, : self.length]
         if float(self.holes.float().mean()) > self.compaction_threshold:
             self._compact(self.mask, self.holes)
 
@@ -223,9 +249,6 @@ class CacheSlots:
             self.holes = self.holes[index.to(self.holes.device)]
         return index
 
-    def _stored(self) -> int:
-        return self.cache.get_seq_length()
-
     def _crop(self, num_tokens: int) -> None:
         for layer in self.cache.layers:
             crop(layer, num_tokens)
@@ -236,8 +259,7 @@ class CacheSlots:
 
     def _with_holes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Mask and holes, (rows, cached) each, after a pass that wrote as many slots as `kept` (rows, width) has."""
-        rows, width = kept.shape
-        shape = (rows, self._stored() - width)
+        shape = (kept.shape[0], self.length)
         mask = torch.ones(shape, dtype=torch.long, device=kept.device) if self.mask is None else self.mask
         holes = torch.zeros(shape, dtype=torch.bool, device=kept.device) if self.holes is None else self.holes
         return torch.cat([mask, kept.to(mask)], dim=-1), torch.cat([holes, ~kept], dim=-1)
@@ -250,6 +272,7 @@ class CacheSlots:
         order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
         self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
         self.holes = remaining if bool(remaining.any()) else None
+        self.length = width
         self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
 
 

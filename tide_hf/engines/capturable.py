@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..decoding.ranks import ranks_of
 from ..steps.captured_steps import CapturedSteps
-from ..structure import CACHE
+from ..structure import CACHE, has_windows
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
 ATTENTION = ("eager", "sdpa")
@@ -73,7 +73,6 @@ def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str
     """The facts of one call of an attached model."""
     cache = model_kwargs[CACHE]
     config = model.config.get_text_config()
-    windows = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     return CallFacts(
         rows=rows,
         devices=frozenset(map(str, {parameter.device for parameter in model.parameters()}))
@@ -82,7 +81,7 @@ def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str
         cache="an offloaded cache" if cache.offloading else type(cache).__name__,
         layer_kinds=frozenset(type(layer).__name__ for layer in cache.layers),
         arguments=frozenset(name for name, value in model_kwargs.items() if value is not None),
-        has_windows=bool(windows) or bool(getattr(config, "sliding_window", None)),
+        has_windows=has_windows(config),
         is_sharded=ranks_of(model).many,
         has_adapters=hasattr(model, "peft_config"),
         training=model.training,

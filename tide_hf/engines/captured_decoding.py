@@ -104,7 +104,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         length = cache.get_seq_length()
         if not self._fits(length):
             return
-        self.native_slots, self.has_positions = self.slots, self.positions is not None
+        self.has_positions = self.positions is not None
         self.buffers = self._buffers(cache, length)
         self.places, self.measured_rows = Places(len(self.batch), self.buffers.rows), self.buffers.rows
         mask = mask.cpu()[self.places.shown] if mask is not None else None
@@ -133,7 +133,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.steps.buffers(like, len(self.batch), self._num_slots(filled), **kinds)
 
     def _num_slots(self, filled: int) -> int:
-        most = self.config.max_length
+        most = filled + max(self.chooser.room(row) for row in self.batch)  # a cache that was handed in is no prompt
         return slots_for_now(filled, most) if self.steps.grows else most
 
     def _grow(self) -> None:
@@ -170,8 +170,8 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if needed > MEMORY_SHARE * free:
             logger.warning(
-                "the call runs eagerly: K/V buffers for max_length=%d would take %.1f GB of %.1f GB that are free",
-                self.config.max_length,
+                "the call runs eagerly: K/V buffers of %d slots would take %.1f GB of %.1f GB that are free",
+                self._num_slots(filled),
                 needed / 1e9,
                 free / 1e9,
             )
@@ -188,7 +188,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             super()._round(drafter)
             return
         batch, costs, start = self.batch, self.shallow.costs_of(len(self.batch)), perf_counter()
-        drafts = drafter.draft([row.index for row in batch], [max(0, self.chooser.room(row) - 1) for row in batch])
+        drafts = drafter.draft([row.index for row in batch], self._limits())
         width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.widths)
         if not self.shallow.num_ahead:
             start = perf_counter()

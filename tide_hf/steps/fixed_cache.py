@@ -140,13 +140,7 @@ class FixedSlots(CacheSlots):
     """
 
     def __init__(self, cache: Cache, length: int, attention_mask: Tensor | None, compaction_threshold: float) -> None:
-        super().__init__(cache, attention_mask, compaction_threshold, torch.device("cpu"))
-        self.length = length
-
-    def commit(self, width: int, accepted: list[int]) -> None:
-        """Keep the first `accepted[row]` of the `width` slots that the last pass wrote."""
-        self.length += width
-        super().commit(width, accepted)
+        super().__init__(cache, length, attention_mask, compaction_threshold, torch.device("cpu"))
 
     def make_room(self, width: int) -> bool:
         """Take holes away where `width` more slots would not fit; return whether they do now."""
@@ -162,18 +156,14 @@ class FixedSlots(CacheSlots):
         if self.holes is not None:
             self.holes = self.holes[rows]
 
-    def _stored(self) -> int:
-        return self.length
-
     def _crop(self, num_tokens: int) -> None:
-        self.length -= num_tokens
+        """Do nothing: what lies behind is written over."""
 
     def _move(self, order: Tensor, total: int) -> None:
-        self.length = order.shape[1]
         for layer in self.cache.layers:
             keys, values = _kv(layer)
             for part, moved in zip((keys, values), kv_compact(keys, values, order), strict=True):
-                part[:, :, : self.length].copy_(moved)
+                part[:, :, : order.shape[1]].copy_(moved)
 
 
 def _kv(layer: Any) -> tuple[Tensor, Tensor]:

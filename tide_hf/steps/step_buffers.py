@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from ..depth.block_drafting import BlockRun
 from ..depth.skipping import FixedDepthRun, LayerRun, active
 from ..routers.modeling_tide import TIDERouters
-from ..structure import CACHE, DecoderStructure
+from ..structure import CACHE, DecoderStructure, last_position
 from ..unembed import DraftUnembed, Unembed, greedy_tokens
 from .fixed_cache import fill, first_rows, fixed_cache, take_rows
 
@@ -75,6 +75,7 @@ class StepBuffers:
         shared: Cache | None = None,
     ) -> None:
         self.parts, self.rows, self.capacity, self.has_positions = parts, rows, capacity, has_positions
+        self.last_position = last_position(parts.model.config.get_text_config())
         first: Any = like.layers[0]
         self.device = device = first.keys.device
         self.cache = fixed_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
@@ -218,7 +219,11 @@ class StepBuffers:
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self.has_positions:
             steps = torch.arange(width, device=self.device) + fed
-            inputs["position_ids"] = self.positions[:, None] + steps
+            positions = self.positions[:, None] + steps
+            # What fills a pass up may stand behind the last position that there is.
+            inputs["position_ids"] = (
+                positions if self.last_position is None else positions.clamp(max=self.last_position - 1)
+            )
         return self.parts.model(**inputs, return_dict=True)
 
 
