@@ -13,7 +13,7 @@ from tide_hf.decoding.drafting import Draft
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
 
 ROUTERS = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 PROMPTS = (
     "Why does bread rise?",
     "Tell me a story about a fox who wanted to learn to swim.",
