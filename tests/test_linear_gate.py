@@ -1,22 +1,17 @@
 """Linear layers over a handful of rows: the same numbers, and never from weights that are no longer the model's."""
 
 import copy
-from collections import Counter
 from itertools import product
 
 import pytest
 import torch
-from drafters import HeadDrafter
-from families import VOCAB
 from recorded import Recording
-from test_block_head import routers_for
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import linear_gate, weight_forms
 from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
-from tide_hf.cpu.products import MOST_ROUNDED_ROWS
 from tide_hf.cpu.weight_forms import (
     FORMS,
     PROBED_ROWS,
@@ -24,15 +19,11 @@ from tide_hf.cpu.weight_forms import (
     RoundedWeight,
     StoredWeight,
     WidenedWeight,
-    fastest_form,
 )
 from tide_hf.depth.skipping import LayerRun, active
-from tide_hf.errors import ConfigurationError, UnsupportedOptionError
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
-PROMPT = torch.arange(8)[None]
-OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
 
 def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight, PackedWeight, None, StoredWeight)):
@@ -85,64 +76,6 @@ def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, 
     assert bool(linear.forward.kept) == (not 64 <= rows < 256)
 
 
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_what_is_the_fastest_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
-    probed = []
-    monkeypatch.setattr(weight_forms, "_measured", {})
-    monkeypatch.setattr(
-        weight_forms, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
-    )
-    expected = PackedWeight if is_faster else None
-
-    def found(dtype, *numbers):
-        return [fastest_form(dtype, rows, (PackedWeight,)) for rows in numbers]
-
-    assert found(torch.float32, 0, 1, 3, 63, 9999) == [None, *[expected] * 4]
-    assert len(probed) == 2 * 4  # for 1, for 2, for 16, for 256
-    assert found(torch.float32, 15) == [expected]
-    assert len(probed) == 2 * 5  # for 8 as well
-    assert found(torch.float64, 4) == [None]
-    assert fastest_form(torch.float32, 4, ()) is None
-    assert len(probed) == 2 * 5
-
-
-@pytest.mark.parametrize("form", [None, *FORMS])
-def test_a_measurement_takes_time(form):
-    assert weight_forms._measure(form, torch.float32, 4) > 0.0
-
-
-@pytest.mark.parametrize("fastest", [None, *FORMS])
-def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
-    others = [form for form in (None, *FORMS) if form is not fastest]
-    monkeypatch.setattr(WidenedWeight, "serves", lambda *_: True)
-    let_pay(monkeypatch, order=(fastest, *others))
-    assert fastest_form(torch.float32, 4, FORMS) is fastest
-    if fastest is not None:
-        assert fastest_form(torch.float32, 4, tuple(form for form in FORMS if form is not fastest)) is others[0]
-
-
-@pytest.mark.parametrize(("gain", "chosen"), [(0.95, StoredWeight), (0.85, PackedWeight)])
-def test_a_copy_has_to_be_clearly_faster(monkeypatch, gain, chosen):
-    seconds = {StoredWeight: 1.0, PackedWeight: gain, None: 2.0}
-    key = torch.float32, torch.get_num_threads(), 64
-    monkeypatch.setattr(weight_forms, "_measured", {(form, *key): seconds[form] for form in seconds})
-    assert fastest_form(torch.float32, 100, (PackedWeight, StoredWeight)) is chosen
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds", "chosen"), [(63, 0.95, StoredWeight), (64, 0.95, None), (64, 0.85, StoredWeight)]
-)
-def test_for_many_rows_any_form_has_to_be_clearly_faster(monkeypatch, rows, seconds, chosen):
-    monkeypatch.setattr(weight_forms, "_seconds_of", lambda form, *_: 1.0 if form is None else seconds)
-    assert fastest_form(torch.float32, rows, (StoredWeight,)) is chosen
-
-
-def test_rounded_weights_are_for_few_rows_and_stored_ones_for_any(monkeypatch):
-    let_pay(monkeypatch, order=(RoundedWeight, StoredWeight, PackedWeight, None))
-    forms = [fastest_form(torch.float32, rows, ROUNDED) for rows in (1, MOST_ROUNDED_ROWS, MOST_ROUNDED_ROWS + 1, 300)]
-    assert forms == [RoundedWeight, RoundedWeight, StoredWeight, StoredWeight]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
 def test_where_things_are_compiled_weights_are_read_as_stored(attached, size_in, size_out, bias, dtype, monkeypatch):
@@ -192,13 +125,6 @@ def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(att
         pair = [torch.randn(size, size_in).to(dtype) for size in (9, 4)]
         together = WidenedWeight(*pair).apply(state, None)
         torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize("has_onednn", [True, False])
-def test_only_what_onednn_lacks_is_widened(monkeypatch, has_onednn):
-    monkeypatch.setattr(weight_forms, "can_pack", lambda _: has_onednn)
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    assert [WidenedWeight.serves(dtype, 1) for dtype in dtypes] == [False, not has_onednn, not has_onednn]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -305,25 +231,6 @@ def test_outside_tide_s_passes_nothing_is_packed(attached):
     assert linear.weight.grad is not None
 
 
-def test_the_block_and_the_draft_vocabulary_are_packed_as_well(tiny_llama):
-    model = tiny_llama()
-    expected = model.generate(PROMPT, **OPTIONS)
-    routers = routers_for(model, 1)
-    routers.draft_vocab = torch.arange(0, VOCAB, 2)
-    for _ in range(2):  # of models that share routers
-        TIDEModelForCausalLM.attach(copy.deepcopy(model), routers)
-    TIDEModelForCausalLM.attach(model, routers)
-    model._tide.make_drafter = lambda _, texts, shallow: HeadDrafter(texts, shallow, 1, 3)
-    assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
-    linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
-    linears.append(model._tide.draft_unembed().head)
-    assert all(linear.forward.kept and linear.forward.replaced is None for linear in linears)
-    model.tide_release()
-    assert not any(linear.forward.kept for linear in linears[:-1])
-    TIDEModelForCausalLM.detach(model)
-    assert not any("forward" in linear.__dict__ for linear in linears[:-1])
-
-
 @pytest.mark.parametrize("change", ["replaced", "in place", "data"])
 def test_changed_weights_are_packed_anew(attached, change):
     linear, state = make_linear(32, 32, bias=False), torch.randn(5, 32)
@@ -336,35 +243,6 @@ def test_changed_weights_are_packed_anew(attached, change):
         linear.weight.data.add_(1.0)  # as merging an adapter does; its version does not tell
         linear.forward.release_if_changed()
     torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
-
-
-def test_generate_notices_an_adapter_that_was_merged(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama())
-    before = model.generate(PROMPT, **OPTIONS)
-    assert any(gate.kept for gate in linear_gates(model._tide.structure))
-    for gate in linear_gates(model._tide.structure):
-        gate.module.weight.data.mul_(-1.0)
-    after = model.generate(PROMPT, **OPTIONS)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(PROMPT, **OPTIONS))
-
-
-@pytest.mark.parametrize("tide_mode", ["self_speculative", "early_exit"])
-def test_a_layer_chooses_once_a_call_for_each_number_of_rows(tiny_llama, monkeypatch, tide_mode):
-    asked, prepare = Counter(), LinearGate.prepare
-
-    def counting(gate, rows, forms):
-        asked[gate, rows] += 1
-        return prepare(gate, rows, forms)
-
-    monkeypatch.setattr(LinearGate, "prepare", counting)
-    model = tiny_llama()
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
-    for _ in range(2):
-        model.generate(PROMPT, tide_mode=tide_mode, **OPTIONS)
-        assert {gate for gate, _ in asked} >= set(linear_gates(model._tide.structure))
-        assert set(asked.values()) == {1}
-        asked.clear()  # weights may be others in the next call
 
 
 def test_what_a_layer_chose_is_for_tides_passes_without_gradients(attached):
@@ -403,38 +281,3 @@ def test_release_gives_the_memory_back_and_detach_the_layers(attached):
     assert not any(gate.kept for gate in gates)
     TIDEModelForCausalLM.detach(attached)
     assert not any("forward" in module.__dict__ for module in attached.modules())
-
-
-def test_attaching_again_keeps_the_choice_of_the_last_call(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama())
-    count = len(list(linear_gates(model._tide.structure)))
-    assert count == 4 * 7 + 1
-    TIDEModelForCausalLM.attach(model, pack_weights=True)
-    assert len(list(linear_gates(model._tide.structure))) == count
-    TIDEModelForCausalLM.attach(model, pack_weights=False)
-    assert not list(linear_gates(model._tide.structure))
-
-
-def test_auto_leaves_a_full_memory_alone(tiny_llama, monkeypatch):
-    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
-    for pack_weights in ("auto", True):
-        model = TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=pack_weights)
-        model.generate(PROMPT, **OPTIONS)
-        gates = list(linear_gates(model._tide.structure))
-        assert gates
-        assert all(bool(gate.kept) == (pack_weights is True) for gate in gates)
-
-
-def test_what_cannot_be_packed_is_refused_only_if_asked_for(tiny_llama):
-    model = tiny_llama().to(torch.float64)
-    with pytest.raises(UnsupportedOptionError, match=r"weights cannot be packed.*dtype=torch\.float32"):
-        TIDEModelForCausalLM.attach(model, pack_weights=True)
-    assert not isinstance(model, TIDEModelForCausalLM)
-    assert not list(linear_gates(TIDEModelForCausalLM.attach(model)._tide.structure))
-
-
-def test_an_unknown_choice_is_refused(tiny_llama):
-    with pytest.raises(ConfigurationError, match="unknown pack_weights"):
-        TIDEModelForCausalLM.attach(tiny_llama(), pack_weights="sometimes")
-    with pytest.raises(ConfigurationError, match="unknown pack_weights"):
-        TIDEModelForCausalLM.from_pretrained("nowhere", pack_weights=1)
