@@ -6,6 +6,7 @@ The default run needs the Hub or PyPI once, for the real model; `pytest -m "not 
 import io
 import os
 import time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 # Read when the libraries are imported, so they are set before. The telemetry switches are taken away because
@@ -28,6 +29,7 @@ if not torch.cuda.is_available():
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 from loopback_hub import loopback_hub  # noqa: E402
+from repository import ROOT  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -39,6 +41,7 @@ from tide_hf.cpu import kernels  # noqa: E402
 from tide_hf.cpu.kernels import load_op  # noqa: E402
 from tide_hf.cpu.weight_forms import _fastest_form  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
+from tide_hf.ops import KERNELS_REPO  # noqa: E402
 
 NUM_BYTES = 256
 EOS_TOKEN_ID = 257
@@ -102,6 +105,32 @@ def on_some_cpu(request, fresh_kernels):
         pytest.skip("bfloat16 takes the same path, and each kernel takes seconds to compile")
     with inductor_config.patch({"cpp.simdlen": request.param}):
         yield
+
+
+@pytest.fixture(scope="session")
+def stage():
+    """What makes a build of the kernels, which is no part of any package."""
+    spec = spec_from_file_location("stage", ROOT / "hub_kernels" / "tide-kernels" / "stage.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def build(stage, tmp_path_factory):
+    """A folder with the kernels staged for this machine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and torch.version.cuda is not None:
+        pytest.skip("for a PyTorch with CUDA the client takes nothing but builds for CUDA, and there is no GPU")
+    folder = tmp_path_factory.mktemp("kernels")
+    stage.stage_noarch(folder / "build", device)
+    return folder
+
+
+@pytest.fixture
+def local_kernels(monkeypatch, build):
+    """The environment that takes the kernels from `build`."""
+    monkeypatch.setenv("LOCAL_KERNELS", f"{KERNELS_REPO}={build}")
 
 
 @pytest.fixture(scope="session")

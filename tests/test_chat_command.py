@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from tide_hf.cli import main
 from tide_hf.commands.conversation import Conversation
 from tide_hf.generation import TIDEGenerationMixin
 
-ROOT = Path(__file__).parent.parent
 OPTIONS = ("--max-new-tokens", "8")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
@@ -21,7 +22,6 @@ from tide_hf.commands import comparison, streaming
 from tide_hf.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
 from tide_hf.stats import ExitStats
 
-ROOT = Path(__file__).parent.parent
 QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
 
 

@@ -5,7 +5,8 @@ import re
 from importlib import import_module
 
 import pytest
-from test_readme import ROOT, rows_of
+from repository import ROOT
+from test_readme import rows_of
 
 PACKAGE = ROOT / "tide_hf"
 

@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
 from tide_hf.decoding.ranks import ALONE, ranks_of
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")

@@ -1,0 +1,126 @@
+"""Kernels change no decision: where a token leaves, what is drafted and what is answered.
+
+Without a GPU they run under Triton's interpreter. What each of them computes is tested in hub_kernels/.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, ops
+from tide_hf.structure import find_structure
+from tide_hf.unembed import Unembed
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def attached(local_kernels, tiny_llama):
+    """A function that attaches to a small Llama with routers, with or without kernels."""
+
+    def make(use_kernels, mode, **config):
+        model = tiny_llama().to(DEVICE)
+        settings = {"exit_layers": [1, 2], "exit_strategy": "linear", "router_bottleneck_dim": 8}
+        record = {"exit_layers": {"1": {"agreement": 0.5}, "2": {"agreement": 0.6}}}
+        routers = TIDERouters.for_model(model, **settings, calibration=record, **config)
+        torch.manual_seed(1)
+        for exit_layer in routers.exit_layers:
+            torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+            torch.nn.init.normal_(routers[exit_layer].router.down.weight)
+        return TIDEModelForCausalLM.attach(model, routers, mode=mode, use_kernels=use_kernels, exit_threshold=0.5)
+
+    return make
+
+
+@pytest.fixture
+def calls(monkeypatch, local_kernels):
+    """How often each kernel ran."""
+    counted = {}
+    original = ops.Ops.__getattr__
+
+    def count(self, name):
+        counted[name] = counted.get(name, 0) + 1
+        return original(self, name)
+
+    monkeypatch.setattr(ops.Ops, "__getattr__", count)
+    return counted
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "propagate"])
+def test_early_exit_decides_the_same(attached, calls, strategy):
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7], [9, 8, 7, 6, 5, 4]], device=DEVICE)
+    results = []
+    for use_kernels in (False, True):
+        model = attached(use_kernels, "early_exit", kv_cache_strategy=strategy)
+        tokens = model.generate(ids, max_new_tokens=12, do_sample=False)
+        results.append((tokens.tolist(), model.last_exit_stats.per_token))
+    assert results[0] == results[1]
+    assert {layer for row in results[0][1] for layer in row} > {4}
+    assert calls["norm_route"] > 10
+
+
+def test_tokens_that_leave_in_the_prompt_are_the_same(attached, calls):
+    ids = torch.arange(5, 45, device=DEVICE).view(2, 20)
+    results = []
+    for use_kernels in (False, True):
+        model = attached(use_kernels, "early_exit", kv_cache_strategy="propagate")
+        tokens = model.generate(ids, max_new_tokens=6, do_sample=False, exits_in_prompt=True)
+        results.append((tokens.tolist(), model.last_exit_stats.mlp_tokens_skipped))
+    assert results[0] == results[1]
+    assert results[0][1] > 0
+    assert calls["exit_compact"] == calls["exit_scatter"] > 0
+
+
+def test_drafts_and_answers_are_the_same(attached, calls, monkeypatch):
+    monkeypatch.setattr("tide_hf.decoding.speculation.perf_counter", iter(range(10**6)).__next__)
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 9]], device=DEVICE)
+    results = []
+    for use_kernels in (False, True):
+        model = attached(use_kernels, "self_speculative", compaction_threshold=0.0)
+        tokens = model.generate(ids, max_new_tokens=24, do_sample=False)
+        results.append((tokens.tolist(), model.last_exit_stats.drafted, model.last_exit_stats.accepted))
+    assert results[0] == results[1]
+    assert calls["kv_compact"] > 0
+
+
+def test_a_shallow_step_drafts_the_same(attached, calls):
+    states = torch.randn(3, 32, device=DEVICE)
+    plain, fused = (attached(use_kernels, "self_speculative")._tide for use_kernels in (False, True))
+    for exit_layer in (1, 2):
+        heads = plain.exit_point(exit_layer).head, fused.exit_point(exit_layer).head
+        assert torch.equal(plain.draft_unembed()(heads[0](states)), fused.draft_unembed()(heads[1](states)))
+        routers = plain.exit_point(exit_layer).router, fused.exit_point(exit_layer).router
+        torch.testing.assert_close(fused.unembed.route(routers[1], states), plain.unembed.route(routers[0], states))
+    assert calls == {"draft_top1": 2, "norm_route": 2}
+
+
+def test_a_norm_that_is_none_of_these_is_left_alone(local_kernels, calls, tiny_llama):
+    class Cubic(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(32)), 1e-5
+
+        def forward(self, x):
+            return x**3
+
+    model = tiny_llama()
+    model.model.norm = Cubic()
+    model.to(DEVICE)
+    unembed = Unembed(model, find_structure(model), ops.load_kernels(use_kernels=True))
+    router, states = (
+        TIDERouters.for_model(model, exit_layers=[1])[1].router.to(DEVICE),
+        torch.randn(2, 32, device=DEVICE),
+    )
+    assert torch.equal(unembed.route(router, states), router(states**3))
+    assert calls == {}
+
+
+def test_copies_keep_their_ops_and_pickles_ask_anew(attached):
+    model = attached(True, "early_exit")
+    assert copy.deepcopy(model)._tide.unembed.ops is model._tide.unembed.ops
+    again = pickle.loads(pickle.dumps(model._tide.unembed.ops))
+    assert (again.kernels is None) == (DEVICE == "cpu")
+    assert pickle.loads(pickle.dumps(ops.PLAIN)) is ops.PLAIN
