@@ -32,7 +32,7 @@ from loopback_hub import loopback_hub  # noqa: E402
 from repository import ROOT  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
@@ -197,6 +197,28 @@ def model_hub(tmp_path, monkeypatch):
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield hub
+
+
+@pytest.fixture
+def hub_routers(model_hub, tiny_model_folder):
+    """Calibrated routers of `org/base`, which is on the Hub, and they are not."""
+    from test_model_card import record  # noqa: PLC0415 - which few of the tests need
+
+    commit = model_hub.add("org/base", tiny_model_folder)
+    model = AutoModelForCausalLM.from_pretrained("org/base", tie_word_embeddings=False)
+    layers = {"1": {"agreement": 0.25, "exit_rate": 0.1}, "3": {"agreement": 0.75, "exit_rate": 0.1}}
+    made = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.8)
+    made.config.calibration = record(chosen=0.8) | {"exit_layers": layers}
+    made.config.base_model_revision = commit
+    return made
+
+
+@pytest.fixture
+def on_hub(model_hub, hub_routers, tmp_path):
+    """The folder whose files are `org/base-tide` on the Hub."""
+    hub_routers.save_pretrained(tmp_path / "routers")
+    model_hub.add("org/base-tide", tmp_path / "routers")
+    return tmp_path / "routers"
 
 
 @pytest.fixture

@@ -1,0 +1,85 @@
+"""What is uploaded: routers with their card, by their method and by the command."""
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from loopback_hub import TOKEN
+
+from tide_hf import TIDERouters, cli
+from tide_hf.errors import ConfigurationError, HubError
+
+
+def test_push_to_hub_uploads_what_from_pretrained_reads_and_the_card_tells(model_hub, hub_routers, tmp_path):
+    commit = hub_routers.push_to_hub("org/new-tide", token=TOKEN)
+    repo = model_hub.repos["models", "org/new-tide"]
+    assert commit == f"{model_hub.address}/org/new-tide/commit/{repo.refs['main']}"
+    assert {"config.json", "model.safetensors", "README.md"} <= set(repo.files())
+    assert any(name.startswith("plots/") for name in repo.files())
+    assert repo.messages[-1] == "Upload routers"
+    assert not repo.private
+    loaded = TIDERouters.from_pretrained("org/new-tide")
+    assert loaded.config.calibration == hub_routers.config.calibration
+    for name, tensor in hub_routers.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    card = ModelCard.load("org/new-tide")
+    assert card.data.base_model == "org/base"
+    assert card.data.base_model_relation == "adapter"
+    assert card.data.library_name == "tide_hf"
+    assert {"early-exit", "tide"} <= set(card.data.tags)
+    results = {(result.metric_type, result.metric_name): result for result in card.data.eval_results}
+    assert results["agreement", "Agreement with the full model at exit layer 3"].metric_value == 0.75
+    in_early_exit = "in early_exit at exit_threshold 0.8"
+    assert results["disagreement", f"Disagreement with the full model {in_early_exit}"].metric_value == 0.01
+    assert results["depth", f"Share of the layers that run {in_early_exit}"].metric_value == 0.8
+    assert {result.dataset_name for result in card.data.eval_results} == {"texts given by the caller"}
+    assert 'from_pretrained(\n    "org/base",\n    routers="org/new-tide",\n)' in card.text
+    assert 'pipeline("text-generation", model="org/new-tide")' in card.text
+    hub_routers.save_pretrained(tmp_path / "again", push_to_hub=True, repo_id="org/again", token=TOKEN)
+    assert set(model_hub.repos["models", "org/again"].files()) == set(repo.files())
+
+
+def test_push_to_hub_privately_to_a_branch_and_as_a_pull_request(model_hub, hub_routers):
+    hub_routers.push_to_hub("org/new-tide", private=True, revision="next", commit_message="First", token=TOKEN)
+    repo = model_hub.repos["models", "org/new-tide"]
+    assert repo.private
+    assert (set(repo.files("main")), repo.messages[-1]) == ({".gitattributes"}, "First")
+    assert TIDERouters.from_pretrained("org/new-tide", revision="next", token=TOKEN).exit_layers == [1, 3]
+    commit = hub_routers.push_to_hub("org/new-tide", create_pr=True, token=TOKEN)
+    assert commit.pr_url.startswith(f"{model_hub.address}/org/new-tide/discussions/")
+    assert set(repo.files("main")) == {".gitattributes"}
+    assert "model.safetensors" in repo.files(commit.pr_revision)
+
+
+def test_pushes_that_are_refused(model_hub, hub_routers, tmp_path):
+    with pytest.raises(HubError, match=r"org/new-tide cannot be uploaded to: got .*401.*Expected the Hub within reach"):
+        hub_routers.push_to_hub("org/new-tide")
+    with pytest.raises(ConfigurationError, match=r"no name of a Hub repository: got '\.\./x'"):
+        hub_routers.push_to_hub("../x", token=TOKEN)
+    hub_routers.config.base_model_name_or_path = str(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"do not name a base model that others can load: got .*Expected the"):
+        hub_routers.push_to_hub("org/new-tide", token=TOKEN)
+    hub_routers.config.base_model_name_or_path, hub_routers.config.calibration = "org/base", None
+    with pytest.raises(ConfigurationError, match="these routers cannot have a card"):
+        hub_routers.push_to_hub("org/new-tide", token=TOKEN)
+    assert ("models", "org/new-tide") not in model_hub.repos
+
+
+def test_push_where_the_hub_is_away(hub_routers, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(HubError, match="org/new-tide cannot be uploaded to"):
+        hub_routers.push_to_hub("org/new-tide", token=TOKEN)
+
+
+def test_the_command(model_hub, on_hub, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    options = ["--private", "--revision", "next", "--commit-message", "From the command line"]
+    assert cli.main(["push", str(on_hub), "org/by-command", *options]) == 0
+    repo = model_hub.repos["models", "org/by-command"]
+    assert capsys.readouterr().out == f"{model_hub.address}/org/by-command/commit/{repo.refs['next']}\n"
+    assert repo.private
+    assert repo.messages[-1] == "From the command line"
+    assert cli.main(["push", str(on_hub), "org/by-command", "--create-pr"]) == 0
+    assert "/org/by-command/discussions/" in capsys.readouterr().out
+    monkeypatch.delenv("HF_TOKEN")
+    assert cli.main(["push", str(on_hub), "org/by-command"]) == 2
+    assert "tide-hf: org/by-command cannot be uploaded to" in capsys.readouterr().err
