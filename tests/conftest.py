@@ -170,6 +170,12 @@ def tiny_tokenizer():
     return fast
 
 
+@pytest.fixture(scope="module")
+def parts(tiny_llama, tiny_tokenizer):
+    """A small random Llama and its tokenizer, which a module's tests share and leave as they are."""
+    return tiny_llama(), tiny_tokenizer
+
+
 @pytest.fixture
 def tiny_model_folder(tmp_path, tiny_llama, tiny_tokenizer):
     """A folder with a small random Llama and its tokenizer, as a user may have one."""
