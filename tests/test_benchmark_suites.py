@@ -1,7 +1,6 @@
-"""The suites of `examples/benchmarks` on a tiny model: structure, counts, refusals and rendering; never how fast."""
+"""The suites of `examples/benchmarks` on a tiny model: structure, counts and refusals; never how fast."""
 
 import json
-import shutil
 import sys
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import adapters, bench, items, measuring, published, report, runner
-from examples.benchmarks.common import RESULTS, rows_like
+from examples.benchmarks import adapters, bench, items, measuring, published, runner
+from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, quality
 from tide_hf import TIDERouters
@@ -255,84 +254,6 @@ def test_the_configs_fit_the_suites():
             runner.settings_of(suite, found)
     full = runner.read_config("full")[1]["quality"]
     assert min(full[name] for name in ("documents", "maths", "choices")) >= 200
-
-
-@pytest.fixture
-def results(tmp_path):
-    """A copy of the committed results of the quick form."""
-    return shutil.copytree(RESULTS / "quick", tmp_path / "quick")
-
-
-def reported(results, page, *more):
-    return command.main(["report", "--results", str(results), "--page", str(page), *more])
-
-
-def test_a_report_refuses_what_failed_its_token_check(results, tmp_path, capsys):
-    record = json.loads((results / "decode.json").read_text())
-    category = next(iter(record["categories"].values()))
-    ours = next(one for one in category if one["name"] == "self_speculative")
-    ours["num_equal"] = 0
-    (results / "decode.json").write_text(json.dumps(record))
-    (tmp_path / "README.md").write_text("nothing")
-    assert reported(results, tmp_path / "README.md") == 2
-    assert "the token check of decode.json failed" in capsys.readouterr().err
-    record["dtype"] = "bfloat16"  # where rounding explains it
-    (results / "decode.json").write_text(json.dumps(record))
-    assert reported(results, tmp_path / "README.md") == 0
-
-
-def test_a_report_needs_results_that_can_be_read(results, tmp_path, capsys):
-    (tmp_path / "README.md").write_text("nothing")
-    assert reported(tmp_path, tmp_path / "README.md") == 2
-    assert "there is nothing to report" in capsys.readouterr().err
-    (results / "quality.json").write_text('{"rows": []}')
-    assert reported(results, tmp_path / "README.md") == 2
-    assert "quality.json cannot be read" in capsys.readouterr().err
-
-
-def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- report: speed -->\nold\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
-    assert reported(results, readme, "--check") == 2
-    assert "does not show the results" in capsys.readouterr().err
-    assert reported(results, readme) == 0
-    text = readme.read_text()
-    assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
-    assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
-    assert reported(results, readme, "--check") == 0
-
-
-@pytest.mark.parametrize("folder", ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32"])
-def test_the_pages_show_the_committed_results_of_smaller_configs(folder):
-    assert any(f"<!-- report: {folder}-speed -->" in page.read_text(encoding="utf-8") for page in report.PAGES)
-    assert command.main(["report", "--results", str(RESULTS / folder), "--check"]) == 0
-
-
-def test_results_of_a_smaller_config_have_markers_of_their_own(results, tmp_path):
-    record = json.loads((results / "decode.json").read_text())
-    own = tmp_path / "engines"
-    own.mkdir()
-    (own / "decode.json").write_text(json.dumps(record | {"config": "small"}))
-    readme = tmp_path / "README.md"
-    theirs = "<!-- report: speed -->\n<!-- end of speed -->\n"
-    readme.write_text(theirs + "<!-- report: engines-speed -->\n<!-- end of engines-speed -->")
-    assert reported(own, readme) == 0
-    assert readme.read_text().startswith(theirs + "<!-- report: engines-speed -->\n\n|  | chat |")
-
-
-def test_the_pages_show_the_committed_results():
-    """Tables rendered again from the committed JSON are those of the pages; plots were drawn from the same JSON."""
-    from PIL import Image  # noqa: PLC0415  # comes with matplotlib
-
-    assert command.main(["report", "--results", str(RESULTS / "quick"), "--check"]) == 0
-    records = report.read_results(RESULTS / "quick")
-    sections = report.sections_of(records)
-    assert (RESULTS / "quick" / "REPORT.md").read_text(encoding="utf-8") == report.whole(sections)
-    plots = sorted((RESULTS / "quick" / "plots").glob("*.png"))
-    assert [plot.stem for plot in plots] == sorted({"decode", "overhead", "quality"} & records.keys())
-    for plot in plots:
-        with Image.open(plot) as image:
-            assert image.text["Source"] == report.digest(RESULTS / "quick")
 
 
 def test_the_command_line_hands_suites_on(tiny_model_folder, monkeypatch, capsys, tmp_path):
