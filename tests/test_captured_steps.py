@@ -4,7 +4,6 @@ A recorder stands in for CUDA graphs (`recorded.py`): what a step did is done ag
 """
 
 import copy
-import logging
 from functools import partial
 
 import pytest
@@ -13,12 +12,9 @@ from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, us
 from families import ATTENTION, VOCAB, slow_but, tiny_model
 from recorded import Recorder, as_it_is
 from test_block_head import block_layer_of, routers_for
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding.policy import step_width
-from tide_hf.engines.capturable import CallFacts, why_not_captured
-from tide_hf.errors import UnsupportedOptionError
 from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.steps.replay import HostReads
@@ -216,107 +212,6 @@ def test_changed_models_are_noticed_and_memory_is_given_back(tiny_llama):
     assert torch.equal(TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS), changed)
 
 
-def test_what_needs_the_host_is_refused_and_says_so_once(caplog):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    config = LlamaConfig(vocab_size=VOCAB, rope_parameters=rope, max_position_embeddings=512, **sizes)
-    model = LlamaForCausalLM(config).eval()
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model)
-    with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        for _ in range(2):
-            assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert "aten._local_scalar_dense" in steps.refused
-    said = [record.message for record in caplog.records if record.name.startswith("tide_hf")]
-    assert said == [
-        f"LlamaForCausalLM runs without CUDA graphs: {steps.refused}",
-        f"engine='cuda_graph' runs eagerly: {steps.refused}",
-    ]
-
-
-FACTS = {
-    "rows": 1,
-    "devices": frozenset({"cuda:0"}),
-    "attention": "sdpa",
-    "cache": "DynamicCache",
-    "layer_kinds": frozenset({"DynamicLayer"}),
-    "arguments": frozenset({"attention_mask", CACHE}),
-    "has_windows": False,
-    "is_sharded": False,
-    "has_adapters": False,
-    "training": False,
-    "autocast": False,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"layer_kinds": frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"}), "has_windows": True}, None),
-        ({"rows": 2, "has_windows": True}, "rows with holes"),
-        ({"devices": frozenset({"cuda:0", "cuda:1"})}, "spread over cuda:0, cuda:1"),
-        ({"attention": "flash_attention_2"}, "'flash_attention_2' takes no fixed buffers"),
-        ({"cache": "StaticCache"}, "the cache is a StaticCache"),
-        ({"layer_kinds": frozenset({"LinearAttentionLayer"})}, "a cache of LinearAttentionLayer"),
-        ({"arguments": frozenset({"token_type_ids"})}, "is handed token_type_ids"),
-        ({"is_sharded": True}, "processes share the model"),
-        ({"has_adapters": True}, "adapters"),
-        ({"training": True}, "training mode"),
-        ({"autocast": True}, "under autocast"),
-        ({"refused": "it needs the host"}, "it needs the host"),
-    ],
-)
-def test_why_a_call_runs_eagerly(change, reason):
-    found = why_not_captured(CallFacts(**{**FACTS, **change}))
-    assert (found is None) == (reason is None)
-    assert reason is None or reason in found
-
-
-def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
-    model = tiny_model("mistral")
-    expected = model.generate(**prompts(2), **OPTIONS)
-    steps = attach(model)
-    with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        for _ in range(2):
-            assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
-    assert [record.message for record in caplog.records if "cuda_graph" in record.message] == [
-        "engine='cuda_graph' runs eagerly: rows with holes, and layers with a window, which would count them"
-    ]
-    plain = TIDEModelForCausalLM.detach(copy.deepcopy(model)).generate(**prompts(), **OPTIONS)
-    with steps.lock:  # as another thread's call would hold it
-        assert torch.equal(model.generate(**prompts(), **OPTIONS), plain)
-    assert steps.replays == 0
-
-
-def test_steps_are_kept_from_what_autocast_casts(tiny_llama):
-    """Neither are they made of its copies, nor do they run where a call wants them."""
-    model = tiny_llama()
-    options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
-
-    def logits(cast):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            return torch.stack(model.generate(**prompts(), **options).logits)
-
-    plain = [logits(cast=True), logits(cast=False)]
-    steps = attach(model)
-    use_drafter(model, "wrong", [[0] * 99], width=0)  # passes of one token, as plain decoding has them
-    for cast in (True, False, True):
-        before = steps.replays
-        torch.testing.assert_close(logits(cast), plain[not cast], atol=1e-5, rtol=1e-5)
-        assert (steps.replays > before) == (not cast)
-
-
-def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
-    model = tiny_llama()
-    steps = attach(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
-    with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
-    assert caplog.text.count("tide_mode='early_exit' decides layer by layer and runs eagerly") == 1
-    assert torch.equal(tokens[0], model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
-    assert steps.replays == 0
-
-
 def test_a_device_map_of_one_device(tiny_model_folder):
     model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, device_map={"": "cpu"}, engine="cuda_graph")
     steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
@@ -335,37 +230,6 @@ def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
     assert reads.found is None
 
 
-@pytest.mark.parametrize(
-    ("function", "waits"),
-    [
-        (lambda x: x.sum().item(), True),
-        (lambda x: x.nonzero(), True),
-        (lambda x: x[x > 0], True),
-        (lambda x: x.index_put_((x > 0,), torch.ones(())), True),
-        (lambda x: torch.equal(x, x), True),
-        (lambda x: x.repeat_interleave(torch.tensor([1, 2])), True),
-        (lambda x: x.repeat_interleave(2), False),
-        (lambda x: torch.where(x > 0, x, 0).index_copy_(0, torch.tensor([1]), x[:1]), False),
-        (lambda x: x.to("meta"), True),
-    ],
-)
-def test_what_makes_the_host_wait(function, waits):
-    with HostReads(torch.device("cpu")) as reads:
-        function(torch.tensor([1.0, -1.0]))
-    assert (reads.found is not None) == waits
-
-
-def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch, caplog):
-    model = tiny_llama()
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    monkeypatch.setattr("tide_hf.engines.captured_decoding.MEMORY_SHARE", 0.0)
-    with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert "the call runs eagerly: K/V buffers for max_length=22 would take" in caplog.text
-    assert steps.replays == 0
-
-
 def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
     monkeypatch.setattr("tide_hf.steps.captured_steps.MOST_GRAPHS", 2)
     monkeypatch.setattr("tide_hf.steps.captured_steps.MOST_BUFFERS", 1)
@@ -378,13 +242,6 @@ def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
         assert len(steps._buffers) == 1
         assert len(steps._steps) <= 2
     assert torch.equal(answer, expected)
-
-
-def test_graphs_need_a_gpu(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="cuda_graph")
-    with pytest.raises(UnsupportedOptionError, match="engine='cuda_graph' needs a GPU: got a model on 'cpu'"):
-        model.generate(**prompts(), **OPTIONS)
-    model.generate(**prompts(), **OPTIONS, tide_engine="eager")
 
 
 def test_sizes():

@@ -1,4 +1,4 @@
-"""What surrounds the capture of a graph, with a stand-in for CUDA; on a GPU see test_gpu.py."""
+"""What surrounds the capture of a graph, with a stand-in for CUDA, and what waits; on a GPU see test_gpu.py."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -88,3 +88,23 @@ def test_each_device_captures_on_a_stream_of_its_own(monkeypatch, counter):
     assert [str(stream.device) for stream in cuda.captured_on] == ["cuda:0", "cuda:1", "cuda:0"]
     assert cuda.captured_on[0] is cuda.captured_on[2]
     assert cuda.current is cuda.outer
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.index_put_((x > 0,), torch.ones(())), True),
+        (lambda x: torch.equal(x, x), True),
+        (lambda x: x.repeat_interleave(torch.tensor([1, 2])), True),
+        (lambda x: x.repeat_interleave(2), False),
+        (lambda x: torch.where(x > 0, x, 0).index_copy_(0, torch.tensor([1]), x[:1]), False),
+        (lambda x: x.to("meta"), True),
+    ],
+)
+def test_what_makes_the_host_wait(function, waits):
+    with replay.HostReads(torch.device("cpu")) as reads:
+        function(torch.tensor([1.0, -1.0]))
+    assert (reads.found is not None) == waits
