@@ -1,7 +1,6 @@
-"""Early exit over a given text against decoding token by token; perplexity, questions and intervals by hand."""
+"""Early exit over a given text against decoding token by token; perplexity and quality by hand."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ from families import VOCAB, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.data import Document
-from tide_hf.errors import BaseModelMismatchError, CalibrationError, ConfigurationError
-from tide_hf.evaluation import QualityOptions, QuestionColumns, exit_logits, measure_quality
-from tide_hf.evaluation.intervals import Bootstrap
+from tide_hf.errors import BaseModelMismatchError, ConfigurationError
+from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.perplexity import read_texts, score_texts
-from tide_hf.evaluation.questions import Answers, Question, answer_questions, is_right, read_questions
+from tide_hf.evaluation.questions import Answers
 
 FAMILIES = ("llama", "gpt2", "gemma2", "granite", "cohere2", "opt", "falcon", "mixtral")
 PROMPT = 7
@@ -122,113 +120,6 @@ def test_of_a_chat_the_answer_counts(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     (document,), _ = read_texts([chat], tiny_tokenizer, samples=1, max_length=64, seed=0)
     assert tiny_tokenizer.decode(document.tokens[document.first + 1 :]) == "So.|"
-
-
-def test_the_bootstrap_knows_the_binomial_and_pairs_items():
-    generator = torch.Generator().manual_seed(0)
-    right = torch.rand(400, generator=generator) < 0.3
-    other = right.clone()
-    other[:8] = ~other[:8]
-    bootstrap = Bootstrap({"items": torch.ones(400), "right": right, "other": other}, confidence=0.95)
-    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(0.0, 1.0))
-    deviation = math.sqrt(share["value"] * (1 - share["value"]) / 400)
-    for end, sign in zip(share["interval"], (-1, 1), strict=True):
-        assert end == pytest.approx(share["value"] + sign * 1.96 * deviation, abs=0.35 * deviation)
-    low, high = bootstrap.figure(lambda sums: (sums["other"] - sums["right"]) / sums["items"])["interval"]
-    assert high - low < 0.5 * (share["interval"][1] - share["interval"][0])
-
-
-def test_where_nothing_varies_the_interval_is_still_not_empty():
-    bootstrap = Bootstrap({"items": torch.ones(20), "right": torch.zeros(20)}, confidence=0.95)
-    exact = 1 - 0.025 ** (1 / 20)
-    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(0.0, 1.0))
-    assert share == {"value": 0.0, "interval": [0.0, pytest.approx(exact)]}
-    share = bootstrap.figure(lambda sums: 1 - sums["right"] / sums["items"], limits=(0.0, 1.0))
-    assert share["interval"] == [pytest.approx(1 - exact), 1.0]
-    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(-1.0, 1.0))
-    assert share["interval"] == [pytest.approx(-exact), pytest.approx(exact)]
-    assert bootstrap.figure(lambda sums: sums["right"] / sums["items"])["interval"] is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "accepted", "match", "right"),
-    [
-        ("The Eiffel tower.", ["eiffel Tower"], "exact", True),
-        ("It is the Eiffel tower", ["Eiffel tower"], "exact", False),
-        ("Rome", ["Paris", "rome"], "exact", True),
-        ("so 3 + 4 = 7. It is $1,070.50 then.", ["#### 1070.5"], "number", True),
-        ("so 3 + 4 = 7", ["4 and 8"], "number", False),
-        ("It is -5", ["5"], "number", False),
-        ("no idea", ["5"], "number", False),
-        ("no idea", ["none"], "number", False),
-    ],
-)
-def test_what_counts_as_right(answer, accepted, match, right):
-    assert is_right(answer, accepted, match) is right
-
-
-def test_questions_from_files(tmp_path):
-    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    rows = [
-        {"text": "about", "q": "Who?", "a": "Ada"},
-        {"text": "about", "q": "How many?", "a": "7"},
-    ]
-    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
-    columns = QuestionColumns("q", "a", "In a word. {question}")
-    for name in ("qa.jsonl", "qa.parquet"):
-        found = read_questions(str(tmp_path / name), columns, samples=9, seed=0)
-        expected = {Question("In a word. Who?", ("Ada",)), Question("In a word. How many?", ("7",))}
-        assert set(found) == expected
-    assert len(read_questions(str(tmp_path / "qa.jsonl"), columns, samples=1, seed=0)) == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "accepted"), [(7, ("7",)), (["a", "b"], ("a", "b")), ({"text": ["a"], "answer_start": [3]}, ("a",))]
-)
-def test_kinds_of_answers(answer, accepted):
-    rows = [{"question": "?", "answer": answer}]
-    assert read_questions(rows, QuestionColumns(), samples=1, seed=0) == [Question("?", accepted)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "error", "message"),
-    [
-        (
-            [{"q": "?"}],
-            {},
-            CalibrationError,
-            r"no question with an answer .*: got the columns q\. .*'question'.*'answer'",
-        ),
-        ([{"question": "?", "answer": []}], {}, CalibrationError, "no question with an answer"),
-        (["?"], {}, CalibrationError, r"no question with an answer .*: got str\."),
-        ([], {}, CalibrationError, "there are no questions: got no rows"),
-        ([], {"template": "Why?"}, ConfigurationError, r"no place for the question: got 'Why\?'"),
-    ],
-)
-def test_questions_that_cannot_be_asked(rows, columns, error, message):
-    with pytest.raises(error, match=message):
-        read_questions(rows, QuestionColumns(**columns), samples=5, seed=0)
-
-
-def test_answers_do_not_depend_on_the_batch(tiny_llama, tiny_tokenizer):
-    model = tiny_llama()
-    questions = [Question(text, ("x",)) for text in ("Why?", "a", "What is it that runs?")]
-    limits = {"max_new_tokens": 6}
-    plain = answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=1)
-    assert answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=3) == plain
-    ids = tiny_tokenizer("<user>Why?<answer>", return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
-    assert plain.tokens[0] == expected
-    assert (plain.depths, plain.layers_executed) == ([4.0] * 3, None)
-    options = {"tide_mode": "early_exit", "exit_threshold": 0.0}
-    TIDEModelForCausalLM.attach(model, random_routers(model))
-    early = answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=1, **options)
-    lengths = [len(tokens) for tokens in early.tokens]
-    assert early.depths == [(4 + length - 1) / length for length in lengths]  # the prompt's pass runs at full depth
-    assert early.layers_executed == sum(4 + length - 1 for length in lengths)
-    assert min(lengths) < 6  # so that a batch pads it
-    assert answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=3, **options).tokens == early.tokens
 
 
 def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tokenizer):
