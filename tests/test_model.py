@@ -2,26 +2,16 @@
 
 import copy
 import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from families import ATTENTION, FAMILIES, RECURRENT, VOCAB, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LogitsProcessor,
-    PreTrainedTokenizerFast,
-    TextIteratorStreamer,
-    TextStreamer,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.errors import BaseModelMismatchError, ConfigurationError, UnsupportedOptionError
+from tide_hf.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.structure import find_structure
 
 MODES = ("self_speculative", "early_exit", "post_hoc")
@@ -70,27 +60,6 @@ def test_detach_leaves_an_untouched_model(family):
     assert TIDEModelForCausalLM.detach(model) is model  # a second time does nothing
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_exception_inside_generate_leaves_the_model_at_full_depth(mode):
-    class Bomb(LogitsProcessor):
-        calls = 0
-
-        def __call__(self, input_ids, scores):
-            Bomb.calls += 1
-            if Bomb.calls == 3:
-                raise KeyError("boom")
-            return scores
-
-    model = attached(exit_threshold=0.0)
-    tokens = prompt()
-    expected = model(input_ids=tokens).logits
-    with pytest.raises(KeyError, match="boom"):
-        model.generate(tokens, tide_mode=mode, logits_processor=[Bomb()], **OPTIONS)
-    torch.testing.assert_close(model(input_ids=tokens).logits, expected)
-    plain = tiny_model("llama").generate(tokens, **OPTIONS)
-    assert torch.equal(model.generate(tokens, tide_mode="self_speculative", **OPTIONS), plain)
-
-
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
@@ -133,15 +102,6 @@ def test_routers_follow_the_model():
     assert model._tide.routers.device.type == "meta"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_runs_in_every_mode(dtype):
-    model = tiny_model("llama").to(dtype)
-    routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear", exit_threshold=0.0)
-    TIDEModelForCausalLM.attach(model, routers)
-    for mode in MODES:
-        assert model.generate(prompt(), tide_mode=mode, **OPTIONS).shape == (1, 19)
-
-
 def test_from_pretrained_loads_both_parts(tmp_path):
     base = tiny_model("llama")
     base.save_pretrained(tmp_path / "base")
@@ -154,16 +114,6 @@ def test_from_pretrained_loads_both_parts(tmp_path):
     assert model.last_exit_stats.exits_per_layer == {2: 9}
 
 
-def test_without_routers_n_grams_draft():
-    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
-    tokens = torch.tensor([[5, 6, 7, 8] * 6])
-    expected = tiny_model("llama").generate(tokens, **OPTIONS)
-    assert torch.equal(model.generate(tokens, **OPTIONS), expected)
-    for mode in ("early_exit", "post_hoc"):
-        with pytest.raises(UnsupportedOptionError, match=r"needs routers: got routers=None\. Expected"):
-            model.generate(tokens, tide_mode=mode, **OPTIONS)
-
-
 def test_attaching_again_replaces_the_settings():
     model = attached(mode="early_exit", exit_threshold=0.0)
     routers = TIDERouters.for_model(model, exit_layers=[2])
@@ -172,84 +122,6 @@ def test_attaching_again_replaces_the_settings():
     assert model.last_exit_stats.exits_per_layer == {2: 9}
     TIDEModelForCausalLM.detach(model)
     assert type(model) is type(tiny_model("llama"))
-
-
-def test_options_come_from_the_call_the_generation_config_or_the_attachment():
-    model = attached(mode="early_exit", exit_threshold=0.0)
-    model.generate(prompt(), **OPTIONS)
-    assert model.last_exit_stats.mode == "early_exit"
-    config = copy.deepcopy(model.generation_config)
-    config.update(**OPTIONS)
-    config.tide_mode, config.exit_threshold = "post_hoc", 1.5
-    model.generate(prompt(), generation_config=config)
-    assert model.last_exit_stats.mode == "post_hoc"
-    assert model.last_exit_stats.exit_rate == 0.0
-    model.generate(prompt(), tide_mode="post_hoc", exit_threshold=0.0, **OPTIONS)
-    assert model.last_exit_stats.exit_rate == 0.9
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_sampling_runs_in_every_mode(mode):
-    model = attached(exit_threshold=0.4)
-    torch.manual_seed(0)
-    first = model.generate(prompt(), tide_mode=mode, max_new_tokens=12, do_sample=True)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(prompt(), tide_mode=mode, max_new_tokens=12, do_sample=True), first)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_beam_search_stays_at_full_depth(num_beams):
-    options = {**OPTIONS, "num_beams": 3, "num_return_sequences": num_beams}
-    expected = tiny_model("llama").generate(prompt(2), **options)
-    model = attached(mode="early_exit", exit_threshold=0.0)
-    assert torch.equal(model.generate(prompt(2), **options), expected)
-
-
-def test_as_an_assistant_and_with_an_assistant_the_output_is_plain():
-    model = attached(mode="early_exit", exit_threshold=0.0)
-    expected = tiny_model("llama").generate(prompt(), **OPTIONS)
-    assert torch.equal(tiny_model("llama").generate(prompt(), assistant_model=model, **OPTIONS), expected)
-    assert torch.equal(model.generate(prompt(), prompt_lookup_num_tokens=2, **OPTIONS), expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [
-        ({"use_cache": False}, "no cache"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
-    ],
-)
-def test_what_is_not_there_yet_is_said(options, got):
-    model = attached()
-    with pytest.raises(UnsupportedOptionError, match=rf"(?s)self_speculative.*got {got}.*Expected"):
-        model.generate(prompt(), **OPTIONS, **options)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_runs_in_every_mode(mode):
-    assert attached(exit_threshold=0.0).generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 19)
-
-
-@pytest.mark.parametrize("threshold", ["high", float("nan"), float("inf"), -0.1, True, [0.5]])
-def test_a_threshold_that_is_no_number(threshold):
-    model = attached()
-    message = "exit_threshold is no usable number: got .* Expected a number from 0"
-    with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.attach(model, model._tide.routers, exit_threshold=threshold)
-    with pytest.raises(ConfigurationError, match=message):
-        model.generate(prompt(), tide_mode="early_exit", exit_threshold=threshold, **OPTIONS)
-    with pytest.raises(ValueError, match=message):
-        TIDEModelForCausalLM.from_pretrained("nowhere", exit_threshold=threshold)
-
-
-def test_an_unknown_mode():
-    model = tiny_model("llama")
-    message = "unknown tide_mode: got 'fast'. Expected one of 'self_speculative', 'early_exit', 'post_hoc'"
-    with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.attach(model, mode="fast")
-    with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.attach(model).generate(prompt(), tide_mode="fast", **OPTIONS)
 
 
 def test_routers_of_another_base_model():
@@ -298,61 +170,6 @@ def test_an_accelerate_hook_stays_in_place(family):
     assert last.__dict__["forward"] is hooked
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    vocab = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2", unk_token="w0")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_pipeline_and_streamers(mode, caplog):
-    tokenizer, model = word_tokenizer(), attached(exit_threshold=0.5)
-    expected = tokenizer.decode(
-        model.generate(tokenizer("w5 w6 w7", return_tensors="pt").input_ids, tide_mode=mode, **OPTIONS)[0]
-    )
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    text = generator("w5 w6 w7", tide_mode=mode, **OPTIONS)[0]["generated_text"]
-    assert "not supported" not in caplog.text
-    assert text.replace(" ", "") == expected.replace(" ", "")
-    streamer = TextIteratorStreamer(tokenizer, timeout=60)
-    ids = tokenizer("w5 w6 w7", return_tensors="pt").input_ids
-    thread = threading.Thread(
-        target=model.generate, args=(ids,), kwargs={"tide_mode": mode, "streamer": streamer, **OPTIONS}
-    )
-    thread.start()
-    streamed = "".join(streamer)
-    thread.join()
-    assert streamed.replace(" ", "") == expected.replace(" ", "")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_streamer_gets_one_token_at_a_time(mode):
-    class Recorder(TextStreamer):
-        def __init__(self):
-            self.sizes, self.ended = [], False
-
-        def put(self, value):
-            self.sizes.append(value.numel())
-
-        def end(self):
-            self.ended = True
-
-    model, streamer = attached(exit_threshold=0.5), Recorder()
-    model.generate(prompt(), tide_mode=mode, streamer=streamer, **OPTIONS)
-    assert streamer.sizes == [9] + [1] * 10
-    assert streamer.ended
-
-
 def test_every_attention_family_is_listed_once():
     assert len(FAMILIES) == 28
     assert len(ATTENTION) + len(RECURRENT) == 28
-
-
-def test_models_load_in_several_threads_at_once(tmp_path, tiny_llama):
-    """transformers alone would leave the process unable to tie a head to its embeddings."""
-    tiny_llama(tie_word_embeddings=True, num_hidden_layers=2).save_pretrained(tmp_path)
-    with ThreadPoolExecutor(4) as pool:
-        models = list(pool.map(lambda _: TIDEModelForCausalLM.from_pretrained(tmp_path), range(12)))
-    models.append(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in models)

@@ -1,6 +1,5 @@
 """Layers that a token does not need do not run, and what they leave in the cache is right."""
 
-import threading
 from collections import Counter
 from contextlib import contextmanager
 
@@ -10,8 +9,6 @@ from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.depth.early_exit import PropagateRun
-from tide_hf.depth.skipping import active
 from tide_hf.errors import ConfigurationError
 from tide_hf.structure import CACHE, find_structure
 
@@ -255,37 +252,6 @@ def test_post_hoc_runs_all_layers_and_selects_early_states(family):
         model.generate(prompt(), exit_threshold=0.0, **OPTIONS)
     assert counts["finished"] == dict.fromkeys(range(LAYERS), 10)
     assert model.last_exit_stats.exits_per_layer == {2: 9}
-
-
-def test_other_threads_do_not_see_an_active_run():
-    model = attached("llama", [1], exit_threshold=0.0)
-    tokens = prompt()
-    plain = model(input_ids=tokens).logits
-    run = PropagateRun(model._tide.structure, None, model._tide.routers, model._tide.unembed, 0.0)
-    seen = []
-    with active(run):
-        thread = threading.Thread(target=lambda: seen.append(model(input_ids=tokens).logits))
-        thread.start()
-        thread.join()
-    torch.testing.assert_close(seen[0], plain)
-    assert run.layers_executed == 0
-
-
-def test_two_threads_generate_in_different_modes_at_once():
-    model = attached("llama", [1], exit_threshold=0.0)
-    modes = ("early_exit", "self_speculative") * 3
-    expected = {mode: model.generate(prompt(), tide_mode=mode, **OPTIONS) for mode in set(modes)}
-    results = [None] * len(modes)
-
-    def work(index):
-        results[index] = model.generate(prompt(), tide_mode=modes[index], **OPTIONS)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(modes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(result, expected[mode]) for result, mode in zip(results, modes, strict=True))
 
 
 def test_every_cache_layer_has_the_same_length_after_a_skip():
