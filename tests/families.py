@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, from configs alone."""
+"""Tiny random models of every supported family, from configs alone, and prompts for them."""
 
 from __future__ import annotations
 
@@ -136,3 +136,13 @@ def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides
             if parameter.dim() > 1 and "norm" not in name:
                 parameter.mul_(12.0)
     return model
+
+
+def prompt(rows: int = 1) -> torch.Tensor:
+    """Nine tokens a row, the same in every call."""
+    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
+
+
+def repeating_prompt(rows: int = 1, repeats: int = 3) -> torch.Tensor:
+    """Text that repeats itself, so that n-grams draft."""
+    return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, repeats)

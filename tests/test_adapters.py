@@ -5,7 +5,8 @@ import copy
 import peft
 import pytest
 import torch
-from families import VOCAB, tiny_model
+from families import repeating_prompt as prompt
+from families import tiny_model
 from packaging import version
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_linear_gate import let_pay
@@ -20,11 +21,6 @@ from tide_hf.errors import CalibrationError, UnsupportedModelError, UnsupportedO
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
-
-
-def prompt(rows=1, repeats=3):
-    """Text that repeats itself, so that n-grams draft."""
-    return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, repeats)
 
 
 def disturb(model, name="default", seed=1):

@@ -11,6 +11,7 @@ from test_block_head import block_layer_of, routers_for
 from test_captured_steps import attach as attach_graphs
 from test_captured_steps import prompts
 from test_compiled_steps import attach as attach_compiled
+from test_prompt_groups import attach_eagerly
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.block_drafting import _memory_of
@@ -18,10 +19,6 @@ from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
-
-
-def attach_eagerly(model, routers):
-    TIDEModelForCausalLM.attach(model, routers)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from families import VOCAB, tiny_model
-from test_model import MODES, OPTIONS, attached, prompt
+from families import VOCAB, prompt, tiny_model
+from test_model import MODES, OPTIONS, attached
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
 

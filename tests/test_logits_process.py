@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, tiny_model
+from families import FAMILIES, VOCAB, prompt, tiny_model
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
 from tide_hf.errors import BaseModelMismatchError, ConfigurationError, UnsupportedOptionError
 from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-
-
-def prompt(rows: int = 2) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
 
 
 def random_routers(model):
@@ -28,12 +24,12 @@ def random_routers(model):
 def test_it_gives_what_post_hoc_gives(family):
     model = tiny_model(family)
     routers = random_routers(model)
-    plain = model.generate(prompt(), **OPTIONS)
+    plain = model.generate(prompt(2), **OPTIONS)
     with TIDELogitsProcessor(model, routers) as processor:
-        result = model.generate(prompt(), logits_processor=[processor], **OPTIONS)
-    assert torch.equal(model.generate(prompt(), **OPTIONS), plain)
+        result = model.generate(prompt(2), logits_processor=[processor], **OPTIONS)
+    assert torch.equal(model.generate(prompt(2), **OPTIONS), plain)
     TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
-    assert torch.equal(model.generate(prompt(), **OPTIONS), result)
+    assert torch.equal(model.generate(prompt(2), **OPTIONS), result)
     assert model.last_exit_stats.exit_rate > 0
 
 
@@ -52,7 +48,7 @@ def test_bad_input():
     with pytest.raises(BaseModelMismatchError):
         TIDELogitsProcessor(tiny_model("llama", seed=4), random_routers(model))
     with TIDELogitsProcessor(model, random_routers(model)) as processor:
-        cache = model(input_ids=prompt(), use_cache=True)[CACHE]
-        model(input_ids=prompt()[:, :1], **{CACHE: cache})
+        cache = model(input_ids=prompt(2), use_cache=True)[CACHE]
+        model(input_ids=prompt(2)[:, :1], **{CACHE: cache})
         with pytest.raises(UnsupportedOptionError, match="got 3 rows of scores for 2 rows of states"):
             processor(prompt(3), torch.zeros(3, VOCAB))

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from families import ATTENTION, FAMILIES, RECURRENT, VOCAB, tiny_model
+from families import ATTENTION, FAMILIES, RECURRENT, prompt, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,10 +16,6 @@ from tide_hf.structure import find_structure
 
 MODES = ("self_speculative", "early_exit", "post_hoc")
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
-
-
-def prompt(rows: int = 1) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
 
 
 def attached(family: str = "llama", **options):

@@ -7,7 +7,8 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook
 from drafters import HeadDrafter
-from families import LAYERS, VOCAB, tiny_model
+from families import LAYERS, tiny_model
+from families import repeating_prompt as prompt
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
@@ -18,10 +19,6 @@ OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 CPU = torch.device("cpu")
 DEEP = {f"model.layers.{layer}": "disk" for layer in range(1, LAYERS)} | {"lm_head": "disk"}
 SPLIT = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.norm": "cpu"} | DEEP
-
-
-def prompt(rows=1):
-    return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, 3)
 
 
 def to_cpu(model, folder):

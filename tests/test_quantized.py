@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import VOCAB, tiny_model
+from families import repeating_prompt as prompt
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
@@ -49,10 +50,6 @@ WITH_STATES = {
     "bitsandbytes int8": lambda with_head: bitsandbytes(with_head, load_in_8bit=True),
 }
 SAVED = [name for name in WEIGHT_ONLY if not name.startswith("quanto")]  # which transformers cannot save
-
-
-def prompt(rows=1):
-    return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, 3)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
+from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, prompt, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
@@ -13,10 +13,6 @@ from tide_hf.errors import ConfigurationError
 from tide_hf.structure import CACHE, find_structure
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
-
-
-def prompt(rows: int = 1) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
 
 
 @contextmanager

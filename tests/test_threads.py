@@ -4,7 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from test_skipping import OPTIONS, attached, prompt
+from families import prompt
+from test_skipping import OPTIONS, attached
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM
