@@ -9,9 +9,10 @@ import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, benchmark, provenance
 from tide_hf.benchmark import Contender
+from tide_hf.choices import MODES
 from tide_hf.depth.skipping import LayerGate
 from tide_hf.errors import ConfigurationError
-from tide_hf.routers.configuration_tide import MODES, NEVER_EXIT
+from tide_hf.routers.configuration_tide import NEVER_EXIT
 from tide_hf.stats import ExitStats
 
 PROMPT_LENGTH = 3

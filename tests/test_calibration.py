@@ -210,7 +210,7 @@ def test_nan_states(tiny_llama, tiny_tokenizer):
 
 
 def test_options_that_make_no_sense(parts):
-    with pytest.raises(CalibrationError, match=r"do not exist: got labels='euclid'\. Expected 'agreement'"):
+    with pytest.raises(ConfigurationError, match=r"unknown labels: got 'euclid'\. Expected one of 'agreement'"):
         small(*parts, labels="euclid")
     for options in ({"tolerance": 0}, {"tolerance": "low"}, {"confidence": 1.5}):
         with pytest.raises(ConfigurationError, match=r"makes no sense: got .*Expected a number between 0 and 1"):

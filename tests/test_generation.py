@@ -123,13 +123,19 @@ def test_a_threshold_that_is_no_number(threshold):
         TIDEModelForCausalLM.from_pretrained("nowhere", exit_threshold=threshold)
 
 
-def test_an_unknown_mode():
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("mode", "'self_speculative', 'early_exit', 'post_hoc'"), ("engine", "'eager', 'compiled', 'cuda_graph', 'auto'")],
+)
+def test_an_unknown_mode_or_engine_is_refused_by_the_name_that_the_user_wrote(name, choices):
     model = tiny_model("llama")
-    message = "unknown tide_mode: got 'fast'. Expected one of 'self_speculative', 'early_exit', 'post_hoc'"
-    with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.attach(model, mode="fast")
-    with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.attach(model).generate(prompt(), tide_mode="fast", **OPTIONS)
+    message = rf"unknown {{0}}: got 'fast'\. Expected one of {choices}\. Choose another {{0}}\."
+    with pytest.raises(ConfigurationError, match=message.format(name)):
+        TIDEModelForCausalLM.attach(model, **{name: "fast"})
+    with pytest.raises(ConfigurationError, match=message.format(name)):
+        TIDEModelForCausalLM.from_pretrained("nowhere", **{name: "fast"})
+    with pytest.raises(ConfigurationError, match=message.format(f"tide_{name}")):
+        TIDEModelForCausalLM.attach(model).generate(prompt(), **{f"tide_{name}": "fast"}, **OPTIONS)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

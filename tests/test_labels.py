@@ -8,7 +8,7 @@ from torch import nn
 from tide_hf import TIDERouters
 from tide_hf.calibration import fitting, labels
 from tide_hf.calibration.hidden_states import StateBatch
-from tide_hf.errors import CalibrationError
+from tide_hf.errors import ConfigurationError
 from tide_hf.structure import find_structure
 from tide_hf.unembed import Unembed
 
@@ -91,9 +91,9 @@ def test_half_precision_states_are_compared_in_float32(setting):
 
 
 @pytest.mark.parametrize("kind", ["euclid", None, ["kl"]])
-def test_other_labels_are_refused(kind):
-    with pytest.raises(CalibrationError, match=r"labels do not exist: got labels=.*Expected 'agreement', 'cosine'"):
-        labels.check_labels(kind)
+def test_other_labels_are_refused(setting, kind):
+    with pytest.raises(ConfigurationError, match=r"unknown labels: got .*Expected one of 'agreement', 'cosine', 'kl'"):
+        labels.router_labels(kind, setting[0], nn.Identity(), *setting[1:])
 
 
 @pytest.mark.parametrize("kind", labels.LABELS)

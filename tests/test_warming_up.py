@@ -122,7 +122,7 @@ def test_the_engine_is_that_of_the_calls(tiny_llama):
     assert {(kind, size) for _, kind, size in steps._steps} == {("verify", width) for width in WIDTHS}
     with pytest.raises(UnsupportedOptionError, match="engine='cuda_graph' needs a GPU"):
         model.tide_warm_up(engine="cuda_graph")
-    with pytest.raises(ConfigurationError, match="unknown tide_engine: got 'fast'"):
+    with pytest.raises(ConfigurationError, match="unknown engine: got 'fast'"):
         model.tide_warm_up(engine="fast")
 
 

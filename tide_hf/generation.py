@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
-from .choices import EXIT_CRITERIA, check_choice
+from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import RENTED
 from .decoding.rows import Stopping
@@ -22,10 +22,8 @@ from .engines.dispatch import candidate_for, engine_of
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
 from .errors import UnsupportedOptionError, describe
 from .routers.configuration_tide import (
-    check_engine,
     check_exit_threshold,
     check_min_layers,
-    check_mode,
 )
 from .stats import ExitStats
 from .structure import CACHE, check_rope, rope_limits
@@ -70,7 +68,7 @@ class TIDEGenerationMixin:
             "generation_config": generation_config,
             "streamer": streamer,
         }
-        mode = check_mode(getattr(generation_config, "tide_mode", None) or attachment.mode)
+        mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
         if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
@@ -81,7 +79,9 @@ class TIDEGenerationMixin:
         # A MaxLengthCriteria of the caller's takes the place of what the config says.
         stopping = Stopping(stopping_criteria, generation_config)
         generation_config.max_length = stopping.max_length or generation_config.max_length
-        engine = check_engine(getattr(generation_config, "tide_engine", None) or attachment.engine)
+        engine = check_choice(
+            "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
+        )
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         warm_up_seconds = attachment.warm_up_seconds(engine)
         if mode == "self_speculative":
@@ -154,7 +154,7 @@ class TIDEGenerationMixin:
             UnsupportedOptionError: `engine="cuda_graph"`, and the model is not on a GPU.
         """
         attachment = self._tide
-        chosen: str | None = check_engine(engine or attachment.engine)
+        chosen: str | None = check_choice("engine", engine or attachment.engine, ENGINES)
         numbers = checked_rows(rows, max_length)
         if chosen == "auto":
             chosen = candidate_for(self)

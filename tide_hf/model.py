@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from .adapters import base_inside, check_wrapper
-from .choices import check_choice
+from .choices import ENGINES, MODES, check_choice
 from .cpu.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .decoding.attachment import Attachment, hybrid_drafter
 from .depth.skipping import open_gates, remove_gates
@@ -14,7 +14,7 @@ from .errors import ConfigurationError, describe
 from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
 from .ops import USE_KERNELS, load_kernels
-from .routers.configuration_tide import NEVER_EXIT, check_engine, check_exit_threshold, check_mode
+from .routers.configuration_tide import NEVER_EXIT, check_exit_threshold
 from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
@@ -98,10 +98,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             ConfigurationError: A setting makes no sense.
             KernelError: `use_kernels=True`, and kernels cannot be had.
         """
-        check_mode(mode)
+        check_choice("mode", mode, MODES)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
         check_choice("use_kernels", use_kernels, USE_KERNELS)
-        check_engine(engine)
+        check_choice("engine", engine, ENGINES)
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in HUB_KWARGS if name in auto_model_kwargs}
@@ -152,9 +152,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         Raises:
             As `from_pretrained`. A model that is refused is left as it was.
         """
-        check_mode(mode)
+        check_choice("mode", mode, MODES)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
-        check_engine(engine)
+        check_choice("engine", engine, ENGINES)
         check_wrapper(model)
         given, model = model, base_inside(model)
         loaded = _load_routers(routers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import base_inside, check_wrapper
-from ..choices import STRATEGIES, check_choice
+from ..choices import LABELS, STRATEGIES, check_choice
 from ..cpu.linear_gate import faster_passes
 from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.modeling_tide import TIDERouters
@@ -24,7 +24,6 @@ from .budget import Budget
 from .data import Document, Splits, full_depth
 from .distillation import frequent_tokens
 from .hidden_states import check_precision
-from .labels import check_labels
 from .pipeline import Pipeline, Settings
 from .processes import Processes
 from .report import Steps, calibration_record, layer_figures, print_report
@@ -116,15 +115,16 @@ def calibrate(
         `routers.config.exit_threshold`; where no threshold could be certified, never.
 
     Raises:
-        CalibrationError: The data cannot be found, reached or used, states are NaN, the labels do not exist, the disk
-            is full, or `output_dir` holds another calibration's unfinished work.
+        CalibrationError: The data cannot be found, reached or used, states are NaN, the disk is full, or
+            `output_dir` holds another calibration's unfinished work.
         BaseModelMismatchError: `start_from` belongs to another model.
-        ConfigurationError: An exit layer, strategy or bound makes no sense, or `start_from` has no block head.
+        ConfigurationError: An exit layer, strategy, bound or kind of labels makes no sense, or `start_from` has no
+            block head.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         RoutersNotFoundError: There are no routers at `start_from`.
         UnsupportedModelError: The model is not supported.
     """
-    check_labels(labels)
+    check_choice("labels", labels, LABELS)
     check_choice("exit_strategy", exit_strategy, STRATEGIES)
     check_bounds(tolerance, confidence)
     check_counts(samples=samples, max_length=max_length, batch_size=batch_size, max_minutes=max_minutes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..choices import LABELS
-from ..errors import CalibrationError, describe
+from ..choices import LABELS, check_choice
 from ..unembed import Unembed
 from .hidden_states import SLICE_ELEMENTS, top_tokens
 
@@ -15,19 +14,6 @@ CONVERGENCE_THRESHOLD = 0.98  # the published one
 # so that rejection sampling keeps at least 78% of the tokens that such an exit drafts.
 KL_THRESHOLD = 0.1
 ARRAYS_PER_LOGIT = 4  # logits and log-probabilities, of the exit head and of the full model
-
-
-def check_labels(labels: object) -> None:
-    """Refuse labels that do not exist."""
-    if labels not in LABELS:
-        raise CalibrationError(
-            describe(
-                "these labels do not exist",
-                got=f"labels={labels!r}",
-                expected="'agreement', 'cosine' or 'kl'",
-                do="Choose one of them, or leave labels out.",
-            )
-        )
 
 
 @torch.no_grad()
@@ -51,9 +37,9 @@ def router_labels(
         (N,) bool, on the device of `top_tokens`.
 
     Raises:
-        CalibrationError: There is no such kind.
+        ConfigurationError: There is no such kind.
     """
-    check_labels(kind)
+    check_choice("labels", kind, LABELS)
     if kind == "agreement":
         return agreement_labels(unembed, head, hidden_states, top_tokens)
     if kind == "cosine":

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from ..choices import ENGINES, EXIT_STRATEGIES, KV_CACHE_STRATEGIES, MODES, check_choice
+from ..choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
 from ..errors import ConfigurationError, describe
 from .config_checks import (
     check_block_config,
@@ -219,13 +219,3 @@ def check_min_layers(value: object) -> int:
     """Return `value`, or raise [`ConfigurationError`] where it is no number of layers."""
     check_positive("min_layers", value)
     return value  # type: ignore[return-value]
-
-
-def check_mode(mode: object) -> str:
-    """Return `mode`, or raise [`ConfigurationError`] where there is no such mode."""
-    return check_choice("tide_mode", mode, MODES)
-
-
-def check_engine(engine: object) -> str:
-    """Refuse an engine that does not exist."""
-    return check_choice("tide_engine", engine, ENGINES)
