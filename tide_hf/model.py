@@ -79,11 +79,12 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
                 See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model. On a CPU,
                 `False` keeps eager calls from the kernels that `tide_warm_up` compiles.
-            engine: What runs the layers: `"eager"`; `"compiled"`, which compiles them by `torch.compile` when it
-                meets a pass of a new kind, a few seconds each, and leaves to eager what cannot be compiled;
-                `"cuda_graph"`, which captures draft steps and verify passes of `self_speculative` on one GPU, and
-                leaves to eager what cannot be captured; or `"auto"`, which begins with `"eager"` and changes to what
-                is measured to pay. A call may name another (`tide_engine=`).
+            engine: What runs the layers: `"eager"`; `"compiled"`, which makes draft steps and verify passes of
+                `self_speculative` on a CPU into compiled steps of fixed shape, each ready within seconds when it is
+                first needed, and runs the rest layer by layer through `torch.compile`; `"cuda_graph"`, which captures
+                such steps as CUDA graphs on one GPU, and leaves to eager what cannot be captured; or `"auto"`, which
+                begins with `"eager"` and changes to what is measured to pay. A call may name another
+                (`tide_engine=`).
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
                 `proxies` are used for the routers as well.

@@ -1,7 +1,8 @@
-"""The ops that kernels fuse, in plain PyTorch, and which of the two a model runs.
+"""The ops that kernels fuse, in plain PyTorch, and whether a model runs the kernels.
 
-Each op has a kernel of the same name and meaning in `hub_kernels/tide-kernels`. [`Ops`] holds what one model runs: the
-kernels where they were loaded and a tensor is on the GPU, plain PyTorch everywhere else.
+Each op has a kernel of the same name and meaning in `hub_kernels/tide-kernels`. [`Ops`] holds the kernels of one model,
+where they were loaded. Callers ask `run_on` before they call one, and have a plain path of their own for where it says
+no.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def which_norm(norm: Any, hidden_states: Tensor) -> tuple[str, float] | None:
 
 
 class Ops:
-    """What one model runs.
+    """The kernels that one model runs, if any.
 
     Args:
         kernels: The kernels; `None` for plain PyTorch.
@@ -283,7 +284,7 @@ def load_kernels(
         device: Where the model is; default: the GPU, if there is one.
 
     Returns:
-        The ops to run.
+        The kernels, or none.
 
     Raises:
         ConfigurationError: `use_kernels` is none of these.

@@ -124,7 +124,7 @@ class BlockStage:
         point: The block, in float32: fresh, or one that is to be trained further.
         block_layer: Number of executed layers after which it drafts.
         tokens: (V,) what it may draft, ascending.
-        seed: Of the order of the documents and the router's weights.
+        seed: Of the order of the documents.
         is_fresh: Whether the block has learnt nothing yet.
     """
 

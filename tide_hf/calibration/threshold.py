@@ -22,7 +22,7 @@ GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50
 
 @dataclass(frozen=True)
 class Decisions:
-    """What each exit layer would do at N positions of the certifying documents.
+    """What each exit layer would do at N positions of one split's documents.
 
     Attributes:
         exit_layers: The E exit layers, ascending.

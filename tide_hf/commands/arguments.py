@@ -128,7 +128,8 @@ def add_mode_arguments(
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="what runs the layers; all but eager are made ready first, which can take a minute (default: %(default)s)",
+        help="what runs the layers; compiled and cuda_graph take up to a minute to be made ready, in chat and serve "
+        "before the first answer, elsewhere in the first that needs it (default: %(default)s)",
     )
 
 

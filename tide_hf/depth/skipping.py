@@ -1,4 +1,4 @@
-"""The one place that touches decoder layers: gates that let a forward pass skip some of them.
+"""Gates in front of decoder layers and their MLPs, which let a forward pass skip some of them.
 
 A gate stands in for a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary
 embeddings and final norm run as ever. Without an active `LayerRun` a gate is transparent. The active run is a context

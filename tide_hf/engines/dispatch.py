@@ -67,7 +67,7 @@ def engine_of(
 
 
 def candidate_for(model: Any) -> str | None:
-    """The engine with a warm-up that `auto` may change to; `None` for a model spread over devices."""
+    """The engine with a warm-up that `auto` may change to; `None` for a model that is not on one GPU or CPU alone."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return None

@@ -45,7 +45,7 @@ class TIDERouters(PreTrainedModel):
     Index it by exit layer: `routers[12].router`, `routers[12].head`.
 
     Attributes:
-        block: Router and block head at `config.block_layer`; `None` where there is none.
+        block: Block head and its confidence, for `config.block_layer`; `None` where there is none.
         draft_vocab: (draft_vocab_size,) the tokens that heads draft from, int64; `None` for all.
     """
 

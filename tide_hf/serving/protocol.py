@@ -109,7 +109,7 @@ class Finished:
     Attributes:
         reason: `"stop"` (end of sequence or a stop string) or `"length"`.
         completion_tokens: New tokens, one that ends the sequence included.
-        work: Counts of the batches since the last report, by their name in `batching.WORK`; empty where none is new.
+        work: Counts of the batches since the last report, by their name in `engine.WORK`; empty where none is new.
     """
 
     reason: str
