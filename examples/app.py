@@ -18,12 +18,12 @@ from transformers import TextIteratorStreamer
 from tide_hf.benchmark import (
     Result,
     compare,
-    encode_prompt,
     tide_contender,
     tide_contenders,
     timed_run,
     usable_threshold,
 )
+from tide_hf.chat_prompts import encode_prompt
 from tide_hf.commands.arguments import add_model_arguments, positive
 from tide_hf.commands.comparison import notes
 from tide_hf.commands.model_arguments import ALL, Loaded, load, modes_to_run

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.benchmark import encode_prompt, same_start
+from tide_hf.benchmark import same_start
+from tide_hf.chat_prompts import encode_prompt
 from tide_hf.commands.prompts import PROMPTS
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers

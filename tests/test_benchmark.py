@@ -9,6 +9,7 @@ import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, benchmark, provenance
 from tide_hf.benchmark import Contender
+from tide_hf.chat_prompts import encode_prompt
 from tide_hf.choices import MODES
 from tide_hf.depth.skipping import LayerGate
 from tide_hf.errors import ConfigurationError
@@ -141,7 +142,7 @@ def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     routers = TIDERouters.for_model(model, exit_layers=[1, 2])
     contenders = benchmark.tide_contenders(model, routers, MODES, exit_threshold=0.0)
-    inputs = [benchmark.encode_prompt(tiny_tokenizer, text) for text in ("hello", "abcabcabc")]
+    inputs = [encode_prompt(tiny_tokenizer, text) for text in ("hello", "abcabcabc")]
     results = {
         result.contender.name: result for result in benchmark.compare(contenders, inputs, max_new_tokens=12, repeats=2)
     }
@@ -170,15 +171,6 @@ def test_threshold_of_the_approximate_modes(tiny_llama, calibrated, asked, used)
     by_name = {one.name: one for one in benchmark.tide_contenders(tiny_llama(), routers, MODES, exit_threshold=asked)}
     assert by_name["early_exit"].options == {"tide_mode": "early_exit", "exit_threshold": used}
     assert by_name["self_speculative"].exit_threshold is None
-
-
-def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer, monkeypatch):
-    encoded = benchmark.encode_prompt(tiny_tokenizer, "hi")
-    assert tiny_tokenizer.decode(encoded["input_ids"][0]) == "<user>hi<answer>"
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
-    encoded = benchmark.encode_prompt(tiny_tokenizer, "hi")
-    assert set(encoded) == {"input_ids", "attention_mask"}
-    assert tiny_tokenizer.decode(encoded["input_ids"][0]) == "hi"
 
 
 def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.benchmark import encode_chat, tide_contender
+from tide_hf.benchmark import tide_contender
+from tide_hf.chat_prompts import encode_messages
 from tide_hf.commands.conversation import Conversation
 from tide_hf.errors import ConfigurationError
 
@@ -33,7 +34,7 @@ def talk(tiny_tokenizer):
 
 def fresh_answer(conversation, question):
     """What the model answers when the whole conversation is computed anew."""
-    inputs = encode_chat(conversation.tokenizer, [*conversation.messages, {"role": "user", "content": question}])
+    inputs = encode_messages(conversation.tokenizer, [*conversation.messages, {"role": "user", "content": question}])
     options = conversation.contender.options | {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     output = conversation.contender.model.generate(**inputs, **options)
     return output[0, inputs["input_ids"].shape[1] :].tolist(), inputs["input_ids"].shape[1]
@@ -130,7 +131,7 @@ def test_the_answers_are_the_plain_models(talk, tiny_tokenizer):
     model = TIDEModelForCausalLM.detach(conversation.contender.model)
     for turn, message in enumerate(conversation.messages):
         if message["role"] == "assistant":
-            inputs = encode_chat(tiny_tokenizer, conversation.messages[:turn])
+            inputs = encode_messages(tiny_tokenizer, conversation.messages[:turn])
             output = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
             new = output[0, inputs["input_ids"].shape[1] :]
             assert tiny_tokenizer.decode(new, skip_special_tokens=True) == message["content"]

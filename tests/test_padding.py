@@ -1,20 +1,40 @@
-"""Prompts of different lengths in one batch."""
-
-from types import SimpleNamespace
+"""Prompts side by side, as tokens, and answers up to their end."""
 
 import pytest
-import torch
 
-from tide_hf.padding import left_padded, pad_token
+from tide_hf.chat_prompts import encode_messages, encode_prompt, prompt_tokens
+from tide_hf.padding import end_tokens, left_padded, up_to_end
 
 
-def test_all_prompts_end_in_the_last_column():
-    inputs = left_padded([[5, 6, 7], [8]], pad=9, device="cpu")
+def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer, monkeypatch):
+    assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi")) == "<user>hi<answer>"
+    assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi", raw=True)) == "hi"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
+    assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi")) == "hi"
+
+
+def test_a_prompt_is_encoded_as_the_tokenizer_encodes_it(tiny_tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    own = tiny_tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    for encoded in (encode_prompt(tiny_tokenizer, "hi"), encode_messages(tiny_tokenizer, messages)):
+        assert set(encoded) == {"input_ids", "attention_mask"}
+        assert all(tensor.equal(own[name]) for name, tensor in encoded.items())
+
+
+def test_prompts_end_in_the_last_column():
+    inputs = left_padded([[5, 6, 7], [8]], pad=9)
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
 
 
-@pytest.mark.parametrize(("pad", "eos", "found"), [(4, 5, 4), (0, 5, 0), (None, 5, 5), (None, None, 0)])
-def test_any_tokenizer_can_pad(pad, eos, found):
-    assert pad_token(SimpleNamespace(pad_token_id=pad, eos_token_id=eos)) == found
+@pytest.mark.parametrize(("said", "ends"), [(None, set()), (2, {2}), ([2, 3], {2, 3}), ((3,), {3})])
+def test_what_a_generation_config_says_ends_an_answer(said, ends):
+    assert end_tokens(said) == ends
+
+
+def test_an_answer_stops_at_its_first_end():
+    assert up_to_end([5, 2, 0, 2], {2, 3}) == [5, 2]
+    assert up_to_end([5, 2, 0, 2], {2, 3}, with_end=False) == [5]
+    assert up_to_end([5, 6], {2}) == up_to_end([5, 6], {2}, with_end=False) == [5, 6]

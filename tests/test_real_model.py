@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.benchmark import encode_prompt
+from tide_hf.chat_prompts import encode_prompt
 from tide_hf.decoding.drafting import Draft
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]

@@ -228,20 +228,6 @@ def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) 
     return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
 
 
-def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> dict[str, torch.Tensor]:
-    """Tokenize one user message, through the chat template where there is one and `raw` does not leave it out."""
-    if raw or not getattr(tokenizer, "chat_template", None):
-        return dict(tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
-    return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-
-
-def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, torch.Tensor]:
-    """Tokenize a chat, with the start of the answer that is to come."""
-    return dict(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    )
-
-
 def compare(
     contenders: Sequence[Contender],
     inputs: Sequence[dict[str, torch.Tensor]],

@@ -16,14 +16,14 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from .adapters import base_inside
-from .calibration.data import encode_messages, seeded
+from .calibration.data import seeded
 from .calibration.files import read_rows
 from .calibration.processes import Processes
 from .calibration.work_folder import WorkFolder
-from .calibration.writing import end_tokens
+from .chat_prompts import message_tokens
 from .errors import DatasetError, UnsupportedOptionError, describe
 from .model import TIDEModelForCausalLM
-from .padding import left_padded, pad_token
+from .padding import end_tokens, left_padded, pad_token, up_to_end
 from .structure import input_device
 from .unembed import weights_hash
 
@@ -110,9 +110,9 @@ def _answer(
         inputs = left_padded([prompts[position] for position in batch], pad=pad, device=device)
         generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
         for position, tokens in zip(batch, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-            text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
-            answers[position] = {"answer": text, "num_new_tokens": length}
+            answer = up_to_end(tokens, ends)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            answers[position] = {"answer": text, "num_new_tokens": len(answer)}
     return answers
 
 
@@ -126,7 +126,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[i
         problem = "messages without a role"  # a template may print nothing for them, and say nothing
     elif isinstance(messages, list) and tokenizer.chat_template is not None:
         try:
-            tokens = encode_messages(tokenizer, messages, add_generation_prompt=True)
+            tokens = message_tokens(tokenizer, messages)
         except (TemplateError, TypeError, KeyError) as error:
             problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
     elif isinstance(messages, list):

@@ -21,6 +21,7 @@ from .engines.captured_decoding import decoder_for
 from .engines.dispatch import candidate_for, engine_of
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
 from .errors import UnsupportedOptionError, describe
+from .padding import up_to_end
 from .routers.configuration_tide import (
     check_exit_threshold,
     check_min_layers,
@@ -269,7 +270,7 @@ def _exit_stats(mode: str, engine: str, run: ExitRun, new_tokens: Tensor, genera
     eos_tokens = set(eos.tolist()) if eos is not None else set()
     per_token = []
     for row, tokens in enumerate(new_tokens.tolist()):
-        length = next((i + 1 for i, token in enumerate(tokens) if token in eos_tokens), len(tokens))
+        length = len(up_to_end(tokens, eos_tokens))
         per_token.append([layers[row] for layers in run.per_pass[:length]])
     stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine)
     stats.mlp_tokens_skipped = run.mlp_tokens_skipped

@@ -1,4 +1,4 @@
-"""Prompts of different lengths in one batch."""
+"""Prompts and answers of different lengths in one batch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def left_padded(
     ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
+        "input_ids": torch.tensor(ids, dtype=torch.int64, device=device),
+        "attention_mask": torch.tensor(mask, dtype=torch.int64, device=device),
     }
 
 
@@ -35,3 +35,22 @@ def pad_token(tokenizer: Any) -> int:
     """The tokenizer's padding token, or one to use in its place: any can pad, since every use goes with a mask."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
+
+
+def end_tokens(eos_token_id: int | Sequence[int] | None) -> set[int]:
+    """The tokens that end an answer, by what a generation config says."""
+    if eos_token_id is None:
+        return set()
+    return {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+
+
+def up_to_end(tokens: list[int], ends: set[int], *, with_end: bool = True) -> list[int]:
+    """An answer without what stands behind its end.
+
+    Args:
+        tokens: The answer, and padding where others are longer.
+        ends: The tokens that end it.
+        with_end: Whether the token that ends it is kept.
+    """
+    end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: end + with_end]

@@ -25,7 +25,8 @@ from tide_hf.calibration.figures import mean_interval
 from tide_hf.calibration.own_prompts import SHARE as OWN_SHARE
 from tide_hf.calibration.own_prompts import find_user_turn
 from tide_hf.calibration.threshold import clopper_pearson
-from tide_hf.calibration.writing import draw_prompts, encode_prompt, plan_writing, write_documents
+from tide_hf.calibration.writing import draw_prompts, plan_writing, write_documents
+from tide_hf.chat_prompts import prompt_tokens
 from tide_hf.loading import shipped_routers
 from tide_hf.padding import left_padded
 from tide_hf.provenance import provenance
@@ -126,8 +127,8 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, An
     others = unseen_prompts(calibration["num_documents"], seed, options.prompts - len(new))
     benchmark = [text for texts in read_prompts().values() for text in texts][: options.prompts]
     sets = {
-        "new draws": new + [encode_prompt(tokenizer, text) for text in others],
-        "decode benchmark": [encode_prompt(tokenizer, text) for text in benchmark],
+        "new draws": new + [prompt_tokens(tokenizer, text) for text in others],
+        "decode benchmark": [prompt_tokens(tokenizer, text) for text in benchmark],
     }
     record = provenance(model) | {"max_new_tokens": options.max_new_tokens, "confidence": CONFIDENCE}
     certified = [row for row in calibration.get("tolerances", []) if row["exit_threshold"] is not None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..cpu.shared_heads import shared_heads
-from ..padding import left_padded
+from ..padding import left_padded, up_to_end
 from ..structure import input_device
 
 BEST = 50  # tokens that are drawn from
@@ -69,4 +69,4 @@ def continued(
     with shared_heads(model):
         found: Any = model.generate(**inputs, generation_config=config, logits_processor=LogitsProcessorList(draw))
     rows = found[:, inputs["input_ids"].shape[1] :].tolist()
-    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+    return [up_to_end(row, ends, with_end=False) for row in rows]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..errors import CalibrationError, describe
 from ..generation import TIDEGenerationMixin
@@ -92,20 +92,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def num_positions(documents: Sequence[Document]) -> int:
     """Positions of all documents that calibration looks at."""
     return sum(document.num_positions for document in documents)
-
-
-def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, add_generation_prompt: bool
-) -> list[int]:
-    """Put messages through the tokenizer's chat template.
-
-    Args:
-        tokenizer: The base model's; it has a chat template.
-        messages: Each with "role" and "content".
-        add_generation_prompt: Whether the assistant is to speak next.
-    """
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def split_documents(documents: Sequence[Document], seed: int) -> Splits:

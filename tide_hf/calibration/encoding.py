@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ..chat_prompts import message_tokens
 from ..errors import CalibrationError, describe
-from .data import Document, encode_messages
+from .data import Document
 
 MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length: a forward pass pads all rows to the longest
 SHOWN = 80  # characters of a text that an error shows
@@ -110,7 +111,7 @@ class RowEncoder:
         return self._answer(prompt, whole[len(prompt) :])
 
     def _encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        return encode_messages(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        return message_tokens(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     def _message(self, message: object) -> dict[str, str]:
         if isinstance(message, Mapping):

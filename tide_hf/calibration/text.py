@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from ..chat_prompts import prompt_tokens
 from .data import Document
 from .own_prompts import SHARE as OWN_SHARE
 from .own_prompts import find_user_turn
 from .sources import describe_source, read_documents
-from .writing import PromptBatch, draw_prompts, encode_prompt, plan_writing
+from .writing import PromptBatch, draw_prompts, plan_writing
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,6 @@ def load_documents(
         return Text(documents, [], describe_source(dataset), num_skipped)
     turn = find_user_turn(tokenizer)
     num_own = round(OWN_SHARE * samples) if turn is not None else 0
-    prompts = [encode_prompt(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
+    prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
     source = describe_source(None) + (", and to prompts of its own" if num_own else "")
     return Text([], plan_writing(prompts, batch_size, seed, turn, num_own), source)

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..padding import pad_token
+from ..padding import end_tokens, pad_token
 from ..structure import input_device
 from .continuing import continued
-from .data import Document, encode_messages, seeded
+from .data import Document, seeded
 from .own_prompts import UserTurn, write_prompts
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
@@ -56,13 +56,6 @@ def draw_prompts(count: int, seed: int) -> list[str]:
         before = len(prompts)
         prompts |= dict.fromkeys(_fill_slots(template, package["slots"], rng) for template in templates)
     return list(prompts)[:count]
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The tokens of a user's message, in the tokenizer's chat template where it has one."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return tokenizer(prompt)["input_ids"]
-    return encode_messages(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
 
 
 def plan_writing(
@@ -131,10 +124,3 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
     names = re.findall(r"\{(\w+)\}", template)
     words = {name: iter(rng.sample(slots[name], names.count(name))) for name in slots if name in names}
     return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
-
-
-def end_tokens(ends: int | list[int] | None) -> set[int]:
-    """What may stand for `eos_token_id`, as a set."""
-    if ends is None:
-        return set()
-    return set(ends) if isinstance(ends, (list, tuple)) else {ends}

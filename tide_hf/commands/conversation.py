@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..benchmark import Contender, Run, encode_chat, timed_run
+from ..benchmark import Contender, Run, timed_run
+from ..chat_prompts import encode_messages
 from ..decoding.kept_caches import KeptCaches
 from ..errors import ConfigurationError, describe
 from ..structure import CACHE, find_structure
@@ -66,7 +67,7 @@ class Conversation:
             ConfigurationError: The conversation has become too long for the model.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        inputs = encode_chat(self.tokenizer, messages)
+        inputs = encode_messages(self.tokenizer, messages)
         tokens = inputs["input_ids"][0].tolist()
         check_room(self.contender.model, len(tokens), self.max_new_tokens)
         caches = {} if self._caches is None else {CACHE: self._caches.take(tokens)}

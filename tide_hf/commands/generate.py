@@ -8,7 +8,8 @@ from functools import partial
 
 from rich.console import Console
 
-from ..benchmark import encode_prompt, timed_run
+from ..benchmark import timed_run
+from ..chat_prompts import encode_prompt
 from .model_arguments import attached_contender, load
 from .prompts import check_room, read_prompt
 from .streaming import answer_record, print_figures, stream_answer

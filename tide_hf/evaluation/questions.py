@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..benchmark import encode_prompt
 from ..calibration.sources import describe_source, random_rows
+from ..chat_prompts import prompt_tokens
 from ..errors import CalibrationError, ConfigurationError, describe
-from ..padding import left_padded, pad_token
+from ..padding import end_tokens, left_padded, pad_token, up_to_end
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -133,8 +132,9 @@ def answer_questions(
         advance: Told the number of questions done.
         **options: Further options of `generate`.
     """
-    prompts = [encode_prompt(tokenizer, question.prompt)["input_ids"][0].tolist() for question in questions]
+    prompts = [prompt_tokens(tokenizer, question.prompt) for question in questions]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    ends = end_tokens(model.generation_config.eos_token_id)
     answers: dict[int, tuple[list[int], float]] = {}
     counted: list[int] = []
     for start in range(0, len(order), batch_size):
@@ -143,7 +143,8 @@ def answer_questions(
         sequences = model.generate(
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_token(tokenizer), **options
         )
-        new_tokens = _without_padding(sequences[:, inputs["input_ids"].shape[1] :], model.generation_config)
+        padded = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        new_tokens = [up_to_end(row, ends) for row in padded]
         stats = getattr(model, "last_exit_stats", None)
         num_layers = model.config.get_text_config().num_hidden_layers
         per_token = stats.per_token if stats is not None else [[num_layers] * len(tokens) for tokens in new_tokens]
@@ -155,17 +156,6 @@ def answer_questions(
     texts = [tokenizer.decode(one, skip_special_tokens=True) for one in said]
     depths = [answers[i][1] for i in range(len(prompts))]
     return Answers(texts, said, depths, sum(counted) if counted else None)
-
-
-def _without_padding(new_tokens: Tensor, generation_config: Any) -> list[list[int]]:
-    """Tokens of each row up to the one that ends it."""
-    eos = generation_config.eos_token_id
-    ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
-    rows = []
-    for tokens in new_tokens.tolist():
-        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-        rows.append(tokens[:end])
-    return rows
 
 
 def _question(row: object, columns: QuestionColumns, source: str) -> Question:

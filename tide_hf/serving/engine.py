@@ -12,13 +12,14 @@ import torch
 from jinja2 import TemplateError
 from rich.console import Console
 
+from ..chat_prompts import message_tokens
 from ..decoding.kept_caches import KeptCaches
 from ..decoding.rows import RowCriterion
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
 from ..loading import load_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
-from ..padding import left_padded
+from ..padding import end_tokens, left_padded
 from ..structure import CACHE, check_rope
 from .job import Job
 from .protocol import ChatRequest, Event, Sampling, refuse
@@ -88,15 +89,14 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
-        eos = model.generation_config.eos_token_id
-        self.eos_tokens = set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+        self.eos_tokens = end_tokens(model.generation_config.eos_token_id)
         self.text_config = model.config.get_text_config()
         self.context = getattr(self.text_config, "max_position_embeddings", None) or 2**31
         self.unreported: Counter[str] = Counter()
         # The other modes leave K/V of their own, by which answers would depend on what was asked before.
         keep = options.keep if options.mode == "self_speculative" else 0
         self.caches = KeptCaches(model.config, keep, LEAST_SHARED)
-        self._encode("a")  # the first call sets truncation and padding; later ones may then run side by side
+        tokenizer("a")  # the first call sets truncation and padding; later ones may then run side by side
 
     @classmethod
     def load(cls, options: EngineOptions) -> Engine:
@@ -115,12 +115,9 @@ class Engine:
         """
         options = self.options
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(request.messages), tokenize=False, add_generation_prompt=True
-            )
+            prompt = message_tokens(self.tokenizer, list(request.messages))
         except TemplateError as error:
             raise refuse("messages", str(error), "a conversation that the model's chat template allows") from error
-        prompt = self._encode(text)
         room = self.context - len(prompt)
         if not 0 < len(prompt) <= options.max_prompt_tokens or room < 1:
             longest = min(options.max_prompt_tokens, self.context - 1)
@@ -170,9 +167,6 @@ class Engine:
             if job.reason is not None and not job.reported:
                 work, self.unreported = dict(self.unreported), Counter()
                 job.report(work)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _check(self, jobs: Sequence[Job]) -> None:
         if self.options.mode == "self_speculative":
