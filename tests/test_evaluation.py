@@ -186,6 +186,7 @@ def test_a_recurrent_model_runs_whole(tiny_tokenizer):
         ({"match": "loosely"}, "unknown match: got 'loosely'"),
         ({"confidence": 95}, "confidence makes no sense"),
         ({"samples": 0}, "samples makes no sense"),
+        ({"max_new_tokens": 0}, r"max_new_tokens makes no sense: got 0\. Expected a whole number of at least 1"),
     ],
 )
 def test_options_that_make_no_sense(settings, message):

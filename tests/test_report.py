@@ -8,7 +8,7 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDERouters
-from tide_hf.calibration import figures, report, tables
+from tide_hf.calibration import figures, report, resampling, tables
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.calibration.data import Document, Splits
 from tide_hf.calibration.threshold import Decisions, choose_threshold
@@ -104,7 +104,7 @@ def test_tolerances_are_certified_one_by_one():
 
 
 def test_an_interval_covers_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(figures, "RESAMPLES", 200)
+    monkeypatch.setattr(resampling, "RESAMPLES", 200)
     generator = torch.Generator().manual_seed(0)
     covered = 0
     for _ in range(300):
@@ -124,7 +124,7 @@ def test_no_loss_seen_is_not_certainty():
 def test_an_interval_does_not_depend_on_the_slices(monkeypatch):
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0)).double()
     whole = figures.mean_interval(losses, 0.9)
-    monkeypatch.setattr(figures, "RESAMPLED_AT_ONCE", 130)
+    monkeypatch.setattr(resampling, "RESAMPLED_AT_ONCE", 130)
     assert figures.mean_interval(losses, 0.9) == pytest.approx(whole)
 
 

@@ -16,11 +16,10 @@ from transformers import PreTrainedConfig
 import tide_hf
 
 from .errors import ConfigurationError, describe
-from .routers.configuration_tide import TIDEConfig
+from .routers.configuration_tide import FOR_BOTH, TIDEConfig
 
-# Of the arguments that reach a registered class, those that are as right for the base model's repository ...
-SHARED = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-# ... and those that are about the routers' repository alone, or what an auto class tells the class it calls.
+# Of the arguments that reach a registered class, those that are about the routers' repository alone, or what an auto
+# class tells the class it calls.
 OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
 
 
@@ -43,7 +42,7 @@ class TIDEAutoModel:
             ConfigurationError: The config names no base model that can be loaded.
             As `TIDEModelForCausalLM.from_pretrained`.
         """
-        shared = _chosen(kwargs, SHARED)
+        shared = _chosen(kwargs, FOR_BOTH)
         base = base_of(name_or_path, config, **shared)
         options = {name: value for name, value in kwargs.items() if name not in OWN}
         options.setdefault("exit_threshold", config.exit_threshold)
@@ -72,7 +71,7 @@ class TIDEAutoTokenizer:
         Raises:
             ConfigurationError: The config names no base model.
         """
-        shared = _chosen(kwargs, SHARED)
+        shared = _chosen(kwargs, FOR_BOTH)
         config = TIDEConfig.from_pretrained(name_or_path, **shared, **_chosen(kwargs, ("revision", "subfolder")))
         options = {name: value for name, value in kwargs.items() if name not in OWN}
         base = base_of(name_or_path, config, **shared)

@@ -14,13 +14,12 @@ from .errors import ConfigurationError, describe
 from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
 from .ops import USE_KERNELS, load_kernels
-from .routers.configuration_tide import NEVER_EXIT, check_exit_threshold
+from .routers.configuration_tide import FOR_BOTH, NEVER_EXIT, check_exit_threshold
 from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
 from .unembed import Unembed, check_parity
 
 PACK_WEIGHTS = (True, False, "auto")
-HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")  # for both repositories
 Routers = TIDERouters | str | os.PathLike[str] | None
 
 
@@ -105,7 +104,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_choice("engine", engine, ENGINES)
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
-        hub_kwargs = {name: auto_model_kwargs[name] for name in HUB_KWARGS if name in auto_model_kwargs}
+        hub_kwargs = {name: auto_model_kwargs[name] for name in FOR_BOTH if name in auto_model_kwargs}
         loaded = _load_routers(routers, revision=routers_revision, **hub_kwargs)
         model = load_base_model(base, **auto_model_kwargs)
         if loaded is None and _is_attached(model):  # `base` is a repository of routers

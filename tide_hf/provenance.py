@@ -22,23 +22,26 @@ PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
 
 def provenance(model: Any) -> dict[str, Any]:
     """Where, when and with what figures of `model` are measured, ready for JSON."""
-    device = model.device
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "model": model.config._name_or_path,
         "revision": getattr(model.config, "_commit_hash", None),
         "weights_origin": getattr(model, "weights_origin", None),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "cpu": cpu_name(),
+        **machine(model.device),
         "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": commit(),
         "versions": {"tide-hf": tide_hf.__version__, "torch": torch.__version__}
         | {name: metadata.version(name) for name in PACKAGES},
     }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a model on `device` runs on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": name, "cpu": cpu_name(), "torch_threads": torch.get_num_threads()}
 
 
 def command_line(argv: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.benchmark import same_start
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers
 from tide_hf.provenance import provenance
@@ -101,7 +102,7 @@ class Bench:
             "runs_ms": [1000 * run for run in runs],
             "first_call_s": warm_up,
             "equal": tokens == expected,
-            "same_start": _same_start(tokens, expected),
+            "same_start": mean(same_start(*pair) for pair in zip(expected, tokens, strict=True)),
         }
 
     def seconds(self, inputs: dict, new_tokens: int, generate: dict[str, Any]) -> tuple[float, list]:
@@ -284,14 +285,6 @@ def _steps(bench: Bench) -> dict[str, Any]:
         refused += [f"{kind.__name__}: {reason}" for kind, reason in steps.layers.refused.items()]
     made = steps.warm_up
     return {"steps": made.num_made, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}
-
-
-def _same_start(tokens: list[list[int]], expected: list[list[int]]) -> float:
-    shares = []
-    for row, other in zip(tokens, expected, strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(row, other, strict=False)) if a != b), len(other))
-        shares.append(same / len(other))
-    return sum(shares) / len(shares)
 
 
 def _wait() -> None:

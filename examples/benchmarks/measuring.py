@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tide_hf.benchmark import synchronize
+from tide_hf.benchmark import Result, synchronize
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
@@ -24,6 +24,11 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, device: to
             if turn:
                 seconds[name].append(perf_counter() - start)
     return seconds
+
+
+def records_of(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """What `compare` found, ready for JSON."""
+    return [result.to_dict() for result in results]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

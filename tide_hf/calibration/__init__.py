@@ -30,7 +30,7 @@ from .report import Steps, calibration_record, layer_figures, print_report
 from .selection import Candidate, agreements, exit_rates_within, proportional_cost, useful_exit_layers
 from .store import StateStore
 from .text import Text, load_documents
-from .threshold import Decisions, check_bounds, check_counts, choose_threshold
+from .threshold import Decisions, check_counts, check_minutes, check_share, choose_threshold
 from .work_folder import open_work_folder
 
 __all__ = ["calibrate"]
@@ -126,8 +126,10 @@ def calibrate(
     """
     check_choice("labels", labels, LABELS)
     check_choice("exit_strategy", exit_strategy, STRATEGIES)
-    check_bounds(tolerance, confidence)
-    check_counts(samples=samples, max_length=max_length, batch_size=batch_size, max_minutes=max_minutes)
+    check_share("tolerance", tolerance, usual=0.02)
+    check_share("confidence", confidence, usual=0.95)
+    check_counts(samples=samples, max_length=max_length, batch_size=batch_size)
+    check_minutes(max_minutes)
     budget = Budget.of_minutes(max_minutes)
     check_wrapper(model)
     model = base_inside(model)

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
+from .resampling import resampled_sums
 from .threshold import Decisions, ThresholdChoice, choose_again
 from .training import area_under_curve, expected_calibration_error
 
 PRECISIONS = (0.99, 0.98, 0.95, 0.90)
 TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.10)
 RELIABILITY_BINS = 10
-RESAMPLES = 1000
-RESAMPLED_AT_ONCE = 2**22  # documents, all resamples together: 32 MB of positions
 DIGITS = 5
 
 
@@ -135,11 +134,8 @@ def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
     count = len(losses)
     if not bool(losses.any()):
         return 0.0, 1 - miss ** (1 / count)
-    generator = torch.Generator().manual_seed(0)
-    at_once = max(1, RESAMPLED_AT_ONCE // count)
-    parts = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
-    means = [losses[torch.randint(count, (part, count), generator=generator)].mean(dim=1) for part in parts]
-    lower, upper = torch.cat(means).quantile(torch.tensor([miss, 1 - miss], dtype=losses.dtype)).tolist()
+    means = resampled_sums(losses[:, None])[:, 0] / count
+    lower, upper = means.quantile(torch.tensor([miss, 1 - miss], dtype=losses.dtype)).tolist()
     return lower, upper
 
 

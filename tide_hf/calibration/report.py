@@ -11,7 +11,7 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..provenance import cpu_name
+from ..provenance import machine
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from .data import Document, Splits, num_positions
@@ -88,12 +88,6 @@ def versions() -> dict[str, str]:
     """Of what the figures depend on."""
     own = sys.modules[__package__.partition(".")[0]].__version__
     return {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the calibration ran on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"cpu": cpu_name(), "device": name, "torch_threads": torch.get_num_threads()}
 
 
 def print_report(record: dict[str, Any], num_layers: int) -> None:

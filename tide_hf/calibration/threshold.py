@@ -152,32 +152,30 @@ def _test(
     return ThresholdChoice(tolerance, confidence, chosen, table)
 
 
-def check_bounds(tolerance: object, confidence: object) -> None:
-    """Refuse a tolerance or confidence outside (0, 1)."""
-    for name, value in (("tolerance", tolerance), ("confidence", confidence)):
-        if not isinstance(value, (int, float)) or not 0 < value < 1:
-            raise ConfigurationError(
-                describe(
-                    f"{name} makes no sense",
-                    got=repr(value),
-                    expected="a number between 0 and 1",
-                    do=f"Pass {name}=0.02, say." if name == "tolerance" else "Pass confidence=0.95, say.",
-                )
-            )
+def check_share(name: str, value: object, *, usual: float) -> None:
+    """Refuse a tolerance or confidence outside (0, 1); `usual` is one to pass instead."""
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise _makes_no_sense(name, value, "a number between 0 and 1", usual)
 
 
-def check_counts(*, samples: object, max_length: object, batch_size: object, max_minutes: object) -> None:
-    """Refuse numbers of documents, tokens or minutes that are none."""
-    counts = {"samples": samples, "max_length": max_length, "batch_size": batch_size}
-    bad = [(name, value) for name, value in counts.items() if type(value) is not int or value < 1]
-    number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool) and max_minutes > 0
-    if max_minutes is not None and not number:
-        bad.append(("max_minutes", max_minutes))
-    for name, value in bad:
-        expected = "a number of minutes above 0, or None" if name == "max_minutes" else "a whole number of at least 1"
-        raise ConfigurationError(
-            describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass {name}=60, say.")
-        )
+def check_counts(**counts: object) -> None:
+    """Refuse numbers of documents or tokens that are none."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise _makes_no_sense(name, value, "a whole number of at least 1", 60)
+
+
+def check_minutes(max_minutes: object) -> None:
+    """Refuse a time that is none."""
+    is_number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool)
+    if max_minutes is not None and not (is_number and max_minutes > 0):  # type: ignore[operator]
+        raise _makes_no_sense("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)
+
+
+def _makes_no_sense(name: str, value: object, expected: str, usual: float) -> ConfigurationError:
+    return ConfigurationError(
+        describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass {name}={usual}, say.")
+    )
 
 
 def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) -> float:

@@ -181,13 +181,11 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
     gates = [OneFormGate(linear, form) for linear, form in forms.items() if form and (may_copy or not form.is_copy)]
     try:
         for gate in gates:
-            gate.module.forward = gate
+            gate.open()
         yield
     finally:
         for gate in gates:
-            del gate.module.forward
-            if gate.replaced is not None:
-                gate.module.forward = gate.replaced
+            gate.remove()
 
 
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:
@@ -230,7 +228,7 @@ def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool =
     for linear in linears:
         if isinstance(linear.__dict__.get("forward"), LinearGate):  # of routers that two models share
             continue
-        linear.forward = LinearGate(linear, may_copy, anywhere)  # type: ignore[method-assign]
+        LinearGate(linear, may_copy, anywhere).open()
 
 
 def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
@@ -249,7 +247,7 @@ def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
 def remove_linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> None:
     """Take the gates away, and other forms of the weights with them."""
     for gate in list(linear_gates(structure, *others)):
-        del gate.module.forward
+        gate.remove()
 
 
 def linears_in(*modules: nn.Module) -> list[nn.Linear]:

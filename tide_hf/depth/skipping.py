@@ -39,6 +39,16 @@ class Gate:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    def open(self) -> None:
+        """Put the gate in front of its module."""
+        self.module.forward = self  # type: ignore[assignment]  # each kind is called in its own way
+
+    def remove(self) -> None:
+        """Take it away and put back what it replaced."""
+        del self.module.forward
+        if self.replaced is not None:
+            self.module.forward = self.replaced
+
 
 class LayerGate(Gate):
     """Stands in for one decoder layer's `forward`.
@@ -113,9 +123,9 @@ def _gathered(value: Any, kept: Tensor) -> Any:
 def open_gates(structure: DecoderStructure) -> None:
     """Put a gate in front of every decoder layer and every MLP."""
     for layer_idx, layer in enumerate(structure.layers):
-        layer.forward = LayerGate(layer, layer_idx, structure.returns_tuple)
+        LayerGate(layer, layer_idx, structure.returns_tuple).open()
     for mlp in structure.mlps:
-        mlp.forward = MLPGate(mlp)
+        MLPGate(mlp).open()
 
 
 def remove_gates(structure: DecoderStructure) -> None:
@@ -123,9 +133,7 @@ def remove_gates(structure: DecoderStructure) -> None:
     for module in (*structure.layers, *structure.mlps):
         gate = module.__dict__.get("forward")
         if isinstance(gate, Gate):
-            del module.forward
-            if gate.replaced is not None:
-                module.forward = gate.replaced
+            gate.remove()
 
 
 @contextmanager

@@ -256,7 +256,6 @@ def decoder_for(
         if engine == "compiled":  # each layer by itself, whatever the cache
             logger.info("engine='compiled' runs layer by layer: %s", reason)
         else:
-            if steps.say_once(reason):
-                logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
+            steps.log_eager(reason)
             engine = "eager"
     return SelfSpeculativeDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)

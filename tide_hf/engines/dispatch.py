@@ -44,7 +44,7 @@ def engine_of(
     if engine == "cuda_graph":
         attachment.captured_steps.check_device(input_ids.device)
         if mode != "self_speculative":
-            _say(attachment, f"tide_mode={mode!r} decides layer by layer and runs eagerly")
+            attachment.captured_steps.log_eager(f"tide_mode={mode!r} decides layer by layer and runs eagerly")
             return RENTED, _nothing
     if engine != "auto":
         return engine, _nothing
@@ -98,11 +98,6 @@ def _is_warm(attachment: Attachment, engine: str | None) -> bool:
         return attachment.captured_steps.warm_up.num_made > 0
     has_compiled = attachment.compiled_layers.num_compiled > 0 or attachment.compiled_steps.warm_up.num_made > 0
     return engine == "compiled" and has_compiled
-
-
-def _say(attachment: Attachment, reason: str) -> None:
-    if attachment.captured_steps.say_once(reason):
-        logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
 
 
 def _nothing(_decoder: SelfSpeculativeDecoder) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RESAMPLES = 1000
-RESAMPLED_AT_ONCE = 2**20  # items, all resamples together: 8 MB a column
+from ..calibration.resampling import resampled_sums
 
 Sums = Mapping[str, Tensor]
 
@@ -30,7 +29,7 @@ class Bootstrap:
         self.count = len(values)
         self.miss = (1 - confidence) / 2
         self._totals = dict(zip(names, values.sum(dim=0), strict=True))
-        self._resampled = dict(zip(names, _resample(values, seed).unbind(dim=1), strict=True))
+        self._resampled = dict(zip(names, resampled_sums(values, seed).unbind(dim=1), strict=True))
 
     def figure(self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None) -> dict[str, Any]:
         """Compute a figure and its interval.
@@ -54,12 +53,3 @@ class Bootstrap:
             slack = 1 - self.miss ** (1 / self.count)
             lower, upper = max(limits[0], value - slack), min(limits[1], value + slack)
         return {"value": value, "interval": [lower, upper]}
-
-
-def _resample(values: Tensor, seed: int) -> Tensor:
-    """(items, columns) -> (RESAMPLES, columns), sums over as many items, drawn with replacement."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(values)
-    at_once = max(1, RESAMPLED_AT_ONCE // count)
-    parts = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
-    return torch.cat([values[torch.randint(count, (part, count), generator=generator)].sum(dim=1) for part in parts])

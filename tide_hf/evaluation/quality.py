@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..benchmark import weight_sharing_copy
 from ..calibration.report import Steps
 from ..calibration.sources import describe_source
-from ..calibration.threshold import check_bounds, check_counts
+from ..calibration.threshold import check_counts, check_share
 from ..choices import MATCHES, check_choice
 from ..errors import ConfigurationError, describe
 from ..model import TIDEModelForCausalLM
@@ -74,8 +74,9 @@ class QualityOptions:
         for threshold in self.thresholds:
             check_exit_threshold(threshold)
         check_choice("match", self.match, MATCHES)
-        check_bounds(0.5, self.confidence)
-        check_counts(samples=self.samples, max_length=self.max_length, batch_size=self.batch_size, max_minutes=None)
+        check_share("confidence", self.confidence, usual=0.95)
+        names = ("samples", "max_length", "max_new_tokens", "batch_size")
+        check_counts(**{name: getattr(self, name) for name in names})
 
 
 def measure_quality(

@@ -28,6 +28,9 @@ NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1
 # may hold no others: transformers takes names of files, of attention kernels and of code from some of them.
 INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
 
+# Arguments of `from_pretrained` that are as right for the base model's repository as for the routers'.
+FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+
 
 class TIDEConfig(PreTrainedConfig):
     r"""Configuration of [`TIDERouters`].

@@ -93,11 +93,11 @@ class CapturedSteps:
         self._pool: Any = None
         self.layers: Any = self._make_layers() if self._make_layers is not None else None
 
-    def say_once(self, reason: str) -> bool:
-        """Whether this is the first call that does without for this reason."""
-        is_new = reason not in self._said
+    def log_eager(self, reason: str) -> None:
+        """Log that a call does without, once for each reason."""
+        if reason not in self._said:
+            logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
         self._said.add(reason)
-        return is_new
 
     def check_device(self, device: torch.device) -> None:
         """Refuse a model on a device that has no graphs.

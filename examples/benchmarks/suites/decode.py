@@ -15,14 +15,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from tide_hf.benchmark import Contender, Result, compare
+from tide_hf.benchmark import Contender, compare
 from tide_hf.errors import ConfigurationError, describe
 
 from ..adapters import WAYS, make_contenders
 from ..bench import Bench
 from ..checks import Check, checks_of_results
 from ..common import markdown, read_prompts
-from ..measuring import in_words, result_speedups
+from ..measuring import in_words, records_of, result_speedups
 
 SUMMARY = {
     "generate": "plain `generate`",
@@ -115,7 +115,7 @@ def by_category(contenders: list[Contender], slow: list[Contender], bench: Bench
         if slow:
             one = compare([contenders[0], *slow], inputs[:1], max_new_tokens=settings.max_new_tokens, repeats=1)
             results += one[1:]
-        categories[category] = _records(results)
+        categories[category] = records_of(results)
     return categories
 
 
@@ -127,12 +127,12 @@ def in_a_batch(contenders: list[Contender], tokenizer: Any, size: int, settings:
     batch = tokenizer(templated, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
-    return _records(compare(contenders, [inputs], **limits))
+    return records_of(compare(contenders, [inputs], **limits))
 
 
 def to_first_token(contenders: list[Contender], inputs: list[dict[str, Any]], settings: Settings) -> list[dict]:
     """Answers of one token."""
-    return _records(compare(contenders, inputs, max_new_tokens=1, repeats=max(3, settings.repeats)))
+    return records_of(compare(contenders, inputs, max_new_tokens=1, repeats=max(3, settings.repeats)))
 
 
 def first_token_table(record: dict[str, Any]) -> str:
@@ -151,11 +151,7 @@ def without_drafts(plain: Contender, ours: Contender, bench: Bench, settings: Se
     chosen = [Contender(one.name, one.model, sampling) for one in (plain, ours)]
     inputs = [prompts[0] for prompts in bench.prompts(1).values()]
     repeats = settings.sampling_repeats * settings.repeats
-    return _records(compare(chosen, inputs, max_new_tokens=settings.max_new_tokens, repeats=repeats))
-
-
-def _records(results: list[Result]) -> list[dict[str, Any]]:
-    return [result.to_dict() for result in results]
+    return records_of(compare(chosen, inputs, max_new_tokens=settings.max_new_tokens, repeats=repeats))
 
 
 def table(record: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from ..adapters import attached
 from ..bench import Bench
 from ..checks import Check, checks_of_results
 from ..common import markdown, rows_like
-from ..measuring import in_words, median_ms, result_speedups
+from ..measuring import in_words, median_ms, records_of, result_speedups
 from ..random_models import random_llama, random_routers
 
 OFF = {"tide_mode": "early_exit", "exit_threshold": NEVER_EXIT}
@@ -59,18 +59,18 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     prompts = [one for found in bench.prompts(settings.prompts).values() for one in found]
     ways = contenders(bench)
     record: dict[str, Any] = {"memory": memory(bench), "times_s": times(bench, settings.repeats)}
-    record["exits_off"] = _records(compare(exits_off(bench), prompts, **limits))
+    record["exits_off"] = records_of(compare(exits_off(bench), prompts, **limits))
     scaling: dict[str, dict[str, list[dict[str, Any]]]] = {}
     scaling["tokens of the prompt"] = {
-        str(length): _records(compare(ways, [bench.long_prompt(length, settings.max_new_tokens)], **limits))
+        str(length): records_of(compare(ways, [bench.long_prompt(length, settings.max_new_tokens)], **limits))
         for length in settings.prompt_lengths
     }
     scaling["tokens of the answer"] = {
-        str(length): _records(compare(ways, prompts[:1], max_new_tokens=length, repeats=settings.repeats))
+        str(length): records_of(compare(ways, prompts[:1], max_new_tokens=length, repeats=settings.repeats))
         for length in settings.output_lengths
     }
     scaling["rows"] = {
-        str(rows): _records(compare(ways, [side_by_side(prompts[0], rows)], **limits)) for rows in settings.batches
+        str(rows): records_of(compare(ways, [side_by_side(prompts[0], rows)], **limits)) for rows in settings.batches
     }
     scaling["exit layers, exits off"] = by_exit_layers(bench, prompts[0], settings)
     scaling["layers of a random model"] = by_depth(settings, bench.model.device)
@@ -150,7 +150,7 @@ def by_exit_layers(bench: Bench, inputs: dict[str, Tensor], settings: Settings) 
         )
         ways = [Contender("generate", bench.model), Contender("early_exit, exits off", model, OFF)]
         limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
-        found[str(len(layers))] = _records(compare(ways, [inputs], **limits))
+        found[str(len(layers))] = records_of(compare(ways, [inputs], **limits))
     return found
 
 
@@ -170,12 +170,8 @@ def by_depth(settings: Settings, device: torch.device) -> dict[str, list[dict[st
         ids = torch.randint(settings.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
-        found[str(depth)] = _records(compare(ways, [inputs], **limits))
+        found[str(depth)] = records_of(compare(ways, [inputs], **limits))
     return found
-
-
-def _records(results: list[Any]) -> list[dict[str, Any]]:
-    return [result.to_dict() for result in results]
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:

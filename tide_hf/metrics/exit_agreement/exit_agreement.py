@@ -10,7 +10,7 @@ import evaluate
 import torch
 
 from tide_hf.calibration.figures import mean_interval
-from tide_hf.calibration.threshold import check_bounds, clopper_pearson
+from tide_hf.calibration.threshold import check_share, clopper_pearson
 from tide_hf.errors import ConfigurationError, describe
 
 DESCRIPTION = """\
@@ -80,7 +80,7 @@ class ExitAgreement(evaluate.Metric):
         num_layers: int | None = None,
         confidence: float = 0.95,
     ) -> dict[str, Any]:
-        check_bounds(0.5, confidence)
+        check_share("confidence", confidence, usual=0.95)
         _check_lengths("references", predictions, references)
         agrees = [
             [one == other for one, other in zip(*pair, strict=True)]
