@@ -22,7 +22,7 @@ def calibrated(monkeypatch, tiny_llama):
 
     def calibrate(model, tokenizer, **options):
         calls.append(options)
-        return TIDERouters.for_model(model, exit_layers=[2], calibration=made_up_record() | SETTINGS)
+        return TIDERouters.for_model(model, exit_layers=[2], calibration=made_up_record() | SETTINGS | options["notes"])
 
     monkeypatch.setattr("tide_hf.commands.calibrate.calibrate", calibrate)
     return calls
@@ -32,7 +32,8 @@ def test_calibrate_hands_on_what_is_given_and_nothing_else(tiny_model_folder, tm
     command = ["calibrate", str(tiny_model_folder), "--output-dir", str(tmp_path / "new" / "routers")]
     assert main(command) == 0
     folder = {"output_dir": tmp_path / "new" / "routers"}
-    assert calibrated == [folder]
+    told = "tide-hf calibrate tiny-llama --output-dir routers"  # it is published, so without folders
+    assert calibrated == [folder | {"notes": {"weights": "a local folder", "command": told}}]
     threads = torch.get_num_threads()
     given = {
         "dataset": "some/texts",
@@ -56,16 +57,14 @@ def test_calibrate_hands_on_what_is_given_and_nothing_else(tiny_model_folder, tm
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
+    notes = calibrated[1].pop("notes")
     assert calibrated[1] == given | folder | {"progress": False}
+    assert "--exit-layers 1,3" in notes["command"]
     assert "routers are in" in capsys.readouterr().out
     assert main([*command, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["weights"] == "a local folder"
     assert "routers are in" in captured.err
-    card = (tmp_path / "new" / "routers" / "README.md").read_text()
-    assert "Command: `tide-hf calibrate tiny-llama --output-dir routers" in card
-    assert str(tmp_path) not in card.partition("Command:")[2]  # it is published
-    assert "--exit-layers 1,3" in card
 
 
 def test_calibrate_makes_routers_that_inspect_shows(tiny_model_folder, tmp_path, capsys):
@@ -80,6 +79,9 @@ def test_calibrate_makes_routers_that_inspect_shows(tiny_model_folder, tmp_path,
     assert loaded.exit_layers == [1, 3]
     assert loaded.config.calibration["labels"] == "kl"
     assert loaded.config.calibration["weights"] == "a local folder"
+    card = (routers / "README.md").read_text()
+    assert f"Command: `{loaded.config.calibration['command']}`" in card
+    assert str(tmp_path) not in card.partition("Command:")[2]  # it is published
     assert sorted(file.name for file in routers.iterdir()) == ["README.md", "config.json", "model.safetensors", "plots"]
     assert main(["inspect", str(tiny_model_folder), "--routers", str(routers)]) == 0
     out = capsys.readouterr().out

@@ -36,9 +36,10 @@ def small(model, tokenizer, dataset=None, **options):
 def test_one_call_makes_routers_that_work(parts, tmp_path):
     model, tokenizer = parts
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    routers = small(model, tokenizer)
+    routers = small(model, tokenizer, notes={"command": "python make.py", "num_documents": -1})
     assert routers.exit_layers == LAYERS
     record = json.loads(json.dumps(routers.config.calibration))
+    assert record["command"] == "python make.py"
     assert sorted(record["exit_layers"]) == ["1", "2", "3"]
     for row in record["exit_layers"].values():
         assert 0 <= row["agreement"] <= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -55,6 +55,7 @@ def calibrate(
     max_minutes: float | None = None,
     batch_size: int = 64,
     seed: int = 0,
+    notes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> TIDERouters:
     """Make routers for `model`. The model itself stays as it is, attached or not.
@@ -108,6 +109,8 @@ def calibrate(
             are not made twice the same.
         batch_size: Documents a forward pass.
         seed: Of everything random. On a CPU the same seed gives the same routers.
+        notes: What the record is to say besides, ready for JSON: the command that was run (`"command"`, which the card
+            shows), say. What a calibration itself writes there stays.
         progress: Show progress bars and a table at the end.
 
     Returns:
@@ -165,6 +168,7 @@ def calibrate(
             if start is not None:
                 record["block"]["documents_before"] = start.num_documents
             record["seconds"] = round(perf_counter() - budget.started, 1)
+            record = dict(notes or {}) | record
             _finish(routers, measured, record)
             if output_dir is not None and processes.is_main:
                 _save(routers, output_dir)

@@ -9,7 +9,6 @@ import sys
 from rich.console import Console
 
 from ..calibration import calibrate
-from ..model_card import write_model_card
 from ..provenance import command_line
 from . import CALIBRATE_OPTIONS
 from .arguments import make_folder
@@ -21,13 +20,9 @@ def run(args: argparse.Namespace) -> None:
     folder = make_folder(args.output_dir)
     loaded = load(args, Console(stderr=True))
     options = {name: getattr(args, name) for name in (*CALIBRATE_OPTIONS, "progress") if hasattr(args, name)}
-    routers = calibrate(loaded.model, loaded.tokenizer, output_dir=folder, **options)
-    if routers.config.calibration is not None:
-        routers.config.calibration["weights"] = getattr(loaded.model, "weights_origin", None)
-        routers.config.calibration["command"] = command_line(args.argv)
-    routers.save_pretrained(folder)
-    card = write_model_card(routers, folder)
-    done = f"The routers are in {folder}, their figures in {card}."
+    notes = {"weights": getattr(loaded.model, "weights_origin", None), "command": command_line(args.argv)}
+    routers = calibrate(loaded.model, loaded.tokenizer, output_dir=folder, notes=notes, **options)
+    done = f"The routers are in {folder}, their figures in {folder / 'README.md'}."
     print(done, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(routers.config.calibration, indent=2))
