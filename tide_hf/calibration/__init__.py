@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +27,7 @@ from .hidden_states import check_precision
 from .pipeline import Pipeline, Settings
 from .processes import Processes
 from .report import Steps, calibration_record, layer_figures, print_report
-from .selection import Candidate, agreements, exit_rates_within, proportional_cost, useful_exit_layers
+from .selection import candidates_on, useful_exit_layers
 from .store import StateStore
 from .text import Text, load_documents
 from .threshold import Decisions, check_counts, check_minutes, check_share, choose_threshold
@@ -142,33 +142,22 @@ def calibrate(
         check_precision(model, structure)
         check_parity(model, structure)
         start = block_start(start_from, model, exit_strategy) if start_from is not None else None
-        routers = _fresh_routers(
-            model,
-            structure,
-            exit_strategy,
-            start,
-            exit_layers=list(exit_layers) if exit_layers is not None else _candidates(structure),
-            translator_rank=translator_rank,
-            draft_vocab_size=None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
-        ).to(input_device(model))
+        sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
+        routers = _fresh_routers(model, structure, exit_strategy, start, exit_layers, **sizes)
         text = load_documents(
             dataset, tokenizer, samples=samples, max_length=max_length, batch_size=batch_size, seed=seed
         )
+        further = weights_hash(start.point) if start is not None else None
         layers = routers.exit_layers
-        settings = Settings(samples, max_length, labels, exit_strategy, layers, translator_rank, batch_size, seed)
-        if start is not None:
-            settings = replace(settings, start_from=weights_hash(start.point))
+        settings = Settings(
+            samples, max_length, labels, exit_strategy, layers, translator_rank, batch_size, seed, further
+        )
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
             pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)
-            with faster_passes(structure):
-                measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)
-            record = _record(pipeline, measured, text, tolerance, confidence)
-            record |= {"dtype": str(model.dtype), "max_minutes": max_minutes}
-            if start is not None:
-                record["block"]["documents_before"] = start.num_documents
-            record["seconds"] = round(perf_counter() - budget.started, 1)
-            record = dict(notes or {}) | record
+            measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)
+            record = dict(notes or {}) | _record(pipeline, measured, text, start, tolerance, confidence)
+            record |= {"max_minutes": max_minutes, "seconds": round(perf_counter() - budget.started, 1)}
             _finish(routers, measured, record)
             if output_dir is not None and processes.is_main:
                 _save(routers, output_dir)
@@ -193,15 +182,17 @@ class _Measured:
 
 def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float) -> _Measured:
     """Go through the stages."""
-    documents = pipeline.write_text(text)
-    store = pipeline.read_states(documents)
-    draft_vocab = _draft_vocab(pipeline, store)
-    block = pipeline.train_block(store, draft_vocab)
-    heads, routers = pipeline.fit_heads(store), pipeline.train_routers(store)
-    kept = pipeline.routers.exit_layers
-    if select:
-        kept = _select(pipeline, pipeline.decide(store, "tune"), tolerance)
-    decisions = pipeline.decide(store, "certify")
+    with faster_passes(pipeline.structure):
+        documents = pipeline.write_text(text)
+        store = pipeline.read_states(documents)
+        draft_vocab = _draft_vocab(pipeline, store)
+        block = pipeline.train_block(store, draft_vocab)
+        heads, routers = pipeline.fit_heads(store), pipeline.train_routers(store)
+        kept = pipeline.routers.exit_layers
+        if select:
+            tune = pipeline.decide(store, "tune")
+            kept = useful_exit_layers(candidates_on(tune, pipeline.structure, len(draft_vocab), tolerance))
+        decisions = pipeline.decide(store, "certify")
     return _Measured(documents, store.splits, heads, routers, block, decisions, kept, draft_vocab)
 
 
@@ -217,33 +208,29 @@ def _fresh_routers(
     structure: DecoderStructure,
     exit_strategy: str,
     start: BlockStart | None,
-    **config: Any,
+    exit_layers: Sequence[int] | None,
+    *,
+    translator_rank: int | None,
+    draft_vocab_size: int | None,
 ) -> TIDERouters:
-    """Routers that have learnt nothing yet, but for the block that is trained further."""
-    if exit_strategy != "block":
-        return TIDERouters.for_model(model, exit_strategy=exit_strategy, **config)
-    layer, block_config = place_block(model, structure) if start is None else (start.layer, start.config)
-    config |= {"exit_strategy": "linear", "block_layer": layer, "block_config": block_config}
+    """Routers that have learnt nothing yet, but for the block that is trained further; where the model's input goes."""
+    config: dict[str, Any] = {
+        "exit_strategy": exit_strategy,
+        "exit_layers": list(exit_layers) if exit_layers is not None else _candidates(structure),
+        "translator_rank": translator_rank,
+        "draft_vocab_size": None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
+    }
+    if exit_strategy == "block":
+        layer, block_config = place_block(model, structure) if start is None else (start.layer, start.config)
+        config |= {"exit_strategy": "linear", "block_layer": layer, "block_config": block_config}
     routers = TIDERouters.for_model(model, **config)
     if start is not None and routers.block is not None:
         routers.block.load_state_dict(start.point.state_dict())
-    return routers
+    return routers.to(input_device(model))
 
 
 def _candidates(structure: DecoderStructure) -> list[int]:
     return default_exit_layers(structure.num_layers, TIDEConfig.checkpoint_interval, min_layers=1)
-
-
-def _select(pipeline: Pipeline, tune: Decisions, tolerance: float) -> list[int]:
-    """The exit layers that are of use, by what they did on the tune split."""
-    structure, config = pipeline.structure, pipeline.routers.config
-    vocab_share = (config.draft_vocab_size or structure.vocab_size) / structure.vocab_size
-    rates, agreement = exit_rates_within(tune, tolerance), agreements(tune)
-    candidates = {}
-    for layer in tune.exit_layers:
-        cost = proportional_cost(layer, structure.num_layers, structure.head_share, vocab_share)
-        candidates[layer] = Candidate(agreement[layer], cost, rates[layer])
-    return useful_exit_layers(candidates)
 
 
 def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Settings, text: Text) -> dict[str, Any]:
@@ -260,19 +247,28 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
     return settings.to_dict() | base | {"data_hash": text.digest()}
 
 
-def _record(pipeline: Pipeline, measured: _Measured, text: Text, tolerance: float, confidence: float) -> dict[str, Any]:
-    """The calibration record, but for what only the end knows."""
+def _record(
+    pipeline: Pipeline,
+    measured: _Measured,
+    text: Text,
+    start: BlockStart | None,
+    tolerance: float,
+    confidence: float,
+) -> dict[str, Any]:
+    """The calibration record, but for the time that it took."""
     decisions = measured.decisions
     kept = decisions.only(measured.kept)
     choice = choose_threshold(kept, tolerance=tolerance, confidence=confidence)
     record = calibration_record(kept, choice, measured.documents, measured.splits, pipeline.routers, pipeline.structure)
     dropped = [layer for layer in decisions.exit_layers if layer not in measured.kept]
+    before = {"documents_before": start.num_documents} if start is not None else {}
     settings = pipeline.settings
     return record | {
         "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
         "heads": measured.heads,
         "routers": measured.routers,
-        **({"block": measured.block} if measured.block is not None else {}),
+        **({"block": measured.block | before} if measured.block is not None else {}),
+        "dtype": str(pipeline.model.dtype),
         "labels": settings.labels,
         "max_length": settings.max_length,
         "seed": settings.seed,

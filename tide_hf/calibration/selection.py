@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from ..decoding.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
+from ..structure import DecoderStructure
 from .threshold import GRID, Decisions
 
 MIN_EXIT_RATE = 0.01  # a layer at which fewer tokens leave is not worth its weights
@@ -94,6 +95,26 @@ def agreements(decisions: Decisions) -> dict[int, float]:
     """Share of the positions at which each exit layer's head chooses the full model's token."""
     means = decisions.agrees.to(torch.float64).mean(dim=0).tolist()
     return dict(zip(decisions.exit_layers, means, strict=True))
+
+
+def candidates_on(
+    tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
+) -> dict[int, Candidate]:
+    """What is known of each exit layer, by what it did on the tune split.
+
+    Args:
+        tune: On the tune split.
+        structure: Of the base model.
+        draft_vocab_size: Tokens that heads draft from.
+        tolerance: As in `calibrate`.
+    """
+    rates, agreement = exit_rates_within(tune, tolerance), agreements(tune)
+    vocab_share = draft_vocab_size / structure.vocab_size
+    costs = {
+        layer: proportional_cost(layer, structure.num_layers, structure.head_share, vocab_share)
+        for layer in tune.exit_layers
+    }
+    return {layer: Candidate(agreement[layer], cost, rates[layer]) for layer, cost in costs.items()}
 
 
 def _gain(candidate: Candidate, slope: float, overhead: float, ease: float) -> float:
