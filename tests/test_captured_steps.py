@@ -14,7 +14,7 @@ from recorded import Recorder, as_it_is
 from test_block_head import block_layer_of, routers_for
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.policy import step_width
+from tide_hf.decoding.costs import step_width
 from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.steps.replay import HostReads

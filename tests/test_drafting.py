@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tide_hf.decoding.costs import CostTable
 from tide_hf.decoding.drafting import MAX_NGRAM, Draft, HybridDrafter, NgramIndex, Piece
-from tide_hf.decoding.policy import AcceptanceTable, CostTable
+from tide_hf.decoding.policy import AcceptanceTable
 
 
 def cheap() -> CostTable:

@@ -7,17 +7,8 @@ import threading
 
 import pytest
 
-from tide_hf.decoding.policy import (
-    COMPARABLE,
-    FORGET_AFTER,
-    STALE,
-    AcceptanceTable,
-    CostTable,
-    Option,
-    choose,
-    expected_tokens,
-    worth_another_draft,
-)
+from tide_hf.decoding.costs import COMPARABLE, FORGET_AFTER, STALE, CostTable
+from tide_hf.decoding.policy import AcceptanceTable, Option, choose, expected_tokens, worth_another_draft
 
 
 def costs(samples: dict, num_layers: int = 30) -> CostTable:

@@ -14,8 +14,9 @@ from .decoding.attachment import Attachment
 from .decoding.engine_choice import RENTED
 from .decoding.rows import Stopping
 from .decoding.speculation import SelfSpeculativeDecoder
-from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
+from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
 from .depth.kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
+from .depth.recompute import RecomputeRun
 from .depth.skipping import active, active_run
 from .engines.captured_decoding import decoder_for
 from .engines.dispatch import candidate_for, engine_of

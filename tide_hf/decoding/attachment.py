@@ -31,9 +31,9 @@ from ..steps.compiled_steps import CompiledSteps
 from ..steps.warm_up import WarmUp
 from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed, is_plain_linear
+from .costs import CostTable
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
-from .policy import CostTable
 
 
 @dataclass

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .costs import CostTable
 from .ngrams import MAX_NGRAM, NgramIndex
 from .policy import (
     MAX_DRAFT,
     AcceptanceTable,
-    CostTable,
     Option,
     choose,
     choose_continuation,

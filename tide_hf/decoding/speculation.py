@@ -29,9 +29,9 @@ from ..structure import CACHE, has_windows, last_position, rope_limits
 from ..unembed import DraftUnembed, greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
+from .costs import CostTable
 from .drafting import Draft, Drafter
 from .engine_choice import RENTED
-from .policy import CostTable
 from .prompt_groups import read_prompts
 from .ranks import ranks_of
 from .rows import Row, Stopping, by_step

@@ -19,8 +19,8 @@ from ..cpu.many_queries import LEAST_QUERIES, is_faster
 from ..cpu.products import stored_product_of
 from ..cpu.shared_heads import shared_heads
 from ..decoding.attachment import Attachment
+from ..decoding.costs import step_width
 from ..decoding.drafting import UNREAD, Drafter
-from ..decoding.policy import step_width
 from ..decoding.speculation import SelfSpeculativeDecoder
 from ..depth.kv_cache import CacheSlots
 from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..decoding.policy import CostTable
+from ..decoding.costs import CostTable
 from ..decoding.speculation import ShallowLayers
 
 if TYPE_CHECKING:

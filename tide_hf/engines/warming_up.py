@@ -13,8 +13,9 @@ import torch
 from ..cpu.kernels import EAGER_KERNELS, VALUES, compiled, is_loaded
 from ..cpu.linear_gate import weight_dtypes
 from ..decoding.attachment import Attachment, head_priors
+from ..decoding.costs import CostTable
 from ..decoding.drafting import UNREAD, Draft, Drafter
-from ..decoding.policy import CostTable, Option, choose
+from ..decoding.policy import Option, choose
 from ..decoding.rows import RowCriterion
 from ..errors import ConfigurationError, describe, short
 from ..steps.step_buffers import WIDTHS
