@@ -38,8 +38,8 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
 from tide_hf.cpu import kernels  # noqa: E402
+from tide_hf.cpu.form_choice import _fastest_form  # noqa: E402
 from tide_hf.cpu.kernels import load_op  # noqa: E402
-from tide_hf.cpu.weight_forms import _fastest_form  # noqa: E402
 from tide_hf.demo_model import load_demo_model  # noqa: E402
 from tide_hf.ops import KERNELS_REPO  # noqa: E402
 

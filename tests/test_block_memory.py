@@ -14,7 +14,7 @@ from test_compiled_steps import attach as attach_compiled
 from test_prompt_groups import attach_eagerly
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.depth.block_drafting import _memory_of
+from tide_hf.depth.block_memory import memory_of
 from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
@@ -90,11 +90,11 @@ def test_a_cache_that_was_cut_back(talk):
     model, cache, ids = talk
     cache.crop(12 - cache.get_seq_length())
     identity = model._tide.routers.block.identity
-    memory = _memory_of(copy.deepcopy(cache), identity)
+    memory = memory_of(copy.deepcopy(cache), identity)
     assert memory.layer.get_seq_length() == 12
     assert memory.deep_before is None  # of the token that is the last now it is not known
     assert drafts_behind(model, cache, ids[:, :16])
-    assert _memory_of(cache, identity).deep_before is not None
+    assert memory_of(cache, identity).deep_before is not None
 
 
 def test_an_emptied_cache(talk):

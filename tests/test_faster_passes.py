@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, calibrate
-from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu import form_choice, linear_gate, weight_forms
+from tide_hf.cpu.form_choice import clearly_faster_form
 from tide_hf.cpu.linear_gate import LinearGate, OneFormGate, faster_passes
-from tide_hf.cpu.weight_forms import PackedWeight, WidenedWeight, clearly_faster_form
+from tide_hf.cpu.weight_forms import PackedWeight, WidenedWeight
 from tide_hf.structure import find_structure
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -71,7 +72,7 @@ def test_weights_stay_as_they_are_where_that_has_no_gain_or_no_room(tiny_llama, 
 @pytest.mark.parametrize(("seconds", "gains"), [(1.0, True), (1.9, True), (2.1, False), (4.0, False)])
 def test_only_a_clear_gain_counts(monkeypatch, form, seconds, gains):
     monkeypatch.setattr(weight_forms, "can_pack", lambda _: form is PackedWeight)
-    monkeypatch.setattr(weight_forms, "_seconds_of", lambda form, *_: 3.0 if form is None else seconds)
+    monkeypatch.setattr(form_choice, "_seconds_of", lambda form, *_: 3.0 if form is None else seconds)
     assert clearly_faster_form(torch.bfloat16) is (form if gains else None)
 
 

@@ -75,7 +75,9 @@ def test_tokens_that_leave_in_the_prompt_are_the_same(attached, calls):
 
 
 def test_drafts_and_answers_are_the_same(attached, calls, monkeypatch):
-    monkeypatch.setattr("tide_hf.decoding.speculation.perf_counter", iter(range(10**6)).__next__)
+    clock = iter(range(10**6)).__next__
+    for module in ("speculation", "shallow"):
+        monkeypatch.setattr(f"tide_hf.decoding.{module}.perf_counter", clock)
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 9]], device=DEVICE)
     results = []
     for use_kernels in (False, True):

@@ -10,16 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu import linear_gate, weight_forms
+from tide_hf.cpu import form_choice, linear_gate, weight_forms
+from tide_hf.cpu.form_choice import PROBED_ROWS
 from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
-from tide_hf.cpu.weight_forms import (
-    FORMS,
-    PROBED_ROWS,
-    PackedWeight,
-    RoundedWeight,
-    StoredWeight,
-    WidenedWeight,
-)
+from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
 from tide_hf.depth.skipping import LayerRun, active
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
@@ -34,8 +28,8 @@ def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight
         (form, dtype, threads, rows): 0.0 if form is None and rows == but else 1.0 + place
         for (place, form), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
     }
-    monkeypatch.setattr(weight_forms, "_measured", seconds)
-    weight_forms._fastest_form.cache_clear()
+    monkeypatch.setattr(form_choice, "_measured", seconds)
+    form_choice._fastest_form.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU that read their weights in the form that is the fastest (see `weight_forms`).
+"""Linear layers on a CPU that read their weights in the form that is the fastest (see `form_choice`).
 
 A draft step does little else than read weights, and what it finds is verified. So it may read them in 7 bits, with a
 scale for each 64 (compare LLM.int8(), arXiv 2208.07339), which no pass that verifies ever does.
@@ -21,17 +21,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..depth.skipping import Gate, active_run
 from ..errors import UnsupportedOptionError, describe
 from ..structure import DecoderStructure
+from .form_choice import clearly_faster_form, fastest_form
 from .kernels import VALUES
-from .weight_forms import (
-    UNCOMPILED,
-    RoundedWeight,
-    StoredWeight,
-    WeightForm,
-    can_pack,
-    clearly_faster_form,
-    fastest_form,
-    in_form,
-)
+from .weight_forms import UNCOMPILED, RoundedWeight, StoredWeight, WeightForm, can_pack, in_form
 
 MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
 

@@ -22,19 +22,19 @@ from ..adapters import has_adapters_by_row
 from ..cpu.many_queries import has_kernel
 from ..cpu.shared_heads import shared_heads
 from ..depth.block_drafting import block_run
-from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, cut_back, last_slot, start_recording, stop_recording
-from ..depth.skipping import FixedDepthRun, LayerRun, active, on_device
+from ..depth.kv_cache import CacheSlots, cache_is_returned, cut_back, last_slot, start_recording, stop_recording
+from ..depth.skipping import LayerRun, active
 from ..stats import ExitStats
 from ..structure import CACHE, has_windows, last_position, rope_limits
-from ..unembed import DraftUnembed, greedy_tokens
+from ..unembed import greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
-from .costs import CostTable
 from .drafting import Draft, Drafter
 from .engine_choice import RENTED
 from .prompt_groups import read_prompts
 from .ranks import ranks_of
 from .rows import Row, Stopping, by_step
+from .shallow import ShallowLayers
 
 LONG_PROMPT = 128  # tokens; of shorter ones, changing how a model attends takes as long as it brings
 
@@ -268,73 +268,3 @@ class SelfSpeculativeDecoder:
             logits=by_step(row.logits[:length] for row in self.rows) if self.chooser.keeps_logits else None,
             **{CACHE: self.slots.cache},
         )
-
-
-class ShallowLayers:
-    """The exit heads' view of a decoder: steps through the shallow layers, in the same cache."""
-
-    runs_ahead = False
-
-    def __init__(self, decoder: SelfSpeculativeDecoder) -> None:
-        self.decoder = decoder
-        self.layers_executed = 0
-        self.depths: list[int] = []  # the exit layer at which each token since the last rollback was fed
-        self.block_steps = 0
-        self.unembed: DraftUnembed | None = None
-
-    @property
-    def block_layer(self) -> int | None:
-        """Where the block drafts in this call, if it does."""
-        return self.decoder.block.block_layer if self.decoder.block is not None else None
-
-    @property
-    def temperature(self) -> float:
-        """Of this call's sampling; 0 for greedy decoding."""
-        config = self.decoder.config
-        return float(config.temperature or 1.0) if config.do_sample else 0.0
-
-    def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row, after the sequence and its `tokens`, at `exit_layer`."""
-        decoder, start = self.decoder, perf_counter()
-        attachment = decoder.attachment
-        # What the block has to catch up with, beyond the last pass, is no part of what a step costs.
-        is_usual = decoder.block is None or decoder.block.num_behind <= 1
-        if self.unembed is None:
-            self.unembed, is_usual = attachment.draft_unembed(), False
-        run = FixedDepthRun(attachment.structure, decoder.slots.cache, exit_layer)
-        run.execute_layer = decoder.run.execute_layer
-        fed = len(self.depths)
-        unseen = [[row.last, *drafted][fed:] for row, drafted in zip(decoder.batch, tokens, strict=True)]
-        with active(run):
-            call = run.call_after(decoder.forward, unseen, start=fed)
-        if decoder.block is not None and exit_layer == decoder.block.block_layer:
-            self.block_steps += 1
-            top, log_probabilities = self.unembed.top1(decoder.block.draft(call))
-            scores = decoder.block.point.score(log_probabilities)
-        else:
-            state = call.state[:, -1]
-            exit_point = on_device(attachment.exit_point(exit_layer), state)
-            scores = attachment.unembed.route(exit_point.router, state)
-            top = self.unembed(exit_point.head(state))
-        drafted = top.tolist()
-        self.layers_executed += run.layers_executed
-        self.depths += [exit_layer] * len(unseen[0])
-        if is_usual and len(unseen[0]) == 1:
-            milliseconds = decoder.ranks.agree((perf_counter() - start) * 1000)
-            self.costs_of(len(unseen)).record(("draft", exit_layer), milliseconds)
-        return drafted, scores.tolist()
-
-    def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of a batch of `num_rows` in this call's engine."""
-        return self.decoder.attachment.costs_of(num_rows, self.decoder.engine, self.decoder.widths)
-
-    def rollback(self) -> None:
-        """Take the draft tokens' K/V out of the shallow layers."""
-        # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
-        for layer_idx in range(max(self.depths, default=0)):
-            num_steps = sum(exit_layer > layer_idx for exit_layer in self.depths)
-            crop(self.decoder.slots.cache.layers[layer_idx], num_steps)
-        if self.decoder.block is not None and self.block_steps:
-            self.decoder.block.rollback(self.block_steps)
-        self.depths.clear()
-        self.block_steps = 0

@@ -9,31 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from ..routers.exit_points import BlockPoint
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
 from ..unembed import Unembed
+from .block_memory import BlockMemory, memory_of
 from .kv_cache import crop, fill_skipped
 from .skipping import LayerCall, LayerGate, LayerRun
-
-MEMORY = "_tide_block"  # the attribute of a cache that has a `BlockMemory`
-
-
-@dataclass
-class BlockMemory:
-    """What a cache that is returned keeps for the block, so that a call that goes on behind it can draft.
-
-    Attributes:
-        made_by: The block, by [`BlockPoint.identity`].
-        layer: Its K/V, which are those of the cache's first tokens.
-        deep_before: (rows, 1, D) normalised final state of the last of them.
-    """
-
-    made_by: str
-    layer: DynamicLayer
-    deep_before: Tensor | None
 
 
 class BlockRun(LayerRun):
@@ -134,7 +118,7 @@ class BlockRun(LayerRun):
     def remember(self) -> None:
         """Leave with the cache, which is returned, what a call takes that goes on behind it."""
         (layer,) = self.cache.layers[self.num_layers :]
-        setattr(self.cache, MEMORY, BlockMemory(self.point.identity, layer, self.deep_before))
+        BlockMemory(self.point.identity, layer, self.deep_before).leave_with(self.cache)
 
     def finish(self) -> None:
         """Take the block's K/V out of the cache."""
@@ -283,7 +267,7 @@ def block_run(
         return None
     if cache.offloading or len(cache.layers) != structure.num_layers:
         return None
-    memory = _memory_of(cache, routers.block.identity)
+    memory = memory_of(cache, routers.block.identity)
     if memory is None:
         return None
     routers.block.head.use_attention_of(config)
@@ -292,20 +276,3 @@ def block_run(
     run = kind(structure, cache, unembed, routers.block, routers.config.block_layer)
     run.deep_before = memory.deep_before
     return run
-
-
-def _memory_of(cache: Any, identity: str) -> BlockMemory | None:
-    """Take what a cache keeps for a block; of an empty one nothing is needed."""
-    memory = vars(cache).pop(MEMORY, None)
-    length = cache.get_seq_length()
-    if length == 0:
-        return BlockMemory(identity, DynamicLayer(), None)
-    if memory is None or memory.made_by != identity or len(memory.layer.keys) != len(cache.layers[0].keys):
-        return None
-    surplus = memory.layer.get_seq_length() - length
-    if surplus < 0:  # the cache has grown without the block
-        return None
-    if surplus > 0:  # it was cut back; what stood before its last token now is not known
-        crop(memory.layer, surplus)
-        memory.deep_before = None
-    return memory

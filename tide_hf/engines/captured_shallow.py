@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..decoding.costs import CostTable
-from ..decoding.speculation import ShallowLayers
+from ..decoding.shallow import ShallowLayers
 
 if TYPE_CHECKING:
     from .captured_decoding import CapturedDecoder

@@ -4,17 +4,11 @@ import pytest
 import torch
 from test_linear_gate import let_pay
 
-from tide_hf.cpu import weight_forms
+from tide_hf.cpu import form_choice, weight_forms
+from tide_hf.cpu.form_choice import fastest_form
 from tide_hf.cpu.linear_gate import ROUNDED
 from tide_hf.cpu.products import MOST_ROUNDED_ROWS
-from tide_hf.cpu.weight_forms import (
-    FORMS,
-    PackedWeight,
-    RoundedWeight,
-    StoredWeight,
-    WidenedWeight,
-    fastest_form,
-)
+from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -22,9 +16,9 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_what_is_the_fastest_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
     probed = []
-    monkeypatch.setattr(weight_forms, "_measured", {})
+    monkeypatch.setattr(form_choice, "_measured", {})
     monkeypatch.setattr(
-        weight_forms, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
+        form_choice, "least_seconds", lambda *_: probed.append(1) or float(len(probed) % 2 == is_faster)
     )
     expected = PackedWeight if is_faster else None
 
@@ -42,7 +36,7 @@ def test_what_is_the_fastest_is_measured_once_for_each_number_of_rows(monkeypatc
 
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_a_measurement_takes_time(form):
-    assert weight_forms._measure(form, torch.float32, 4) > 0.0
+    assert form_choice._measure(form, torch.float32, 4) > 0.0
 
 
 @pytest.mark.parametrize("fastest", [None, *FORMS])
@@ -59,7 +53,7 @@ def test_the_fastest_of_all_is_chosen(monkeypatch, fastest):
 def test_a_copy_has_to_be_clearly_faster(monkeypatch, gain, chosen):
     seconds = {StoredWeight: 1.0, PackedWeight: gain, None: 2.0}
     key = torch.float32, torch.get_num_threads(), 64
-    monkeypatch.setattr(weight_forms, "_measured", {(form, *key): seconds[form] for form in seconds})
+    monkeypatch.setattr(form_choice, "_measured", {(form, *key): seconds[form] for form in seconds})
     assert fastest_form(torch.float32, 100, (PackedWeight, StoredWeight)) is chosen
 
 
@@ -67,7 +61,7 @@ def test_a_copy_has_to_be_clearly_faster(monkeypatch, gain, chosen):
     ("rows", "seconds", "chosen"), [(63, 0.95, StoredWeight), (64, 0.95, None), (64, 0.85, StoredWeight)]
 )
 def test_for_many_rows_any_form_has_to_be_clearly_faster(monkeypatch, rows, seconds, chosen):
-    monkeypatch.setattr(weight_forms, "_seconds_of", lambda form, *_: 1.0 if form is None else seconds)
+    monkeypatch.setattr(form_choice, "_seconds_of", lambda form, *_: 1.0 if form is None else seconds)
     assert fastest_form(torch.float32, rows, (StoredWeight,)) is chosen
 
 
