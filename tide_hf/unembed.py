@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError, describe
-from .ops import PLAIN, Ops, which_norm
+from .ops import PLAIN, Ops
+from .reference_ops import which_norm
 from .structure import DecoderStructure, input_device
 
 HASH_ROWS = 256

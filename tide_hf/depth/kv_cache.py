@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, QuantizedCache, StaticLayer
 
 from ..errors import UnsupportedOptionError, describe
-from ..ops import PLAIN, Ops, kv_compact
+from ..ops import PLAIN, Ops
+from ..reference_ops import kv_compact
 from ..structure import CACHE
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..depth.kv_cache import CacheSlots
-from ..ops import kv_compact
+from ..reference_ops import kv_compact
 
 
 class Place:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import stage
 
-from tide_hf import ops as reference
+from tide_hf import reference_ops
 
 CALLS, REPEATS = 50, 9
 DTYPE = torch.bfloat16
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
     for rows in (64, 4096):
         states, mask = _random(rows, 4096), torch.rand(rows, device="cuda") < 0.5
         moved = 2 * states.nbytes
-        compacted, indices, _ = reference.exit_compact(states, mask)
+        compacted, indices, _ = reference_ops.exit_compact(states, mask)
         weight = _random(4096)
         size = f"N={rows} D=4096"
         found += [
@@ -113,12 +113,15 @@ def _random(*shape: int) -> Tensor:
 @cache
 def compiled(op: str) -> Callable[..., Any]:
     """The reference under torch.compile, kept, so that it compiles for sizes in general once it has seen a second."""
-    return torch.compile(getattr(reference, op))
+    return torch.compile(getattr(reference_ops, op))
 
 
 def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_bytes_per_us: float) -> list[Result]:
     """Check and time one op in every implementation."""
-    calls: dict[str, Callable[..., Any]] = {"eager": getattr(reference, case.op), "torch.compile": compiled(case.op)}
+    calls: dict[str, Callable[..., Any]] = {
+        "eager": getattr(reference_ops, case.op),
+        "torch.compile": compiled(case.op),
+    }
     calls |= {name: getattr(module, case.op) for name, module in variants.items()}
     for name, module in variants.items():
         check(case, name, getattr(module, case.op))
@@ -138,7 +141,7 @@ def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_by
 
 def check(case: Case, name: str, call: Callable[..., Any]) -> None:
     """End the run where an implementation is wrong."""
-    expected = getattr(reference, case.op)(*_copied(case.args), **case.kwargs)
+    expected = getattr(reference_ops, case.op)(*_copied(case.args), **case.kwargs)
     got = call(*_copied(case.args), **case.kwargs)
     expected, got = (result if isinstance(result, tuple) else (result,) for result in (expected, got))
     for position, (left, right) in enumerate(zip(got, expected, strict=True)):
