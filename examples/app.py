@@ -15,19 +15,13 @@ import gradio as gr
 from rich.console import Console
 from transformers import TextIteratorStreamer
 
-from tide_hf.benchmark import (
-    Result,
-    compare,
-    tide_contender,
-    tide_contenders,
-    timed_run,
-    usable_threshold,
-)
+from tide_hf.benchmark import Result, compare, timed_run
 from tide_hf.chat_prompts import encode_prompt
 from tide_hf.commands.arguments import add_model_arguments, positive
 from tide_hf.commands.comparison import notes
 from tide_hf.commands.model_arguments import ALL, Loaded, load, modes_to_run
 from tide_hf.commands.prompts import PROMPTS, check_room
+from tide_hf.contenders import tide_contender, tide_contenders, usable_threshold
 from tide_hf.demo_model import DEFAULT_MODEL
 from tide_hf.errors import TIDEError
 

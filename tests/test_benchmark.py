@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, benchmark, provenance
-from tide_hf.benchmark import Contender
 from tide_hf.chat_prompts import encode_prompt
 from tide_hf.choices import MODES
+from tide_hf.contenders import Contender, tide_contenders, usable_threshold, weight_sharing_copy
 from tide_hf.depth.skipping import LayerGate
 from tide_hf.errors import ConfigurationError
 from tide_hf.routers.configuration_tide import NEVER_EXIT
@@ -116,7 +116,7 @@ def test_same_start(expected, got, share):
 
 def test_a_weight_sharing_copy_shares_every_tensor_and_no_module(tiny_llama):
     model = tiny_llama()
-    twin = benchmark.weight_sharing_copy(model)
+    twin = weight_sharing_copy(model)
     for tensors in ("parameters", "buffers"):
         ours, theirs = (list(getattr(one, tensors)()) for one in (model, twin))
         assert [id(tensor) for tensor in ours] == [id(tensor) for tensor in theirs]
@@ -126,7 +126,7 @@ def test_a_weight_sharing_copy_shares_every_tensor_and_no_module(tiny_llama):
 def test_the_plain_contender_runs_nothing_of_this_library(tiny_llama, monkeypatch):
     model = tiny_llama()
     routers = TIDERouters.for_model(model, exit_layers=[2])
-    plain, attached = benchmark.tide_contenders(model, routers, ["self_speculative"])
+    plain, attached = tide_contenders(model, routers, ["self_speculative"])
 
     def refuse(*args, **kwargs):
         raise RuntimeError("a layer gate ran")
@@ -141,7 +141,7 @@ def test_the_plain_contender_runs_nothing_of_this_library(tiny_llama, monkeypatc
 def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     routers = TIDERouters.for_model(model, exit_layers=[1, 2])
-    contenders = benchmark.tide_contenders(model, routers, MODES, exit_threshold=0.0)
+    contenders = tide_contenders(model, routers, MODES, exit_threshold=0.0)
     inputs = [encode_prompt(tiny_tokenizer, text) for text in ("hello", "abcabcabc")]
     results = {
         result.contender.name: result for result in benchmark.compare(contenders, inputs, max_new_tokens=12, repeats=2)
@@ -158,7 +158,7 @@ def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
 def test_an_attached_model_is_no_plain_model(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     with pytest.raises(ConfigurationError, match="detach"):
-        benchmark.tide_contenders(model, None, ["self_speculative"])
+        tide_contenders(model, None, ["self_speculative"])
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_an_attached_model_is_no_plain_model(tiny_llama):
 )
 def test_threshold_of_the_approximate_modes(tiny_llama, calibrated, asked, used):
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], exit_threshold=calibrated)
-    assert benchmark.usable_threshold(routers, asked) == used
-    by_name = {one.name: one for one in benchmark.tide_contenders(tiny_llama(), routers, MODES, exit_threshold=asked)}
+    assert usable_threshold(routers, asked) == used
+    by_name = {one.name: one for one in tide_contenders(tiny_llama(), routers, MODES, exit_threshold=asked)}
     assert by_name["early_exit"].options == {"tide_mode": "early_exit", "exit_threshold": used}
     assert by_name["self_speculative"].exit_threshold is None
 

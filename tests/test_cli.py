@@ -16,9 +16,10 @@ from transformers.utils import logging as transformers_logging
 
 import tide_hf
 from tide_hf import loading
-from tide_hf.benchmark import Contender, PromptResult, Result, Run, timed_run
+from tide_hf.benchmark import PromptResult, Result, Run, timed_run
 from tide_hf.cli import main
 from tide_hf.commands import comparison, streaming
+from tide_hf.contenders import Contender
 from tide_hf.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
 from tide_hf.stats import ExitStats
 

@@ -4,9 +4,9 @@ import pytest
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.benchmark import tide_contender
 from tide_hf.chat_prompts import encode_messages
 from tide_hf.commands.conversation import Conversation
+from tide_hf.contenders import tide_contender
 from tide_hf.errors import ConfigurationError
 
 NEW_TOKENS = 10

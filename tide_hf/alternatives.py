@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from .benchmark import Contender, timed_run, weight_sharing_copy
+from .benchmark import timed_run
+from .contenders import Contender, weight_sharing_copy
 
 TRIAL_TOKENS = 8  # enough for a draft and its verification
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

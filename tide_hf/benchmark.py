@@ -6,7 +6,6 @@ tokens are compared between runs that were timed.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,36 +14,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
-from .errors import ConfigurationError, describe
-from .model import TIDEModelForCausalLM
-from .routers.configuration_tide import NEVER_EXIT, check_exit_threshold
-from .routers.modeling_tide import TIDERouters
+from .contenders import Contender
 from .stats import ExitStats
 from .structure import input_device
 
 MOST_WARM_UPS = 6  # runs in a row that make something ready: other answers of a prompt take other passes
-DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, where the calibrated threshold never exits
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way of decoding.
-
-    Attributes:
-        name: What to call it.
-        model: The model whose `generate` is called.
-        options: Keyword arguments that make `generate` decode this way.
-        lossless: Whether it claims the plain model's own tokens.
-        exit_threshold: The threshold it runs with, where it has one.
-    """
-
-    name: str
-    model: Any
-    options: dict[str, Any] = field(default_factory=dict)
-    lossless: bool = True
-    exit_threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,69 +138,6 @@ class Result:
         ]
         contender = {name: getattr(self.contender, name) for name in ("name", "lossless", "exit_threshold")}
         return contender | {name: getattr(self, name) for name in names} | {"prompts": prompts}
-
-
-def weight_sharing_copy(model: nn.Module) -> Any:
-    """Copy a model's modules but not its tensors, so that attaching to one leaves the other as it is.
-
-    Args:
-        model: The model, not attached.
-
-    Returns:
-        The copy; parameters and buffers are `model`'s own.
-    """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def tide_contenders(
-    model: Any,
-    routers: TIDERouters | None,
-    modes: Sequence[str],
-    *,
-    exit_threshold: float | None = None,
-    engine: str = "eager",
-) -> list[Contender]:
-    """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
-
-    Args:
-        model: The base model, not attached. It is not touched, so its `generate` runs no code of this library.
-        routers: Its routers; `None` leaves `self_speculative` alone.
-        modes: The modes.
-        exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 where that never exits.
-        engine: What runs the layers in all modes.
-
-    Returns:
-        The contenders, plain `generate` first.
-    """
-    if isinstance(model, TIDEModelForCausalLM):
-        raise ConfigurationError(
-            describe(
-                "there is nothing to compare with",
-                got="a model with TIDE attached",
-                expected="the plain base model",
-                do="Call TIDEModelForCausalLM.detach(model) first.",
-            )
-        )
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
-    threshold = usable_threshold(routers, exit_threshold)
-    return [Contender("generate", model), *(tide_contender(attached, mode, threshold) for mode in modes)]
-
-
-def tide_contender(attached: Any, mode: str, exit_threshold: float) -> Contender:
-    """An attached model decoding in `mode`, at `exit_threshold` where the mode has one."""
-    if mode == "self_speculative":
-        return Contender(mode, attached, {"tide_mode": mode})
-    options = {"tide_mode": mode, "exit_threshold": exit_threshold}
-    return Contender(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
-
-
-def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
-    """The threshold for the approximate modes: the one asked for, the calibrated one, or one at which tokens exit."""
-    if exit_threshold is not None:
-        return check_exit_threshold(exit_threshold)
-    calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
-    return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
 
 
 def compare(

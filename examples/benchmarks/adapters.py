@@ -11,7 +11,7 @@ from transformers import CompileConfig
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.alternatives import FAILURES, assistant_early_exit, prompt_lookup
-from tide_hf.benchmark import Contender, tide_contender, usable_threshold, weight_sharing_copy
+from tide_hf.contenders import Contender, tide_contender, usable_threshold, weight_sharing_copy
 from tide_hf.structure import find_structure
 
 from .bench import Bench, CannotRunError

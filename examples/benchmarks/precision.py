@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.benchmark import weight_sharing_copy
 from tide_hf.chat_prompts import encode_prompt
 from tide_hf.choices import ENGINES
+from tide_hf.contenders import weight_sharing_copy
 from tide_hf.decoding.drafting import Draft
 from tide_hf.provenance import provenance
 

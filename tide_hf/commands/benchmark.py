@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ..alternatives import assistant_early_exit, prompt_lookup, those_that_run
-from ..benchmark import tide_contenders
 from ..chat_prompts import encode_prompt
+from ..contenders import tide_contenders
 from ..errors import MissingPackageError, describe
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run

@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..benchmark import Contender, Result, compare, count_runs
+from ..benchmark import Result, compare, count_runs
+from ..contenders import Contender
 from ..provenance import provenance
 from .model_arguments import Loaded
 

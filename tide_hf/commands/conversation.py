@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..benchmark import Contender, Run, timed_run
+from ..benchmark import Run, timed_run
 from ..chat_prompts import encode_messages
+from ..contenders import Contender
 from ..decoding.kept_caches import KeptCaches
 from ..errors import ConfigurationError, describe
 from ..structure import CACHE, find_structure

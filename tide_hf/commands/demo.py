@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ..benchmark import tide_contenders, timed_run
+from ..benchmark import timed_run
 from ..chat_prompts import encode_prompt
+from ..contenders import tide_contenders
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run
 from .prompts import PROMPTS, check_room

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..benchmark import Contender, tide_contender, usable_threshold
 from ..choices import MODES
+from ..contenders import Contender, tide_contender, usable_threshold
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, describe
 from ..loading import load_routers, shipped_routers

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..benchmark import Contender, Run
+from ..benchmark import Run
+from ..contenders import Contender
 from ..display.depth_colours import depth_colours, depth_name
 from ..display.token_texts import TokenTexts
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..benchmark import weight_sharing_copy
 from ..calibration.report import Steps
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_counts, check_share
 from ..choices import MATCHES, check_choice
+from ..contenders import weight_sharing_copy
 from ..errors import ConfigurationError, describe
 from ..model import TIDEModelForCausalLM
 from ..routers.configuration_tide import check_exit_threshold

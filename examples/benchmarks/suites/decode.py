@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from tide_hf.benchmark import Contender, compare
+from tide_hf.benchmark import compare
+from tide_hf.contenders import Contender
 from tide_hf.errors import ConfigurationError, describe
 
 from ..adapters import WAYS, make_contenders

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.benchmark import weight_sharing_copy
+from tide_hf.contenders import weight_sharing_copy
 from tide_hf.errors import TIDEError
 
 from ..bench import Bench, CannotRunError

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, calibrate
-from tide_hf.benchmark import Contender, same_start, timed_run, weight_sharing_copy
+from tide_hf.benchmark import same_start, timed_run
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.calibration.data import Document
+from tide_hf.contenders import Contender, weight_sharing_copy
 from tide_hf.evaluation.perplexity import score_texts
 from tide_hf.routers.configuration_tide import NEVER_EXIT
 
