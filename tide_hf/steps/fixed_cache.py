@@ -160,6 +160,7 @@ class FixedSlots(CacheSlots):
         """Do nothing: what lies behind is written over."""
 
     def _move(self, order: Tensor, total: int) -> None:
+        order = order.to(self.cache.layers[0].keys.device)  # once, since copies to a GPU wait for it
         for layer in self.cache.layers:
             keys, values = _kv(layer)
             for part, moved in zip((keys, values), kv_compact(keys, values, order), strict=True):

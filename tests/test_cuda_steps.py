@@ -1,0 +1,32 @@
+"""What a GPU asks of captured steps, as far as a CPU shows it; on a GPU see test_gpu.py."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+from tide_hf.steps.fixed_cache import FixedSlots, fixed_cache
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies between devices; "meta" stands in for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        device = (kwargs or {}).get("device")
+        self.number += func is torch.ops.aten._to_copy.default and device not in (None, args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_are_compacted_by_one_copy_to_the_device():
+    like = DynamicCache()
+    for layer_idx in range(4):
+        like.update(*torch.zeros((2, 3, 2, 5, 8), device="meta"), layer_idx)
+    slots = FixedSlots(fixed_cache(like, 3, 32), 5, torch.ones((3, 5), dtype=torch.long), compaction_threshold=1.0)
+    slots.commit(4, [1, 4, 2])
+    with Copies() as copies:
+        slots.settle()
+    assert slots.num_compactions == 1
+    assert copies.number == 1
