@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from threading import Lock
 from types import FrameType
 from typing import Any
 
@@ -101,9 +102,15 @@ def restorer(state: list[Tensor]) -> Callable[[], None]:
     return put_back
 
 
+_capturing = Lock()  # what another thread did on the stream would be captured as well
+
+
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """For all captures of a device, since they share memory; PyTorch's own is of the device that captured first."""
+    """For all captures of a device, since they share memory; PyTorch's own is of the device that captured first.
+
+    What comes before a capture runs there as well: cuBLAS keeps working memory for every stream that it has seen.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -120,9 +127,8 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
         What runs it; as it is where it cannot be captured, and then with the reason.
     """
     put_back = restorer(state)
-    with torch.cuda.device(device):
-        reads = HostReads(device)
-        stream = torch.cuda.Stream()
+    with _capturing, torch.cuda.device(device):
+        reads, stream = HostReads(device), _stream_of(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -136,7 +142,7 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
             return Replay(function, pool, f"its forward needs the host ({reads.found})")
         graph = torch.cuda.CUDAGraph()
         pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-        capture = torch.cuda.graph(graph, pool=pool, stream=_stream_of(device), capture_error_mode="thread_local")
+        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
             # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
             with torch.cuda.stream(torch.cuda.current_stream()), capture:
