@@ -112,11 +112,21 @@ def test_a_capture_that_fails_leaves_nothing_behind():
         state.add_(1)
         torch.cuda.synchronize()
 
-    found = replay_of(waits, [state], state.device)
-    assert found.refused
-    assert torch.cuda.current_stream() == before
-    assert state == 0
-    found = replay_of(lambda: state.add_(1), [state], state.device)
-    assert found.refused is None
-    found.run()
-    assert state == 1
+    def adds():
+        state.add_(1)
+
+    earlier = replay_of(adds, [state], state.device)
+    for pool in (None, earlier.pool):
+        found = replay_of(waits, [state], state.device, pool)
+        assert found.refused
+        assert found.pool in (None, pool)
+        assert torch.cuda.current_stream() == before
+        assert state == 0
+        assert torch.rand(2, device="cuda").isfinite().all()
+        torch.empty(2**20, pin_memory=True)
+        found = replay_of(adds, [state], state.device, found.pool)
+        assert found.refused is None
+        found.run()
+        earlier.run()
+        assert state == 2
+        state.zero_()

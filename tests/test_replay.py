@@ -1,7 +1,6 @@
 """What surrounds the capture of a graph, with a stand-in for CUDA, and what waits; on a GPU see test_gpu.py."""
 
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,26 +16,38 @@ class Stream:
         pass
 
 
+class Graph:
+    def __init__(self):
+        self.used_pool = None
+
+    def pool(self):
+        if self.used_pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.used_pool
+
+
 class Cuda:
     """The part of `torch.cuda` that captures, where nothing is captured: what runs then is counted.
 
     Args:
         refuses: What the end of a capture says; it then leaves its stream in place, as PyTorch's does.
+        times: That it says so.
     """
 
-    CUDAGraph = SimpleNamespace
+    CUDAGraph = Graph
     Stream = Stream
     device = nullcontext
 
-    def __init__(self, refuses=None):
-        self.refuses, self.outer = refuses, Stream()
-        self.current, self.captured_on = self.outer, []
+    def __init__(self, refuses=None, times=1):
+        self.refuses, self.times, self.outer = refuses, times, Stream()
+        self.current, self.captured_on, self.pools = self.outer, [], []
 
     def current_stream(self):
         return self.current
 
     def graph_pool_handle(self):
-        return "pool"
+        self.pools.append((0, len(self.pools) + 1))
+        return self.pools[-1]
 
     @contextmanager
     def stream(self, stream):
@@ -54,9 +65,10 @@ class Cuda:
         try:
             yield
         finally:
-            if self.refuses:
+            if self.refuses and self.times:
+                self.times -= 1
                 raise RuntimeError(self.refuses)
-            self.current = before
+            graph.used_pool, self.current = pool, before
 
 
 @pytest.fixture

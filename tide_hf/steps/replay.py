@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
 from types import FrameType
@@ -141,18 +142,48 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
         if reads.found is not None:
             return Replay(function, pool, f"its forward needs the host ({reads.found})")
         graph = torch.cuda.CUDAGraph()
-        pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        own_pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         try:
-            # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
-            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+            with _capture(graph, own_pool, stream):
                 found = function()
         except RuntimeError as error:  # of CUDA: something that a capture does not allow
+            try:
+                graph.pool()  # which a capture has only if its end succeeded
+            except RuntimeError:
+                _clear_up(device, own_pool, put_back)
+                pool = None
             put_back()
-            return Replay(function, pool, first_line(error))
+            before = error.__context__  # which the end of the capture tells less about
+            return Replay(function, pool, first_line(before if isinstance(before, Exception) else error))
 
     def replay() -> Any:
         graph.replay()
         return found
 
-    return Replay(replay, pool)
+    return Replay(replay, own_pool)
+
+
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        yield
+
+
+def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> None:
+    """Do what PyTorch leaves out where the end of a capture fails.
+
+    Args:
+        device: The device.
+        pool: The capture's. PyTorch 2.11 still takes pinned memory for it, so it serves no other.
+        function: Anything that can be captured.
+    """
+    with suppress(RuntimeError):  # or the allocator would ask the lost graph at each allocation, and keep its memory
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)  # not where the former failed: the count would not be its own
+    other = _capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), _stream_of(device))
+    with suppress(RuntimeError), other:  # or random numbers would be refused until another capture ends
+        function()
