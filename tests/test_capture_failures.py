@@ -1,10 +1,15 @@
 """Captures of graphs, with a stand-in for CUDA: on which stream they run, and what one that fails leaves behind."""
 
+import logging
+
 import pytest
 import torch
+from recorded import as_it_is
 from test_replay import Cuda
 
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.steps import replay
+from tide_hf.steps.captured_steps import CapturedSteps
 
 DEVICE = torch.device("cuda:0")
 
@@ -89,3 +94,66 @@ def test_a_pool_that_was_not_recorded_to_is_not_released(monkeypatch, counter, a
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse)
     assert replay.replay_of(lambda: counter.add_(1), [counter], DEVICE, (0, 99)).pool is None
     assert allocator == []
+
+
+def test_memory_that_ran_out_says_nothing_of_the_function(monkeypatch, counter):
+    cuda = Cuda()
+    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("operation not permitted")]
+
+    def function():
+        if len(cuda.captured_on) > captured:
+            raise errors[captured]
+
+    for captured, may_do_later in enumerate((True, False)):
+        found = replay.replay_of(function, [counter], DEVICE)
+        assert found.refused == str(errors[captured])
+        assert found.may_do_later == may_do_later
+
+
+class Refusing:
+    """Makes steps that run as they are: first so many of which it says `refused`."""
+
+    def __init__(self, times, **refused):
+        self.times, self.refused = times, refused
+
+    def __call__(self, function, *_):
+        self.times -= 1
+        return replay.Replay(function, **self.refused) if self.times >= 0 else as_it_is(function, *_)
+
+
+def test_steps_without_memory_are_captured_in_the_next_call(tiny_llama, caplog):
+    model = tiny_llama()
+    ids, options = torch.arange(3, 11)[None], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    TIDEModelForCausalLM.attach(model, engine="cuda_graph")
+    refusing = Refusing(1, refused="CUDA out of memory", may_do_later=True)
+    steps = model._tide.captured_steps = CapturedSteps(refusing, None)
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        for made in (1, 2, 2):
+            before = steps.replays
+            assert torch.equal(model.generate(ids, **options), expected)
+            assert steps.replays > before
+            assert sum(key[1:] == ("verify", 1) for key in steps._steps) == 1
+            assert refusing.times == 1 - made
+    assert steps.refused is None
+    assert [record.message for record in caplog.records if record.name.startswith("tide_hf")] == [
+        "LlamaForCausalLM runs some steps without CUDA graphs: CUDA out of memory"
+    ]
+
+
+def test_a_model_that_is_released_may_be_captured_again(tiny_llama):
+    model = tiny_llama()
+    ids, options = torch.arange(3, 11)[None], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    TIDEModelForCausalLM.attach(model, engine="cuda_graph")
+    steps = model._tide.captured_steps = CapturedSteps(Refusing(1, refused="operation not permitted"), None)
+    replays = []
+    for _ in range(2):
+        model.generate(ids, **options)
+        replays.append(steps.replays)
+    assert steps.refused == "operation not permitted"
+    assert replays[0] == replays[1]  # the second call ran eagerly
+    model.tide_release()
+    assert steps.refused is None
+    model.generate(ids, **options)
+    assert steps.replays > replays[1]

@@ -55,7 +55,7 @@ class CapturedSteps:
 
     Attributes:
         warm_up: Steps made ready so far, and what that took, the memory of buffers included.
-        refused: Why the model cannot be captured, once that is known.
+        refused: Why the model cannot be captured, once that is known, and until it is released.
         reads: Times that the host waited for the device.
         replays: Steps run.
     """
@@ -75,7 +75,6 @@ class CapturedSteps:
         self.make_replay, self._make_layers = make_replay, layers
         self.reads, self.replays = 0, 0
         self.warm_up = warm_up if warm_up is not None else WarmUp("Capturing steps", "steps")
-        self.refused: str | None = None
         self.lock = Lock()
         self._said: set[str] = set()
         self.release()
@@ -91,6 +90,7 @@ class CapturedSteps:
         self._fingerprint: tuple = ()
         self._parts: Parts | None = None
         self._pool: Any = None
+        self.refused: str | None = None
         self.layers: Any = self._make_layers() if self._make_layers is not None else None
 
     def log_eager(self, reason: str) -> None:
@@ -118,9 +118,13 @@ class CapturedSteps:
     def refresh(self, parts: Callable[[], Parts]) -> None:
         """Begin a call: graphs of a model that has changed since the last one are forgotten.
 
+        Steps for whose graphs there was no memory are made anew.
+
         Args:
             parts: Makes what the steps run, where it is not known yet.
         """
+        for key in [key for key, step in self._steps.items() if step.replay.may_do_later]:
+            del self._steps[key]
         found = self._parts or parts()
         if (fingerprint := fingerprint_of(found)) != self._fingerprint:
             found = found if self._parts is None else parts()
@@ -202,9 +206,13 @@ class CapturedSteps:
         start, before = perf_counter(), memory_of(buffers.device)
         step.replay = replay = self._replay_of(function, buffers, kind)
         self._pool = replay.pool
-        if replay.refused is not None and self.refused is None:
+        name = type(buffers.parts.model).__name__
+        if replay.may_do_later:
+            if self.say_once("no memory"):
+                logger.warning("%s runs some steps without %s: %s", name, self.kind, replay.refused)
+        elif replay.refused is not None and self.refused is None:
             self.refused = replay.refused
-            logger.warning("%s runs without %s: %s", type(buffers.parts.model).__name__, self.kind, self.refused)
+            logger.warning("%s runs without %s: %s", name, self.kind, self.refused)
         seconds, used = perf_counter() - start, memory_of(buffers.device) - before
         self.warm_up.add(1, seconds, used)
         where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"

@@ -39,12 +39,18 @@ class Replay:
         pool: Memory that graphs share, for the next one.
         refused: Why there is no graph; `None` where there is one, or none was asked for.
         kept: What has to live as long as this does.
+        may_do_later: Whether what refused the graph is none of the function's own doing.
     """
 
     def __init__(
-        self, function: Callable[[], Any], pool: Any = None, refused: str | None = None, kept: Any = None
+        self,
+        function: Callable[[], Any],
+        pool: Any = None,
+        refused: str | None = None,
+        kept: Any = None,
+        may_do_later: bool = False,
     ) -> None:
-        self.run, self.pool, self.refused, self._kept = function, pool, refused, kept
+        self.run, self.pool, self.refused, self._kept, self.may_do_later = function, pool, refused, kept, may_do_later
 
 
 class HostReads(TorchDispatchMode):
@@ -154,7 +160,9 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
                 pool = None
             put_back()
             before = error.__context__  # which the end of the capture tells less about
-            return Replay(function, pool, first_line(before if isinstance(before, Exception) else error))
+            reason = before if isinstance(before, Exception) else error
+            is_full = isinstance(reason, torch.OutOfMemoryError)
+            return Replay(function, pool, first_line(reason), may_do_later=is_full)
 
     def replay() -> Any:
         graph.replay()
