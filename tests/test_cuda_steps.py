@@ -4,6 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from tide_hf.steps.captured_steps import memory_of
 from tide_hf.steps.fixed_cache import FixedSlots, fixed_cache
 
 
@@ -30,3 +31,16 @@ def test_layers_are_compacted_by_one_copy_to_the_device():
         slots.settle()
     assert slots.num_compactions == 1
     assert copies.number == 1
+
+
+def test_memory_of_steps_is_without_what_is_kept_for_later(monkeypatch):
+    held = {"steps": 5, "for later": 100}
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: sum(held.values()))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("for later", None))
+    device = torch.device("cuda:0")
+    before = memory_of(device)
+    held["steps"] += 7
+    torch.cuda.empty_cache()  # which the beginning of a capture does
+    held["for later"] = 20
+    assert memory_of(device) - before == 7
+    assert memory_of(torch.device("cpu")) == 0

@@ -225,8 +225,11 @@ class CapturedSteps:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that PyTorch holds on a GPU; 0 elsewhere."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    """Bytes that PyTorch holds on a GPU, for a difference of two; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()  # as captures do: what it gives back is none of theirs
+    return torch.cuda.memory_reserved(device)
 
 
 def fingerprint_of(parts: Parts) -> tuple:
