@@ -1,10 +1,13 @@
 """What a GPU asks of captured steps, as far as a CPU shows it; on a GPU see test_gpu.py."""
 
 import torch
+from recorded import as_it_is
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from tide_hf.steps.captured_steps import memory_of
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.engines.captured_decoding import free_memory
+from tide_hf.steps.captured_steps import CapturedSteps, memory_of
 from tide_hf.steps.fixed_cache import FixedSlots, fixed_cache
 
 
@@ -44,3 +47,24 @@ def test_memory_of_steps_is_without_what_is_kept_for_later(monkeypatch):
     held["for later"] = 20
     assert memory_of(device) - before == 7
     assert memory_of(torch.device("cpu")) == 0
+
+
+def test_buffers_that_are_there_need_no_memory(tiny_llama, monkeypatch):
+    model, ids = tiny_llama(), torch.arange(3, 11)[None]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    TIDEModelForCausalLM.attach(model, engine="cuda_graph")
+    steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
+    model.generate(ids, **options)
+    replays = steps.replays
+    monkeypatch.setattr("tide_hf.engines.captured_decoding.MEMORY_SHARE", 0.0)
+    model.generate(ids, **options)
+    assert steps.replays == 2 * replays
+    model.generate(ids, **{**options, "max_new_tokens": 600})  # for which they are too small
+    assert steps.replays == 2 * replays
+
+
+def test_memory_that_pytorch_keeps_is_free(monkeypatch):
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 50)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 20)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (10, 80))
+    assert free_memory(torch.device("cuda:0")) == 40

@@ -102,9 +102,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             return
         cache, mask = self.slots.cache, self.slots.mask
         length = cache.get_seq_length()
+        self.has_positions = self.positions is not None
         if not self._fits(length):
             return
-        self.has_positions = self.positions is not None
         self.buffers = self._buffers(cache, length)
         self.places, self.measured_rows = Places(len(self.batch), self.buffers.rows), self.buffers.rows
         mask = mask.cpu()[self.places.shown] if mask is not None else None
@@ -128,9 +128,13 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         prompt.callback(setattr, self.run, "execute_layer", None)
 
     def _buffers(self, like: Cache, filled: int) -> StepBuffers:
-        kinds = {"has_positions": self.has_positions, "has_block": self.block is not None}
-        kinds["has_scores"] = self.steps.reads_drafts
-        return self.steps.buffers(like, len(self.batch), self._num_slots(filled), **kinds)
+        return self.steps.buffers(like, len(self.batch), self._num_slots(filled), **self._kinds)
+
+    @property
+    def _kinds(self) -> dict[str, bool]:
+        """What the buffers have."""
+        has = {"has_positions": self.has_positions, "has_block": self.block is not None}
+        return {**has, "has_scores": self.steps.reads_drafts}
 
     def _num_slots(self, filled: int) -> int:
         most = filled + max(self.chooser.room(row) for row in self.batch)  # a cache that was handed in is no prompt
@@ -163,15 +167,17 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             self.fixed_slots.show(self.places.spread(self.places.own))
 
     def _fits(self, filled: int) -> bool:
-        """Whether there is memory for the buffers."""
-        cache, rows = self.slots.cache, len(self.batch)
-        needed = fixed_bytes(cache, rows, capacity_for(rows, self._num_slots(filled)))
-        device: Any = cache.layers[0].keys.device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        """Whether there are buffers, or memory for them."""
+        cache, rows, slots = self.slots.cache, len(self.batch), self._num_slots(filled)
+        if self.steps.has_memory(cache, rows, slots, **self._kinds):
+            return True
+        needed = fixed_bytes(cache, rows, capacity_for(rows, slots))
+        first: Any = cache.layers[0]
+        free = free_memory(first.keys.device)
         if needed > MEMORY_SHARE * free:
             logger.warning(
                 "the call runs eagerly: K/V buffers of %d slots would take %.1f GB of %.1f GB that are free",
-                self._num_slots(filled),
+                slots,
                 needed / 1e9,
                 free / 1e9,
             )
@@ -259,3 +265,11 @@ def decoder_for(
             steps.log_eager(reason)
             engine = "eager"
     return SelfSpeculativeDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that there are for tensors, those included that PyTorch keeps for later."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + kept)

@@ -146,16 +146,12 @@ class CapturedSteps:
             **kinds: As `StepBuffers` takes them.
         """
         first: Any = like.layers[0]
-        capacity = capacity_for(rows, slots)
-        others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
-        alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
-        near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
-        key = min(near, default=(rows, capacity, *others))
+        key, alike = self._key_of(like, rows, slots, kinds)
         if key not in self._buffers:
             before = memory_of(first.keys.device)
-            shared = next((self._buffers[other].cache for other in alike if other[1] == capacity), None)
+            shared = next((self._buffers[other].cache for other in alike if other[1] == key[1]), None)
             parts: Any = self._parts
-            self._buffers[key] = StepBuffers(parts, like, rows, capacity, **kinds, shared=shared)
+            self._buffers[key] = StepBuffers(parts, like, rows, key[1], **kinds, shared=shared)
             self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
             while len(self._buffers) > MOST_BUFFERS:
                 _, oldest = self._buffers.popitem(last=False)
@@ -163,6 +159,20 @@ class CapturedSteps:
                     del self._steps[step]
         self._buffers.move_to_end(key)
         return self._buffers[key]
+
+    def has_memory(self, like: Cache, rows: int, slots: int, **kinds: bool) -> bool:
+        """Whether there are K/V already for what [`buffers`] would return."""
+        key, alike = self._key_of(like, rows, slots, kinds)
+        return any(other[1] == key[1] for other in alike)
+
+    def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, bool]) -> tuple[tuple, list[tuple]]:
+        """The buffers that will do, or are to be made, and all that are large enough."""
+        first: Any = like.layers[0]
+        capacity = capacity_for(rows, slots)
+        others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
+        alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
+        near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
+        return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
         """Buffers for the `rows` sequences that are left, if there are some with fewer rows and all the same steps."""
