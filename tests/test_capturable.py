@@ -124,7 +124,7 @@ def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch
     monkeypatch.setattr("tide_hf.engines.captured_decoding.MEMORY_SHARE", 0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert "the call runs eagerly: K/V buffers for max_length=22 would take" in caplog.text
+    assert "the call runs eagerly: K/V buffers of 21 slots would take" in caplog.text
     assert steps.replays == 0
 
 

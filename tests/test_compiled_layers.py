@@ -194,7 +194,7 @@ def test_compiled_by_inductor(tiny_llama, caplog):
 
 
 def test_another_engine_is_refused(tiny_llama):
-    with pytest.raises(ConfigurationError, match="unknown tide_engine"):
+    with pytest.raises(ConfigurationError, match="unknown engine"):
         TIDEModelForCausalLM.attach(tiny_llama(), engine="warp")
     model = TIDEModelForCausalLM.attach(tiny_llama())
     with pytest.raises(ConfigurationError, match="unknown tide_engine"):

@@ -218,8 +218,7 @@ class CapturedSteps:
         self._pool = replay.pool
         name = type(buffers.parts.model).__name__
         if replay.may_do_later:
-            if self.say_once("no memory"):
-                logger.warning("%s runs some steps without %s: %s", name, self.kind, replay.refused)
+            logger.warning("%s runs some steps without %s: %s", name, self.kind, replay.refused)
         elif replay.refused is not None and self.refused is None:
             self.refused = replay.refused
             logger.warning("%s runs without %s: %s", name, self.kind, self.refused)
