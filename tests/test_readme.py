@@ -32,7 +32,7 @@ def test_the_snippets_run(smollm2, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     assert len(SNIPPETS) >= 4
-    for snippet in (snippet for snippet in SNIPPETS if '"org/' not in snippet):  # those are run in test_hub.py
+    for snippet in (snippet for snippet in SNIPPETS if '"org/' not in snippet):  # test_custom_generate.py runs those
         local = snippet.replace(f'"{demo_model.DEFAULT_MODEL}"', f'"{tmp_path / "base"}"')
         exec(compile(local, "README.md", "exec"), namespace)
     assert "self_speculative: 64 tokens" in capsys.readouterr().out
