@@ -12,7 +12,7 @@ from .adapters import check_adapters
 from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import RENTED
-from .decoding.rows import Stopping
+from .decoding.rows import max_length_of
 from .decoding.speculation import SelfSpeculativeDecoder
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
 from .depth.kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
@@ -79,8 +79,7 @@ class TIDEGenerationMixin:
         for gate in gates:
             gate.release_if_changed()
         # A MaxLengthCriteria of the caller's takes the place of what the config says.
-        stopping = Stopping(stopping_criteria, generation_config)
-        generation_config.max_length = stopping.max_length or generation_config.max_length
+        generation_config.max_length = max_length_of(stopping_criteria) or generation_config.max_length
         engine = check_choice(
             "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
         )

@@ -81,6 +81,12 @@ class RowCriterion(StoppingCriteria):
         return torch.tensor(stops, device=input_ids.device)
 
 
+def max_length_of(criteria: Iterable[Any]) -> int | None:
+    """Most tokens of prompt and answer that criteria allow; `None` where none of them counts tokens."""
+    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    return min(lengths, default=None)
+
+
 class Stopping:
     """The call's stopping criteria, the common ones of them without a tensor.
 
@@ -91,17 +97,15 @@ class Stopping:
 
     def __init__(self, criteria: Any, generation_config: Any) -> None:
         self.eos_tokens: set[int] = set()
-        self.max_length: int | None = None
+        self.max_length = max_length_of(criteria)
         self.of_rows: list[RowCriterion] = []
         self.others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_tokens |= set(criterion.eos_token_id.reshape(-1).tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
             elif isinstance(criterion, RowCriterion):
                 self.of_rows.append(criterion)
-            else:
+            elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
         pad = generation_config._pad_token_tensor
