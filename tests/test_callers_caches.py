@@ -4,20 +4,12 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
-from test_compiled_steps import attach as attach_compiled
+from test_stopping import ATTACH, OPTIONS, PROMPT, prompts
 from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.errors import UnsupportedOptionError
 from tide_hf.structure import CACHE
-
-OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-PROMPT = 12
-ATTACH = {"eager": TIDEModelForCausalLM.attach, "compiled": attach_compiled}
-
-
-def prompts(rows):
-    return torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text"])
