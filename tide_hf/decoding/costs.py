@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from threading import RLock
 
 PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
 TRUSTED_SAMPLES = 4
@@ -18,6 +19,8 @@ STALE = 128  # passes after a plain one, when another one has to be run
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
 
+_lock = RLock()  # of all tables, since a table with one of its own could not be copied
+
 
 class CostTable:
     """Running costs of passes on this machine, in milliseconds.
@@ -28,7 +31,7 @@ class CostTable:
     estimate leans on an optimistic prior, so that it gets tried; what is not used is forgotten by and by, so that it is
     tried again.
 
-    Calls in several threads may share a table; what they look through is copied first, since others may add to it.
+    Calls in several threads may share a table.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -51,25 +54,27 @@ class CostTable:
     def resized(self) -> CostTable:
         """A table for a batch of another size, which takes these costs for a first guess."""
         table = CostTable(self.num_layers, self.head_share, self.widths)
-        if self._plain_ms:
-            table._plain_ms.append(self._pace)
-            table._pace, table._plain_passes = self._pace, 1
-        for key, value in list(self._medians.items()):
-            table._samples[key] = deque([value], maxlen=SAMPLES)
-            table._medians[key] = value
+        with _lock:
+            if self._plain_ms:
+                table._plain_ms.append(self._pace)
+                table._pace, table._plain_passes = self._pace, 1
+            for key, value in self._medians.items():
+                table._samples[key] = deque([value], maxlen=SAMPLES)
+                table._medians[key] = value
         return table
 
     def record(self, key: CostKey, milliseconds: float) -> None:
         """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
-        if key == PLAIN:
-            self._record_plain(milliseconds)
-            return
-        self._since_plain += key[0] == "verify"
-        if key not in self._samples:
-            self._samples[key] = deque(maxlen=SAMPLES)
-        elif self.ready and self._since_plain <= COMPARABLE:
-            self._samples[key].append(milliseconds / self._pace)
-            self._update(key)
+        with _lock:
+            if key == PLAIN:
+                self._record_plain(milliseconds)
+                return
+            self._since_plain += key[0] == "verify"
+            if key not in self._samples:
+                self._samples[key] = deque(maxlen=SAMPLES)
+            elif self.ready and self._since_plain <= COMPARABLE:
+                self._samples[key].append(milliseconds / self._pace)
+                self._update(key)
 
     @property
     def ready(self) -> bool:
@@ -79,7 +84,8 @@ class CostTable:
     @property
     def plain(self) -> float | None:
         """Measured milliseconds of plain decoding, once they can be trusted."""
-        return median(self._plain_ms) if len(self._plain_ms) >= TRUSTED_SAMPLES else None
+        with _lock:
+            return median(self._plain_ms) if len(self._plain_ms) >= TRUSTED_SAMPLES else None
 
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
@@ -88,18 +94,20 @@ class CostTable:
                 return math.inf
             width = step_width(width, self.widths)
         key = ("verify", width)
-        if key not in self._estimates:
-            wider = [known for kind, known in list(self._medians) if kind == "verify" and known > width > 1]
-            self._estimates[key] = min(self._verify(known) for known in (width, *wider))
-        return self._estimates[key] * self._pace
+        with _lock:
+            if key not in self._estimates:
+                wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
+                self._estimates[key] = min(self._verify(known) for known in (width, *wider))
+            return self._estimates[key] * self._pace
 
     def draft(self, exit_layer: int) -> float:
         """Expected milliseconds of one draft token from `exit_layer`."""
         key = ("draft", exit_layer)
-        if key not in self._estimates:
-            share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
-            self._estimates[key] = self._blend(key, share)
-        return self._estimates[key] * self._pace
+        with _lock:
+            if key not in self._estimates:
+                share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
+                self._estimates[key] = self._blend(key, share)
+            return self._estimates[key] * self._pace
 
     def _record_plain(self, milliseconds: float) -> None:
         self._since_plain = 0
@@ -109,7 +117,7 @@ class CostTable:
         self._plain_ms.append(milliseconds)
         self._pace = median(list(self._plain_ms)[-PACE_SAMPLES:])
         if self._plain_passes % FORGET_AFTER == 0:
-            for key, samples in list(self._samples.items()):
+            for key, samples in self._samples.items():
                 if samples:
                     samples.popleft()
                 self._update(key)
@@ -135,7 +143,7 @@ class CostTable:
     def _interpolate(self, width: int) -> float:
         """Cost of an unmeasured width between, or beyond, the trusted ones."""
         known = [(1, 1.0)]
-        for (kind, measured_width), value in list(self._medians.items()):
+        for (kind, measured_width), value in self._medians.items():
             if kind == "verify" and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
                 known.append((measured_width, value))
         known.sort()
