@@ -11,18 +11,26 @@ from torch.utils._pytree import tree_leaves
 
 from tide_hf.steps.replay import HostReads, Replay, restorer
 
+COPIES = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
+
 
 class Recording(TorchDispatchMode):
-    """Notes operations, what they were called with and what they returned."""
+    """Notes operations, what they were called with and what they returned.
+
+    Attributes:
+        copies_from_host: Whether a tensor was made of numbers that the host had: CUDA refuses to capture the copy.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple] = []
         self.found: Any = None
+        self.copies_from_host = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, output))
+        self.copies_from_host |= func is torch.ops.aten.lift_fresh.default
         return output
 
     @property
@@ -44,12 +52,16 @@ class Recording(TorchDispatchMode):
 class Recorder:
     """Stands in for `replay.replay_of`.
 
+    Args:
+        may_copy: Whether tensors may be made of numbers that the host has, which only compiled layers keep from it.
+
     Attributes:
         recordings: Of the steps that were made ready.
         function_calls: Times that a step's own code ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_copy: bool = False) -> None:
+        self.may_copy = may_copy
         self.recordings: list[Recording] = []
         self.function_calls = 0
 
@@ -67,6 +79,8 @@ class Recorder:
         put_back()
         if reads.found is not None:
             return Replay(function, refused=f"its forward needs the host ({reads.found})")
+        if recording.copies_from_host and not self.may_copy:
+            return Replay(function, refused=COPIES)
         self.recordings.append(recording)
         return Replay(recording.replay)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
+from recorded import COPIES, Recorder
 from test_captured_steps import OPTIONS, attach, linear_heads, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,6 +33,14 @@ def test_what_needs_the_host_is_refused_and_says_so_once(caplog):
         f"LlamaForCausalLM runs without CUDA graphs: {steps.refused}",
         f"engine='cuda_graph' runs eagerly: {steps.refused}",
     ]
+
+
+def test_copies_from_the_host_are_refused_and_the_tokens_are_right():
+    model = tiny_model("falcon")
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, make_replay=Recorder())
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.refused == COPIES
 
 
 FACTS = {

@@ -1,11 +1,13 @@
 """The scripts in `examples/` run, here on a tiny model."""
 
+import argparse
 import json
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import disagreement, gpu, precision
+from examples.benchmarks import disagreement, gpu, gpu_lines, precision
 from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.writing import draw_prompts
@@ -21,14 +23,29 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
     for name in ("our plain decoding", "our lossless mode", "compiled static-cache generate"):
         assert found["lines"][name]["equal"]
         assert found["lines"][f"{name}, batch 8"]["equal"]
-    for share in gpu.PROMPT_EXITS:
+    for share in gpu_lines.PROMPT_EXITS:
         left = found["lines"][f"prompt of which {share:.0%} leaves at half depth"]["share_measured"]
         assert abs(left - share) < 0.1
-    depths = [found["lines"][f"early_exit, all leave at {depth:.0%} depth"] for depth in gpu.DEPTHS]
+    depths = [found["lines"][f"early_exit, all leave at {depth:.0%} depth"] for depth in gpu_lines.DEPTHS]
     assert [line["exit_layer"] for line in depths] == [1, 2, 3, 4]
-    gpu.main(["--models", str(tiny_model_folder), *arguments, "--minutes", "0"])
-    (found,) = json.loads(output.read_text())["models"].values()
+    gpu.main(["--models", str(tmp_path / "none"), str(tiny_model_folder), *arguments, "--minutes", "0"])
+    lost, found = json.loads(output.read_text())["models"].values()
+    assert lost["error"]
     assert all(line == {"left_out": "no time left"} for line in found["lines"].values())
+
+
+def test_the_gpu_benchmark_tells_how_near_a_tie_other_tokens_are(tiny_llama):
+    bench = gpu_lines.Bench(tiny_llama(), None, argparse.Namespace(), "eager")
+    inputs = bench.prompt(2, 8)
+    bench.expected[2] = expected = bench.seconds(inputs, 5, {})[1]
+    assert bench.divergences(inputs, expected) == []
+    text = torch.cat([inputs["input_ids"][1], torch.tensor(expected[1][:3])])[None]
+    best, second = bench.model(text).logits[0, -1].topk(2).values.tolist()
+    rival = bench.model(text).logits[0, -1].topk(2).indices[1].item()
+    (found,) = bench.divergences(inputs, [expected[0], [*expected[1][:3], rival, 0]])
+    assert found["position"] == 3
+    assert found["lead"] == pytest.approx(best - second)
+    assert 0 < found["spacing"] < found["lead"]
 
 
 def test_the_readme_shows_the_committed_disagreements():

@@ -118,8 +118,9 @@ class SelfSpeculativeDecoder:
         try:
             with active(self.run), self._attention():
                 self._prefill(drafter)
-                while not self._is_done():
-                    self._round(drafter)
+                with self._experts():
+                    while not self._is_done():
+                        self._round(drafter)
                 result = self._result()
                 if self.block is not None and self.is_returned:
                     self.block.remember()
@@ -141,6 +142,13 @@ class SelfSpeculativeDecoder:
         if self.engine != RENTED or not (rows > 1 or is_long):
             return nullcontext()
         return shared_heads(self.model, self.attachment.block_head)
+
+    def _experts(self) -> AbstractContextManager[None]:
+        """How experts run in rounds: on GPUs as `generate` has them run when it decodes, which copies their weights.
+
+        Not for the many tokens of a batch's verify pass, whose copies might not fit.
+        """
+        return nullcontext() if len(self.rows) > 1 else self.model._optimize_model_for_decode()
 
     def forward(self, tokens: list[list[int]], start: int = 0) -> Any:
         """One pass over as many new tokens for each row.

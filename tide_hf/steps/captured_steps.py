@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedOptionError, describe
+from .capturable_forward import capturable_forward
 from .compiled_layers import CompiledLayers
 from .replay import Replay, replay_of
 from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
@@ -214,7 +215,9 @@ class CapturedSteps:
             return logits
 
         start, before = perf_counter(), memory_of(buffers.device)
-        step.replay = replay = self._replay_of(function, buffers, kind)
+        step.replay = replay = self._replay_of(
+            function, buffers, kind, buffers.rows * (size if kind == "verify" else 1)
+        )
         self._pool = replay.pool
         name = type(buffers.parts.model).__name__
         if replay.may_do_later:
@@ -228,8 +231,10 @@ class CapturedSteps:
         logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_made, where, seconds, used / 1e6)
         return step
 
-    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str) -> Replay:
-        with self.layers.ready(list(buffers.parts.structure.layers)) if self.layers is not None else nullcontext():
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
+        parts = buffers.parts
+        layers = self.layers.ready(list(parts.structure.layers)) if self.layers is not None else nullcontext()
+        with layers, capturable_forward(parts.model, tokens):
             return self.make_replay(function, buffers.state(), buffers.device, self._pool)
 
 

@@ -204,7 +204,7 @@ class CompiledSteps(CapturedSteps):
             self.release()
         super().refresh(parts)
 
-    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str) -> Replay:
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         parts = buffers.parts
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))

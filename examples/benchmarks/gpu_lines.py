@@ -1,0 +1,237 @@
+"""What the GPU benchmark measures of one model; `gpu` runs it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.benchmark import same_start, synchronize
+from tide_hf.routers.configuration_tide import NEVER_EXIT
+
+from .common import NoDrafts
+
+BATCH = 8
+DEPTHS = (0.25, 0.5, 0.75, 1.0)
+ROUTER_INTERVAL = 4
+PROMPT_EXITS = (0.0, 0.5, 0.9)
+
+
+@dataclass
+class Bench:
+    """One model and the settings of a run.
+
+    Attributes:
+        model: The base model, not attached.
+        routers: Its calibrated routers, if any.
+        options: The script's arguments.
+        engine: What runs our steps: captured on a GPU.
+        expected: Plain decoding's tokens, by number of rows.
+    """
+
+    model: Any
+    routers: Any
+    options: argparse.Namespace
+    engine: str
+    expected: dict[int, list] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.model.config.num_hidden_layers)
+
+    def prompt(self, rows: int, length: int) -> dict[str, torch.Tensor]:
+        """Random tokens, the same in every line."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, self.model.config.vocab_size, (rows, length), generator=generator)
+        return {"input_ids": ids.to(self.model.device), "attention_mask": torch.ones_like(ids).to(self.model.device)}
+
+    def per_token(self, rows: int = 1, exact: bool = True, **generate: Any) -> dict[str, Any]:
+        """Milliseconds of a new token (all rows together), without the prompt's pass.
+
+        Args:
+            rows: Sequences.
+            exact: Whether tokens are to be plain decoding's, so that where they leave it is looked at.
+            **generate: Options of `generate`.
+        """
+        inputs = self.prompt(rows, self.options.prompt)
+        long, short = self.options.tokens, 2
+        start = perf_counter()
+        tokens = self.seconds(inputs, long, generate)[1]  # warms up
+        warm_up = perf_counter() - start
+        self.seconds(inputs, short, generate)
+        runs = [
+            (self.seconds(inputs, long, generate)[0] - self.seconds(inputs, short, generate)[0]) / (long - short)
+            for _ in range(self.options.repeats)
+        ]
+        expected = self.expected.setdefault(rows, tokens)
+        kv_bytes = rows * _bytes_of_a_slot(self.model) * (self.options.prompt + long // 2)
+        found = {
+            "ms_per_token": 1000 * median(runs),
+            "bytes_read": bytes_read(self.model) + kv_bytes,
+            "runs_ms": [1000 * run for run in runs],
+            "first_call_s": warm_up,
+            "equal": tokens == expected,
+            "same_start": mean(same_start(*pair) for pair in zip(expected, tokens, strict=True)),
+        }
+        return found | ({"divergences": self.divergences(inputs, tokens)} if exact else {})
+
+    def seconds(self, inputs: dict, new_tokens: int, generate: dict[str, Any]) -> tuple[float, list]:
+        """One call of `generate`, and its new tokens."""
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens}
+        synchronize(self.model.device)
+        start = perf_counter()
+        output = self.model.generate(**inputs, **options, **generate)
+        tokens = output[:, inputs["input_ids"].shape[1] :].tolist()
+        return perf_counter() - start, tokens
+
+    @torch.no_grad()
+    def divergences(self, inputs: dict[str, Tensor], tokens: list[list[int]]) -> list[dict[str, float]]:
+        """Where rows leave plain decoding's tokens, and how near a tie that is: by the logits of one pass.
+
+        Args:
+            inputs: Of the calls.
+            tokens: Of each row.
+
+        Returns:
+            For each row that does: the first position that differs, how far plain decoding's token leads there, and the
+            distance of two logits of that size in the model's dtype.
+        """
+        found = []
+        for prompt, plain, own in zip(inputs["input_ids"], self.expected[len(tokens)], tokens, strict=True):
+            if plain == own:
+                continue
+            position = next(i for i, pair in enumerate(zip(plain, own, strict=True)) if pair[0] != pair[1])
+            text = torch.cat([prompt, prompt.new_tensor(plain[:position])])[None]
+            logits = self.model(text, use_cache=False).logits[0, -1]
+            best, other = logits[plain[position]].item(), logits[own[position]].item()
+            spacing = torch.finfo(logits.dtype).eps * abs(best)
+            found.append({"position": position, "lead": best - other, "spacing": spacing})
+        return found
+
+    def attach(self, routers: Any = None, **settings: Any) -> Any:
+        """Attach; return what TIDE added."""
+        TIDEModelForCausalLM.attach(self.model, routers, **settings)
+        return self.model._tide
+
+
+def eager(bench: Bench, rows: int = 1) -> dict[str, Any]:
+    return bench.per_token(rows)
+
+
+def static(bench: Bench, rows: int = 1) -> dict[str, Any]:
+    try:
+        return bench.per_token(rows, cache_implementation="static")
+    finally:
+        torch.compiler.reset()
+
+
+def plain(bench: Bench, rows: int = 1) -> dict[str, Any]:
+    attachment = bench.attach(engine=bench.engine)
+    attachment.make_drafter = NoDrafts
+    return bench.per_token(rows) | _steps(bench)
+
+
+def lossless(bench: Bench, rows: int = 1) -> dict[str, Any]:
+    bench.attach(bench.routers, engine=bench.engine)
+    found = bench.per_token(rows)
+    stats = bench.model.last_exit_stats
+    return found | {"acceptance_rate": stats.acceptance_rate, "rounds": stats.rounds} | _steps(bench)
+
+
+def lossless_eagerly(bench: Bench) -> dict[str, Any]:
+    bench.attach(bench.routers, engine="eager")
+    return bench.per_token()
+
+
+def exits_at(bench: Bench, depth: float) -> dict[str, Any]:
+    layer = round(depth * bench.num_layers)
+    leaves = layer < bench.num_layers
+    routers = _fresh_routers(bench, [layer if leaves else bench.num_layers // 2])
+    bench.attach(routers, mode="early_exit", exit_threshold=0.0 if leaves else NEVER_EXIT)
+    found = bench.per_token(exact=False, exit_criterion="fixed" if leaves else "router")
+    return found | {"exit_layer": layer, "layers_executed": bench.model.last_exit_stats.layers_executed}
+
+
+def never_exits(bench: Bench) -> dict[str, Any]:
+    layers = list(range(ROUTER_INTERVAL, bench.num_layers, ROUTER_INTERVAL)) or [1]
+    bench.attach(_fresh_routers(bench, layers), mode="early_exit", exit_threshold=NEVER_EXIT)
+    return bench.per_token() | {"exit_layers": layers}
+
+
+def prefill(bench: Bench, share: float) -> dict[str, Any]:
+    """A prompt's pass and one token, of which `share` of the prompt's tokens leave at half the depth."""
+    inputs, layer = bench.prompt(1, bench.options.prefill), bench.num_layers // 2
+    base = median(bench.seconds(inputs, 1, {})[0] for _ in range(1 + bench.options.repeats))
+    routers = _fresh_routers(bench, [layer])
+    torch.nn.init.normal_(routers[layer].router.up.weight)
+    with torch.no_grad():
+        state = bench.model(**inputs, output_hidden_states=True).hidden_states[layer]
+    attachment = bench.attach(routers, mode="early_exit", exit_threshold=0.5)
+    with torch.no_grad():
+        scores = attachment.unembed.route(routers[layer].router, state).flatten().float()
+    del state
+    threshold = float(scores.quantile(1 - share)) if share else NEVER_EXIT
+    generate = {"exit_threshold": threshold, "exits_in_prompt": True}
+    seconds = median(bench.seconds(inputs, 1, generate)[0] for _ in range(1 + bench.options.repeats))
+    left = bench.model.last_exit_stats.mlp_tokens_skipped / (bench.num_layers - layer) / bench.options.prefill
+    return {"ms": 1000 * seconds, "generate_ms": 1000 * base, "share": share, "share_measured": left}
+
+
+def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """What is measured, the most telling first."""
+    yield "eager generate", lambda: eager(bench)
+    yield "our plain decoding", lambda: plain(bench)
+    yield "our lossless mode", lambda: lossless(bench)
+    yield f"eager generate, batch {BATCH}", lambda: eager(bench, BATCH)
+    yield f"our plain decoding, batch {BATCH}", lambda: plain(bench, BATCH)
+    yield f"our lossless mode, batch {BATCH}", lambda: lossless(bench, BATCH)
+    for depth in DEPTHS:
+        yield f"early_exit, all leave at {depth:.0%} depth", lambda depth=depth: exits_at(bench, depth)
+    yield "early_exit, routers that never exit", lambda: never_exits(bench)
+    for share in PROMPT_EXITS:
+        yield f"prompt of which {share:.0%} leaves at half depth", lambda share=share: prefill(bench, share)
+    yield "our lossless mode, eager engine", lambda: lossless_eagerly(bench)
+    yield "compiled static-cache generate", lambda: static(bench)  # these compile the longest
+    yield f"compiled static-cache generate, batch {BATCH}", lambda: static(bench, BATCH)
+
+
+def bytes_read(model: Any) -> int:
+    """Of the weights that a token reads: of the embeddings only a row, unless they are the head as well."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return total if embeddings is head else total - embeddings.numel() * embeddings.element_size()
+
+
+def _bytes_of_a_slot(model: Any) -> int:
+    """Of the K/V of one token, which every later token reads."""
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * model.dtype.itemsize
+
+
+def _fresh_routers(bench: Bench, exit_layers: list[int]) -> TIDERouters:
+    return TIDERouters.for_model(bench.model, exit_layers=exit_layers, kv_cache_strategy="propagate").to(
+        bench.model.device
+    )
+
+
+def _steps(bench: Bench) -> dict[str, Any]:
+    steps = bench.model._tide.captured_steps
+    refused = [steps.refused] if steps.refused else []
+    if steps.layers is not None:
+        refused += [f"{kind.__name__}: {reason}" for kind, reason in steps.layers.refused.items()]
+    made = steps.warm_up
+    return {"steps": made.num_made, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

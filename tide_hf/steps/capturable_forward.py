@@ -1,0 +1,56 @@
+"""What a model's forward does otherwise while a step of it is captured: nothing that needs the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+FEW_TOKENS = 16  # of a pass, all rows together: experts' weights are copied once for each
+# Before, it made a tensor of a number that the host had, each time; a capture allows no such copy.
+HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
+
+
+@contextmanager
+def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
+    """Have a model run so that it can be captured, with the same results but for rounding.
+
+    Experts then run as `generate` has them run on GPUs when it decodes, each with a copy of its weights. That takes no
+    memory worth mentioning for a few tokens; for more it is done only where their other way needs the host, which is
+    that of grouped products outside bfloat16.
+
+    Args:
+        model: The model.
+        tokens: Of the step, all rows together.
+    """
+    with ExitStack() as changes:
+        if not HAS_CAPTURABLE_MASKS:
+            changes.enter_context(_masks_by(eager_mask))
+        if tokens <= FEW_TOKENS or model.dtype != torch.bfloat16:
+            changes.enter_context(model._optimize_model_for_decode())
+        yield
+
+
+def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
+    """What transformers' function of this name returns; all of it is made on the device."""
+    may_attend = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    if may_attend is None:
+        return None
+    return torch.where(may_attend, may_attend.new_zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+@contextmanager
+def _masks_by(function: Callable[..., Tensor | None]) -> Iterator[None]:
+    """Have masks of eager attention made by a function; another thread's as well, so they must not differ."""
+    before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = function
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = before
