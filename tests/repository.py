@@ -3,3 +3,4 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+SHIPPED = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"  # routers

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 from transformers import AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, folders, generate_dataset
 from tide_hf.errors import DatasetError, UnsupportedOptionError
 
-ROOT = Path(__file__).parent.parent
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 LAYOUT = {"batch_size": 2, "shard_size": 4}
 

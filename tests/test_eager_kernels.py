@@ -6,6 +6,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, SDPA, tiny_model
+from repository import SHIPPED
 from test_block_head import routers_for
 from test_captured_steps import OPTIONS, linear_heads, prompts
 from test_linear_gate import let_pay
@@ -167,7 +168,7 @@ def test_the_real_models_tokens_stay(smollm2):
     for text in texts:
         inputs = tokenizer(text, return_tensors="pt")
         expected = model.generate(**inputs, **options)
-        TIDEModelForCausalLM.attach(model, "model_cards/HuggingFaceTB--SmolLM2-135M-Instruct")
+        TIDEModelForCausalLM.attach(model, SHIPPED)
         try:
             assert torch.equal(model.generate(**inputs, **options), expected)
             assert kept_forms(model) == {StoredWeight}

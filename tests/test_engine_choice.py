@@ -20,7 +20,7 @@ from tide_hf.decoding.engine_choice import (
 from tide_hf.engines.dispatch import call_key, candidate_for
 from tide_hf.steps.compiled_steps import CompiledSteps
 
-KNOWN = EngineTimes(rented_ms=20.0, bought_ms=10.0, warm_up_s=5.0)  # pays after 500 tokens
+KNOWN = EngineTimes(eager_ms=20.0, warmed_ms=10.0, warm_up_s=5.0)  # pays after 500 tokens
 
 
 def chosen(times=KNOWN, candidate="compiled", ahead=0, before=0, is_warm=False):
@@ -35,7 +35,7 @@ def test_a_warm_up_is_paid_for_by_the_answer_ahead_or_by_those_before():
 
 
 def test_what_is_no_faster_is_not_chosen_however_long_the_answer_is():
-    slower = EngineTimes(rented_ms=20.0, bought_ms=19.5, warm_up_s=0.1)
+    slower = EngineTimes(eager_ms=20.0, warmed_ms=19.5, warm_up_s=0.1)
     assert chosen(slower, ahead=10**6) == "eager"
     assert chosen(slower, is_warm=True) == "eager"
     assert chosen(candidate=None, is_warm=True) == "eager"
@@ -45,11 +45,11 @@ def test_what_is_no_faster_is_not_chosen_however_long_the_answer_is():
 def test_what_is_not_measured_is_guessed(candidate):
     assert chosen(EngineTimes(), candidate, ahead=10**6) == "eager"  # nothing to compare with
     pays = GUESSED_WARM_UP[candidate] / (0.020 * (1 - GUESSED_SHARE[candidate]))
-    assert chosen(EngineTimes(rented_ms=20.0), candidate, ahead=0.99 * pays) == "eager"
-    assert chosen(EngineTimes(rented_ms=20.0), candidate, ahead=1.01 * pays) == candidate
+    assert chosen(EngineTimes(eager_ms=20.0), candidate, ahead=0.99 * pays) == "eager"
+    assert chosen(EngineTimes(eager_ms=20.0), candidate, ahead=1.01 * pays) == candidate
 
 
-def test_a_chooser_rents_buys_and_comes_back(tmp_path):
+def test_a_chooser_starts_eagerly_changes_and_comes_back(tmp_path):
     chooser = EngineChooser(EngineRecords(tmp_path / "engines.json"))
     engines = []
     for _ in range(30):
@@ -77,8 +77,8 @@ def test_short_answers_are_expected_to_be_short(tmp_path):
         "[1, 2]",
         "{" * 10000,
         '{"key": 3}',
-        '{"key": {"rented_ms": "20", "bought_ms": -1, "warm_up_s": true}}',
-        '{"key": {"rented_ms": NaN, "bought_ms": Infinity, "warm_up_s": 1e300}}',
+        '{"key": {"eager_ms": "20", "warmed_ms": -1, "warm_up_s": true}}',
+        '{"key": {"eager_ms": NaN, "warmed_ms": Infinity, "warm_up_s": 1e300}}',
         " " * 2**21,
     ],
 )
@@ -93,7 +93,7 @@ def test_odd_records_are_ignored_and_written_over(tmp_path, text):
 
 def test_records_are_bounded_and_a_closed_folder_is_no_error(tmp_path):
     records = EngineRecords(tmp_path / "engines.json")
-    (tmp_path / "engines.json").write_text(json.dumps({str(i): {"rented_ms": 1.0} for i in range(MOST_RECORDS)}))
+    (tmp_path / "engines.json").write_text(json.dumps({str(i): {"eager_ms": 1.0} for i in range(MOST_RECORDS)}))
     records.write("new", KNOWN)
     kept = json.loads((tmp_path / "engines.json").read_text())
     assert len(kept) == MOST_RECORDS
@@ -117,14 +117,14 @@ def test_generate_changes_engine_where_it_pays(tiny_llama, tmp_path):
     use_drafter(model, "right", [expected[0, 8:].tolist()], width=0)
     assert torch.equal(model.generate(ids, **options), expected)
     assert chooser.tokens_before == 16
-    assert chooser.times[key].rented_ms == attachment.costs_of(1, "eager").plain
-    assert chooser.times[key].rented_ms is not None
+    assert chooser.times[key].eager_ms == attachment.costs_of(1, "eager").plain
+    assert chooser.times[key].eager_ms is not None
     assert steps.replays == 0
-    chooser.times[key] = EngineTimes(rented_ms=1e6, bought_ms=1.0, warm_up_s=1.0)
+    chooser.times[key] = EngineTimes(eager_ms=1e6, warmed_ms=1.0, warm_up_s=1.0)
     assert torch.equal(model.generate(ids, **options), expected)
     assert steps.replays > 0
-    assert chooser.times[key].bought_ms == attachment.costs_of(1, "compiled", steps.widths).plain
-    assert chooser.times[key].bought_ms is not None
+    assert chooser.times[key].warmed_ms == attachment.costs_of(1, "compiled", steps.widths).plain
+    assert chooser.times[key].warmed_ms is not None
 
 
 def test_the_key_tells_apart_what_takes_another_time(tiny_llama):

@@ -1,18 +1,17 @@
 """The card of calibrated routers."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from families import tiny_model
 from huggingface_hub import ModelCard
+from repository import SHIPPED
 from test_report import made_up_record
 
 from tide_hf import TIDERouters
 from tide_hf.errors import ConfigurationError
 from tide_hf.model_card import write_model_card
 
-SHIPPED = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
 ROW = {"agreement": 0.25, "router_auc": 0.7, "expected_calibration_error": 0.02, "exit_rate": 0.125}
 SPLIT = {"documents": 5, "tokens": 50}
 

@@ -2,16 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from axes import Axes
+from repository import SHIPPED
 from test_report import made_up_record
 
 from tide_hf.calibration.plots import PLOTS, save_plots
 from tide_hf.errors import MissingPackageError
-
-SHIPPED = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
 
 
 def test_every_plot_is_a_png(tmp_path):

@@ -5,9 +5,9 @@ import inspect
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from repository import ROOT, SHIPPED
 from transformers import GenerationConfig
 
 from tide_hf import TIDEConfig, TIDEModelForCausalLM, demo_model
@@ -15,7 +15,6 @@ from tide_hf.cli import main
 from tide_hf.commands import COMMANDS
 from tide_hf.generation import OPTIONS
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -26,9 +25,8 @@ def test_the_snippets_run(smollm2, tmp_path, monkeypatch, capsys):
     """Where the Hub cannot be reached, the base model's name stands for the cached copy of its weights."""
     smollm2[0].save_pretrained(tmp_path / "base")
     smollm2[1].save_pretrained(tmp_path / "base")
-    shipped = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
     (tmp_path / "model_cards").mkdir()
-    (tmp_path / "model_cards" / shipped.name).symlink_to(shipped)
+    (tmp_path / "model_cards" / SHIPPED.name).symlink_to(SHIPPED)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     assert len(SNIPPETS) >= 4

@@ -1,10 +1,10 @@
 """The main path on SmolLM2-135M-Instruct, 30 layers, float32, with the routers that this repository ships."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
+from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.chat_prompts import encode_prompt
@@ -12,7 +12,6 @@ from tide_hf.decoding.drafting import Draft
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
 
-ROUTERS = Path(__file__).parent.parent / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
 NEW_TOKENS = 48
 PROMPTS = (
     "Why does bread rise?",
@@ -45,7 +44,7 @@ PROMPTS = (
 def pair(smollm2):
     """The plain model, a copy with TIDE attached, and the encoded prompts with the plain model's answers."""
     model, tokenizer = smollm2
-    attached = TIDEModelForCausalLM.attach(copy.deepcopy(model), ROUTERS)
+    attached = TIDEModelForCausalLM.attach(copy.deepcopy(model), SHIPPED)
     inputs = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
     answers = [model.generate(**one, max_new_tokens=NEW_TOKENS, do_sample=False) for one in inputs]
     return attached, inputs, answers
@@ -120,9 +119,9 @@ def test_early_exit_skips_layers(pair):
 
 def test_the_shipped_routers_fit_the_model_and_the_limit(pair):
     model, _, _ = pair
-    routers = TIDERouters.from_pretrained(ROUTERS)
+    routers = TIDERouters.from_pretrained(SHIPPED)
     routers.check_base_model(model)
-    assert sum(file.stat().st_size for file in ROUTERS.iterdir()) <= 12 * 2**20  # the block head is 8 of them
-    assert {file.name for file in ROUTERS.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 12 * 2**20  # the block head is 8 of them
+    assert {file.name for file in SHIPPED.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
     record = routers.config.calibration
     assert sorted(map(int, record["exit_layers"])) == routers.exit_layers

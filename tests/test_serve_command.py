@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -110,7 +110,7 @@ def free_port():
 def test_a_server_from_the_command_line(tiny_model_folder):
     port = free_port()
     command = [sys.executable, "-m", "tide_hf.cli", "serve", str(tiny_model_folder), "--port", str(port)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop(KEY_VARIABLE, None)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0)
     messages = [{"role": "user", "content": "abcabc"}]

@@ -16,7 +16,7 @@ from test_compiled_steps import attach_without_compiler  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM  # noqa: E402
 from tide_hf.serving.engine import Engine, EngineOptions  # noqa: E402
-from tide_hf.serving.protocol import parse_chat_request  # noqa: E402
+from tide_hf.serving.requests import parse_chat_request  # noqa: E402
 
 TEXTS = ("hello", "abcabcabcabc", "one two one two one", "x")
 

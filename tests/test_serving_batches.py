@@ -15,7 +15,8 @@ from servers import ask, chat, client, connected, metrics_of, request_head, serv
 
 from tide_hf.serving.batching import Batcher  # noqa: E402
 from tide_hf.serving.engine import EngineOptions, batch_sizes  # noqa: E402
-from tide_hf.serving.protocol import Accepted, Delta, Finished, Refused, parse_chat_request  # noqa: E402
+from tide_hf.serving.protocol import Accepted, Delta, Finished, Refused  # noqa: E402
+from tide_hf.serving.requests import parse_chat_request  # noqa: E402
 
 
 def test_only_requests_that_agree_share_a_batch(make_engine):

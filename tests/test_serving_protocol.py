@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tide_hf.errors import RequestError
-from tide_hf.serving.protocol import ChatRequest, Sampling, parse_chat_request
+from tide_hf.serving.protocol import ChatRequest, Sampling
+from tide_hf.serving.requests import parse_chat_request
 from tide_hf.serving.text import TextPieces
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
@@ -121,7 +121,7 @@ def test_health_is_that_some_replica_answers():
 
 @pytest.fixture
 def cluster(tiny_model_folder, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 32)  # or it keeps one in the home folder

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from .adapters import check_adapters
 from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .decoding.attachment import Attachment
-from .decoding.engine_choice import RENTED
+from .decoding.engine_choice import EAGER
 from .decoding.rows import max_length_of
 from .decoding.speculation import SelfSpeculativeDecoder
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
@@ -159,7 +159,7 @@ class TIDEGenerationMixin:
         numbers = checked_rows(rows, max_length)
         if chosen == "auto":
             chosen = candidate_for(self)
-        if chosen == RENTED:
+        if chosen == EAGER:
             return compile_kernels(attachment)
         if chosen is None:
             return 0.0

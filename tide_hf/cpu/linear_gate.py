@@ -98,7 +98,7 @@ class LinearGate(Gate):
         elif type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
             product = partial(kept.apply, bias=bias)  # an op takes microseconds more, 4% of a small model's pass
         else:
-            return torch.ops.tide_hf.linear.default(input, weight, bias, kept.place)
+            return torch.ops.tide_hf.linear.default(input, weight, bias, kept.number)
         if products is not None:
             products[self, input.numel()] = product
         return product(input)

@@ -52,8 +52,8 @@ class WeightForm:
         return can_pack(dtype)
 
     @property
-    def place(self) -> int:
-        """The place of its class among `FORMS`, by which ops know it."""
+    def number(self) -> int:
+        """Of its class among `FORMS`, by which ops know it."""
         return FORMS.index(type(self))
 
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:

@@ -1,8 +1,9 @@
 """Which engine pays: one that costs nothing to begin with, or one that has to warm up first. Knows no model.
 
-Renting or buying: a model starts on the engine that needs no warm-up. It changes when the warm-up is paid for within
-the answer that is asked for, or would have been by the answers so far; so it never waits for more than twice what the
-best choice would have cost. Whether the other engine is faster is not believed but measured, and remembered on disk.
+As one who may rent or buy (the ski rental problem), a model starts on the engine that needs no warm-up. It changes when
+the warm-up is paid for within the answer that is asked for, or would have been by the answers so far; so it never waits
+for more than twice what the best choice would have cost. Whether the other engine is faster is not believed but
+measured, and remembered on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from ..folders import cache_folder, write_whole
 
-RENTED = "eager"
+EAGER = "eager"
 # Of an eager token's time, and seconds, before they are measured: a 135M model on a CPU came to 0.4 to 0.7, and 25 s.
 GUESSED_SHARE = {"compiled": 0.6, "cuda_graph": 0.5}
 GUESSED_WARM_UP = {"compiled": 30.0, "cuda_graph": 30.0}
@@ -36,13 +37,13 @@ class EngineTimes:
     """What is known of both engines, for one model on one machine.
 
     Attributes:
-        rented_ms: Milliseconds of a plain token on the engine without warm-up; `None` where not measured.
-        bought_ms: The same on the other engine.
+        eager_ms: Milliseconds of a plain token on the eager engine; `None` where not measured.
+        warmed_ms: The same on the engine that has to warm up.
         warm_up_s: Seconds that its warm-up took.
     """
 
-    rented_ms: float | None = None
-    bought_ms: float | None = None
+    eager_ms: float | None = None
+    warmed_ms: float | None = None
     warm_up_s: float | None = None
 
 
@@ -58,16 +59,16 @@ def choose_engine(
         tokens_before: New tokens of earlier calls on the engine without warm-up.
         is_warm: Whether the warm-up is over.
     """
-    if candidate is None or times.rented_ms is None:
-        return RENTED
-    bought_ms = times.bought_ms if times.bought_ms is not None else GUESSED_SHARE[candidate] * times.rented_ms
-    if bought_ms > WORTH_IT * times.rented_ms:
-        return RENTED
+    if candidate is None or times.eager_ms is None:
+        return EAGER
+    warmed_ms = times.warmed_ms if times.warmed_ms is not None else GUESSED_SHARE[candidate] * times.eager_ms
+    if warmed_ms > WORTH_IT * times.eager_ms:
+        return EAGER
     if is_warm:
         return candidate
     warm_up = times.warm_up_s if times.warm_up_s is not None else GUESSED_WARM_UP[candidate]
-    saved = (times.rented_ms - bought_ms) / 1000 * max(tokens_ahead, tokens_before)
-    return candidate if saved >= warm_up else RENTED
+    saved = (times.eager_ms - warmed_ms) / 1000 * max(tokens_ahead, tokens_before)
+    return candidate if saved >= warm_up else EAGER
 
 
 class EngineChooser:
@@ -111,11 +112,11 @@ class EngineChooser:
         """
         self.answers = [*self.answers, num_tokens][-100:]
         before = self.times.get(key, EngineTimes())
-        if engine == RENTED:
+        if engine == EAGER:
             self.tokens_before += num_tokens
-            now = replace(before, rented_ms=plain_ms) if plain_ms is not None else before
+            now = replace(before, eager_ms=plain_ms) if plain_ms is not None else before
         else:
-            now = replace(before, bought_ms=plain_ms) if plain_ms is not None else before
+            now = replace(before, warmed_ms=plain_ms) if plain_ms is not None else before
             if warm_up_s > 0:
                 now = replace(now, warm_up_s=warm_up_s)
         self.times[key] = now
@@ -166,7 +167,7 @@ def key_of(**facts: Any) -> str:
 
 
 def _times_of(found: Any) -> EngineTimes:
-    names = ("rented_ms", "bought_ms", "warm_up_s")
+    names = ("eager_ms", "warmed_ms", "warm_up_s")
     if not isinstance(found, dict):
         return EngineTimes()
     return EngineTimes(**{name: found[name] for name in names if _is_time(found.get(name))})

@@ -30,7 +30,7 @@ from ..unembed import greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
 from .drafting import Draft, Drafter
-from .engine_choice import RENTED
+from .engine_choice import EAGER
 from .prompt_groups import read_prompts
 from .ranks import ranks_of
 from .rows import Row, Stopping, by_step
@@ -139,7 +139,7 @@ class SelfSpeculativeDecoder:
         """How an eager call attends: on CPUs, rows under a mask and long prompts need not copy K/V that heads share."""
         rows, length = self.input_ids.shape
         is_long = length >= LONG_PROMPT and self.attachment.use_kernels is not False and has_kernel(self.model.dtype)
-        if self.engine != RENTED or not (rows > 1 or is_long):
+        if self.engine != EAGER or not (rows > 1 or is_long):
             return nullcontext()
         return shared_heads(self.model, self.attachment.block_head)
 

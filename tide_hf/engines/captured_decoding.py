@@ -24,7 +24,7 @@ from ..decoding.drafting import UNREAD, Drafter
 from ..decoding.speculation import SelfSpeculativeDecoder
 from ..depth.kv_cache import CacheSlots
 from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back
-from ..steps.places import Places
+from ..steps.row_map import RowMap
 from ..steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
 from .capturable import facts_of, why_not_captured
 from .captured_shallow import CapturedShallow
@@ -40,13 +40,13 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     Rows that are stopped keep their places, and cost what they did, unless there are steps for fewer rows already.
 
     Attributes:
-        places: Which row of the buffers each sequence has.
+        row_map: Which row of the buffers each sequence has.
     """
 
     on_steps = True
     fills_block_late = False  # a verify step does it
     shallow: CapturedShallow
-    places: Places
+    row_map: RowMap
     fixed_slots: FixedSlots
     native_slots: CacheSlots
 
@@ -81,7 +81,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         if slots.holes is not None or slots.num_compactions > self.compactions:
             buffers.write_mask(slots.mask)
             self.compactions = slots.num_compactions
-        spread = self.places.spread
+        spread = self.row_map.spread
         kept = None if self.kept is None else spread(self.kept)
         buffers.write(slots.length, spread(self.starts), spread(ids), kept)
 
@@ -106,8 +106,8 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         if not self._fits(length):
             return
         self.buffers = self._buffers(cache, length)
-        self.places, self.measured_rows = Places(len(self.batch), self.buffers.rows), self.buffers.rows
-        mask = mask.cpu()[self.places.shown] if mask is not None else None
+        self.row_map, self.measured_rows = RowMap(len(self.batch), self.buffers.rows), self.buffers.rows
+        mask = mask.cpu()[self.row_map.shown] if mask is not None else None
         self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
         self.slots = self.fixed_slots
@@ -146,9 +146,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
 
     def _move_to(self, buffers: StepBuffers) -> None:
         """Go on in other buffers with the sequences that go on."""
-        slots, own, other = self.fixed_slots, self.places.own, self.ready
-        self.places = Places(len(own), buffers.rows)
-        slots.show(self.places.spread(own))
+        slots, own, other = self.fixed_slots, self.row_map.own, self.ready
+        self.row_map = RowMap(len(own), buffers.rows)
+        slots.show(self.row_map.spread(own))
         buffers.take_over(other, slots.length, slots.mask, own)
         slots.cache, self.buffers = buffers.cache, buffers
 
@@ -157,14 +157,14 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         if self.buffers is None:
             super()._select(going)
             return
-        self.places.keep(going)
+        self.row_map.keep(going)
         self.starts = [self.starts[number] for number in going]
         self.kept = None if self.kept is None else [self.kept[number] for number in going]
         smaller = self.steps.smaller(self.buffers, len(going))
         if smaller is not None:
             self._move_to(smaller)
         else:
-            self.fixed_slots.show(self.places.spread(self.places.own))
+            self.fixed_slots.show(self.row_map.spread(self.row_map.own))
 
     def _fits(self, filled: int) -> bool:
         """Whether there are buffers, or memory for them."""
@@ -208,7 +208,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
                 draft.tokens = [fed[i] if token == UNREAD else token for i, token in enumerate(draft.tokens)]
         new_tokens = self._accept(self._of_batch(step.logits), drafts)
         self.kept = accepted = [len(tokens) for tokens in new_tokens]
-        self.fixed_slots.commit(width, self.places.spread(accepted))
+        self.fixed_slots.commit(width, self.row_map.spread(accepted))
         self.starts = [position + count for position, count in zip(self.starts, accepted, strict=True)]
         milliseconds = (perf_counter() - start) * 1000
         costs.record(("verify", width), self.shallow.take_share(milliseconds))
@@ -217,7 +217,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
 
     def _of_batch(self, logits: Tensor) -> Tensor:
         """The logits of the sequences that go on."""
-        own = self.places.own
+        own = self.row_map.own
         if own[-1] == len(own) - 1:
             return logits[: len(own)]
         return logits[own] if self.chooser.needs_logits else logits
@@ -225,7 +225,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
     def _results(self) -> list[list[int]]:
         """What the steps of this round found for each sequence; reading it is the round's one synchronisation."""
         if self.read is None:
-            self.read = self.places.gather(self.steps.read(self.ready))
+            self.read = self.row_map.gather(self.steps.read(self.ready))
         return self.read
 
     def _top_tokens(self, logits: Tensor) -> list[list[int]]:

@@ -42,12 +42,12 @@ class CapturedShallow(ShallowLayers):
         num_steps = len(tokens[0]) + 1 - fed
         for position in range(num_steps):
             if fed + position:
-                buffers.feed(decoder.places.spread([drafted[fed + position - 1] for drafted in tokens]))
+                buffers.feed(decoder.row_map.spread([drafted[fed + position - 1] for drafted in tokens]))
             self.layers_executed += decoder.steps.run(buffers, "draft", exit_layer).num_layers
         self.depths += [exit_layer] * num_steps
         drafted, scores = buffers.read_draft()
         self.costs_of(len(tokens)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
-        return decoder.places.gather(drafted), decoder.places.gather(scores)
+        return decoder.row_map.gather(drafted), decoder.row_map.gather(scores)
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of steps over the rows that the buffers have, however many of them belong to a sequence."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.attachment import Attachment
-from ..decoding.engine_choice import RENTED, key_of
+from ..decoding.engine_choice import EAGER, key_of
 from ..decoding.ranks import ranks_of
 from ..decoding.speculation import SelfSpeculativeDecoder
 
@@ -44,18 +44,18 @@ def engine_of(
     if engine == "cuda_graph":
         attachment.captured_steps.check_device(input_ids.device)
         if mode != "self_speculative":
-            attachment.captured_steps.log_eager(f"tide_mode={mode!r} decides layer by layer and runs eagerly")
-            return RENTED, _nothing
+            attachment.captured_steps.log_eager(f"tide_mode={mode!r} decides layer by layer")
+            return EAGER, _nothing
     if engine != "auto":
         return engine, _nothing
     if mode != "self_speculative" or ranks_of(model).many:
-        return RENTED, _nothing
+        return EAGER, _nothing
     candidate = candidate_for(model)
     rows = input_ids.shape[0]
     key = call_key(model, attachment, rows, candidate)
     chooser = attachment.chooser
     chosen = chooser.choose(candidate, key, max_length - input_ids.shape[1], _is_warm(attachment, candidate))
-    if chosen != RENTED and not _is_warm(attachment, chosen):
+    if chosen != EAGER and not _is_warm(attachment, chosen):
         logger.info("engine='auto' changes to %r", chosen)
 
     def learn(decoder: SelfSpeculativeDecoder) -> None:

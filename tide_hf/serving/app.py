@@ -25,9 +25,9 @@ from .protocol import (
     Finished,
     Refused,
     error_body,
-    parse_chat_request,
     server_sent_event,
 )
+from .requests import parse_chat_request
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 

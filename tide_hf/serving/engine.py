@@ -22,7 +22,8 @@ from ..model import TIDEModelForCausalLM
 from ..padding import end_tokens, left_padded
 from ..structure import CACHE, check_rope
 from .job import Job
-from .protocol import ChatRequest, Event, Sampling, refuse
+from .protocol import ChatRequest, Event, Sampling
+from .requests import refuse
 from .text import TextPieces
 
 WORK = ("batches", "batch_rows", "tokens", "layers_executed", "layers_plain", "drafted", "accepted")

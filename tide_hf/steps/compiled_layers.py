@@ -78,7 +78,7 @@ class CompiledLayers:
         graphs, start = _graphs_compiled(), perf_counter()
         try:
             if isinstance(stored, FixedLayer):
-                where = stored.place
+                where = stored.cursor
                 tensors = (stored.keys, stored.values, where.slots, where.start)
                 output = self._compiled_fixed(twin, *call, place, *tensors)
             else:
@@ -179,7 +179,7 @@ class _Linear(nn.Module):
     def prepare(self, rows: int) -> None:
         """Have the weights in the form that a pass over so many rows is to read."""
         kept = self.gate.prepare(rows, COMPILED)
-        self.form = None if kept is None else kept.place
+        self.form = None if kept is None else kept.number
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""

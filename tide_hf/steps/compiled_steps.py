@@ -220,5 +220,5 @@ class CompiledSteps(CapturedSteps):
 
 def _inputs_of(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
     """What changes from pass to pass in a layer's call: tensors among its arguments, and where the pass stands."""
-    where = arguments.cache.layers[gate.layer_idx].place
+    where = arguments.cache.layers[gate.layer_idx].cursor
     return [*arguments.tensors, where.slots, where.start]

@@ -17,7 +17,7 @@ from ..depth.kv_cache import CacheSlots
 from ..reference_ops import kv_compact
 
 
-class Place:
+class Cursor:
     """Where the pass that is running stands; shared by all layers.
 
     Attributes:
@@ -40,9 +40,9 @@ class FixedLayer(CacheLayerMixin):
     is_compileable = True  # or transformers would leave the mask of a single token away
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, place: Place) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, cursor: Cursor) -> None:
         super().__init__()
-        self.keys, self.values, self.place = keys, values, place
+        self.keys, self.values, self.cursor = keys, values, cursor
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -50,8 +50,8 @@ class FixedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the K/V of a pass into its slots; return all slots."""
-        self.keys.index_copy_(2, self.place.slots, key_states)
-        self.values.index_copy_(2, self.place.slots, value_states)
+        self.keys.index_copy_(2, self.cursor.slots, key_states)
+        self.values.index_copy_(2, self.cursor.slots, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class FixedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """() int64 on the device: the tokens in front of the pass that is running."""
-        return self.place.start
+        return self.cursor.start
 
     def get_max_length(self) -> int:
         """Slots."""
@@ -75,20 +75,20 @@ def fixed_cache(like: Cache, rows: int, capacity: int) -> Cache:
         rows: Sequences.
         capacity: Slots of each.
     """
-    place = Place()
+    cursor = Cursor()
     layers: Any = []
     with torch.inference_mode(False):  # calls inside and outside of it write to them
         for layer in like.layers:
             keys, values = (part.new_zeros((rows, part.shape[1], capacity, part.shape[3])) for part in _kv(layer))
-            layers.append(FixedLayer(keys, values, place))
+            layers.append(FixedLayer(keys, values, cursor))
     return Cache(layers=layers)
 
 
 def first_rows(cache: Cache, rows: int) -> Cache:
     """The first rows of buffers, as buffers of their own in the same memory."""
-    place = Place()
+    cursor = Cursor()
     parts = [_kv(layer) for layer in cache.layers]
-    layers: Any = [FixedLayer(keys[:rows], values[:rows], place) for keys, values in parts]
+    layers: Any = [FixedLayer(keys[:rows], values[:rows], cursor) for keys, values in parts]
     return Cache(layers=layers)
 
 

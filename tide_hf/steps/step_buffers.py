@@ -215,7 +215,7 @@ class StepBuffers:
 
     def _forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
         width = ids.shape[1]
-        self.cache.layers[0].place.move_to(start, width)
+        self.cache.layers[0].cursor.move_to(start, width)
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self.has_positions:
             steps = torch.arange(width, device=self.device) + fed

@@ -12,7 +12,7 @@ from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.steps.fixed_cache import take_rows
-from tide_hf.steps.places import Places
+from tide_hf.steps.row_map import RowMap
 from tide_hf.structure import CACHE
 
 FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]
@@ -36,14 +36,14 @@ def ending_early(model, batch, **options):
 
 
 def test_rows_of_nobody_do_what_the_first_sequence_does():
-    places = Places(3, 5)
-    assert places.spread(["a", "b", "c"]) == ["a", "b", "c", "a", "a"]
-    places.keep([1, 2])
-    assert places.own == [1, 2]
-    assert places.spread(["b", "c"]) == ["b", "b", "c", "b", "b"]
-    places.keep([1])
-    assert places.spread(["c"]) == ["c"] * 5
-    assert places.gather(["?", "?", "c", "?", "?"]) == ["c"]
+    row_map = RowMap(3, 5)
+    assert row_map.spread(["a", "b", "c"]) == ["a", "b", "c", "a", "a"]
+    row_map.keep([1, 2])
+    assert row_map.own == [1, 2]
+    assert row_map.spread(["b", "c"]) == ["b", "b", "c", "b", "b"]
+    row_map.keep([1])
+    assert row_map.spread(["c"]) == ["c"] * 5
+    assert row_map.gather(["?", "?", "c", "?", "?"]) == ["c"]
 
 
 def test_rows_move_to_the_front_of_the_same_memory():

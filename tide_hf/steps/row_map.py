@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Places:
+class RowMap:
     """The rows of buffers that may have more of them than there are sequences.
 
     Shapes are fixed, so every row takes part in every step. One that belongs to no sequence, or to one that is over, is
