@@ -233,8 +233,8 @@ def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
 
 
 def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.steps.captured_steps.MOST_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.steps.captured_steps.MOST_BUFFERS", 1)
+    monkeypatch.setattr("tide_hf.steps.step_store.MOST_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.steps.step_store.MOST_BUFFERS", 1)
     model = tiny_llama()
     expected = model.generate(**prompts(2), **OPTIONS)
     steps = attach(model, linear_heads(model))

@@ -7,8 +7,9 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.captured_decoding import free_memory
-from tide_hf.steps.captured_steps import CapturedSteps, memory_of
+from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.fixed_cache import FixedSlots, fixed_cache
+from tide_hf.steps.step_store import reserved_bytes
 
 
 class Copies(TorchDispatchMode):
@@ -41,12 +42,12 @@ def test_memory_of_steps_is_without_what_is_kept_for_later(monkeypatch):
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: sum(held.values()))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("for later", None))
     device = torch.device("cuda:0")
-    before = memory_of(device)
+    before = reserved_bytes(device)
     held["steps"] += 7
     torch.cuda.empty_cache()  # which the beginning of a capture does
     held["for later"] = 20
-    assert memory_of(device) - before == 7
-    assert memory_of(torch.device("cpu")) == 0
+    assert reserved_bytes(device) - before == 7
+    assert reserved_bytes(torch.device("cpu")) == 0
 
 
 def test_buffers_that_are_there_need_no_memory(tiny_llama, monkeypatch):

@@ -28,6 +28,7 @@ from ..routers.modeling_tide import TIDERouters
 from ..steps.captured_steps import CapturedSteps
 from ..steps.compiled_layers import CompiledLayers
 from ..steps.compiled_steps import CompiledSteps
+from ..steps.step_store import StepStore
 from ..steps.warm_up import WarmUp
 from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed, is_plain_linear
@@ -99,7 +100,7 @@ class Attachment:
             )
         return self.costs[key]
 
-    def steps_of(self, engine: str) -> CapturedSteps:
+    def steps_of(self, engine: str) -> StepStore:
         """What runs steps in calls with `engine`."""
         return self.compiled_steps if engine == "compiled" else self.captured_steps
 

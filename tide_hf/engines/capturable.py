@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..decoding.ranks import ranks_of
-from ..steps.captured_steps import CapturedSteps
+from ..steps.step_store import StepStore
 from ..structure import CACHE, has_windows
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
@@ -69,7 +69,7 @@ def why_not_captured(facts: CallFacts) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def facts_of(model: Any, steps: CapturedSteps, rows: int, model_kwargs: dict[str, Any]) -> CallFacts:
+def facts_of(model: Any, steps: StepStore, rows: int, model_kwargs: dict[str, Any]) -> CallFacts:
     """The facts of one call of an attached model."""
     cache = model_kwargs[CACHE]
     config = model.config.get_text_config()

@@ -255,14 +255,13 @@ def decoder_for(
         **common: As `SelfSpeculativeDecoder` takes them.
     """
     if engine == "cuda_graph" or (engine == "compiled" and input_ids.device.type == "cpu"):
-        steps = attachment.steps_of(engine)
-        reason = why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))
+        reason = why_not_captured(facts_of(model, attachment.steps_of(engine), input_ids.shape[0], model_kwargs))
         if reason is None:
             return CapturedDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
         if engine == "compiled":  # each layer by itself, whatever the cache
             logger.info("engine='compiled' runs layer by layer: %s", reason)
         else:
-            steps.log_eager(reason)
+            attachment.captured_steps.log_eager(reason)
             engine = "eager"
     return SelfSpeculativeDecoder(model, attachment, engine, input_ids, model_kwargs=model_kwargs, **common)
 

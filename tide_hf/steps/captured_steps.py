@@ -1,69 +1,37 @@
-"""Steps of fixed shape: a draft token at some depth, a verify pass of some width. On a GPU each is one CUDA graph.
+"""Steps of fixed shape on a GPU: a draft token at some depth, a verify pass of some width, each one CUDA graph.
 
-They are made ready when they are first needed, inside them compiled layers where those can be had, and kept from call
-to call. Without a graph the same function runs as it is.
+Inside them run compiled layers, where those can be had. Without a graph the same function runs as it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from threading import Lock
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedOptionError, describe
 from .capturable_forward import capturable_forward
 from .compiled_layers import CompiledLayers
 from .replay import Replay, replay_of
-from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
+from .step_buffers import StepBuffers
+from .step_store import StepStore
 from .warm_up import WarmUp
-
-MOST_GRAPHS = 64
-MOST_BUFFERS = 8  # by numbers of rows and slots
 
 logger = logging.getLogger(__name__)
 
 
-class Step:
-    """What a step leaves behind.
-
-    Attributes:
-        replay: Runs it.
-        num_layers: Decoder layers that it runs, once per row.
-        logits: (rows, width, vocabulary) of a verify pass; the next step may write over them.
-    """
-
-    replay: Replay
-    num_layers: int = 0
-    logits: Any = None
-
-
-class CapturedSteps:
-    """The steps of one model, kept from call to call. One call at a time can use them.
+class CapturedSteps(StepStore):
+    """The steps of one model on a GPU, captured.
 
     Args:
         make_replay: What makes a step ready to run again.
         layers: Compiles the layers, so that a graph has few and large kernels; `None` leaves them as they are.
-        warm_up: Counts what making steps ready takes.
-
-    Attributes:
-        warm_up: Steps made ready so far, and what that took, the memory of buffers included.
-        refused: Why the model cannot be captured, once that is known, and until it is released.
-        reads: Times that the host waited for the device.
-        replays: Steps run.
     """
 
     kind = "CUDA graphs"
-    prompts: Any = None  # reads prompts, where it is faster than the model does
-    widths: tuple[int, ...] = WIDTHS
     reads_drafts = False  # waiting for each would cost more than what is known from it
     grows = False  # slots that are not filled cost next to nothing, and other steps much
 
@@ -71,14 +39,10 @@ class CapturedSteps:
         self,
         make_replay: Callable[..., Replay] = replay_of,
         layers: Callable[[], Any] | None = CompiledLayers,
-        warm_up: WarmUp | None = None,
     ) -> None:
-        self.make_replay, self._make_layers = make_replay, layers
-        self.reads, self.replays = 0, 0
-        self.warm_up = warm_up if warm_up is not None else WarmUp("Capturing steps", "steps")
-        self.lock = Lock()
+        self.make_replay = make_replay
         self._said: set[str] = set()
-        self.release()
+        super().__init__(layers, WarmUp("Capturing steps", "steps"))
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model capture for themselves."""
@@ -86,13 +50,8 @@ class CapturedSteps:
 
     def release(self) -> None:
         """Give buffers and graphs back."""
-        self._buffers: OrderedDict[tuple, StepBuffers] = OrderedDict()
-        self._steps: OrderedDict[tuple[StepBuffers, str, int], Step] = OrderedDict()
-        self._fingerprint: tuple = ()
-        self._parts: Parts | None = None
-        self._pool: Any = None
-        self.refused: str | None = None
-        self.layers: Any = self._make_layers() if self._make_layers is not None else None
+        super().release()
+        self._pool: Any = None  # the graphs' memory
 
     def log_eager(self, reason: str) -> None:
         """Log that a call does without, once for each reason."""
@@ -116,147 +75,10 @@ class CapturedSteps:
                 )
             )
 
-    def refresh(self, parts: Callable[[], Parts]) -> None:
-        """Begin a call: graphs of a model that has changed since the last one are forgotten.
-
-        Steps for whose graphs there was no memory are made anew.
-
-        Args:
-            parts: Makes what the steps run, where it is not known yet.
-        """
-        for key in [key for key, step in self._steps.items() if step.replay.may_do_later]:
-            del self._steps[key]
-        found = self._parts or parts()
-        if (fingerprint := fingerprint_of(found)) != self._fingerprint:
-            found = found if self._parts is None else parts()
-            self.release()
-            if self.layers is not None:
-                found = replace(found, execute_layer=self.layers.run)
-            self._parts, self._fingerprint = found, fingerprint
-
-    def buffers(self, like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
-        """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
-
-        Those of up to twice as many slots, and less than twice as many rows, will do where there are some: what is not
-        used costs less than steps of one's own.
-
-        Args:
-            like: The filled cache of the call.
-            rows: Sequences.
-            slots: Slots that the call may need.
-            **kinds: As `StepBuffers` takes them.
-        """
-        first: Any = like.layers[0]
-        key, alike = self._key_of(like, rows, slots, kinds)
-        if key not in self._buffers:
-            before = memory_of(first.keys.device)
-            shared = next((self._buffers[other].cache for other in alike if other[1] == key[1]), None)
-            parts: Any = self._parts
-            self._buffers[key] = StepBuffers(parts, like, rows, key[1], **kinds, shared=shared)
-            self.warm_up.add(0, 0.0, memory_of(first.keys.device) - before)
-            while len(self._buffers) > MOST_BUFFERS:
-                _, oldest = self._buffers.popitem(last=False)
-                for step in [step for step in self._steps if step[0] is oldest]:
-                    del self._steps[step]
-        self._buffers.move_to_end(key)
-        return self._buffers[key]
-
-    def has_memory(self, like: Cache, rows: int, slots: int, **kinds: bool) -> bool:
-        """Whether there are K/V already for what [`buffers`] would return."""
-        key, alike = self._key_of(like, rows, slots, kinds)
-        return any(other[1] == key[1] for other in alike)
-
-    def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, bool]) -> tuple[tuple, list[tuple]]:
-        """The buffers that will do, or are to be made, and all that are large enough."""
-        first: Any = like.layers[0]
-        capacity = capacity_for(rows, slots)
-        others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
-        alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
-        near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
-        return min(near, default=(rows, capacity, *others)), alike
-
-    def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
-        """Buffers for the `rows` sequences that are left, if there are some with fewer rows and all the same steps."""
-        kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)  # `None`: released
-        steps = self._steps_of(buffers)
-        for key in sorted(key for key in self._buffers if key[1:] == kind and rows <= key[0] < buffers.rows):
-            if steps <= self._steps_of(self._buffers[key]):
-                self._buffers.move_to_end(key)
-                return self._buffers[key]
-        return None
-
-    def _steps_of(self, buffers: StepBuffers) -> set[tuple[str, int]]:
-        return {(kind, size) for found, kind, size in self._steps if found is buffers}
-
-    def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
-        """Run a step: `("verify", width)` or `("draft", exit_layer)`. The first time it is made ready."""
-        key = (buffers, kind, size)
-        if key not in self._steps:
-            while len(self._steps) >= MOST_GRAPHS:
-                self._steps.popitem(last=False)
-            self._steps[key] = self._made(buffers, kind, size)
-        self._steps.move_to_end(key)
-        step = self._steps[key]
-        step.logits = step.replay.run()
-        self.replays += 1
-        return step
-
-    def read(self, buffers: StepBuffers) -> list[list[int]]:
-        """Wait for what the steps have found."""
-        self.reads += 1
-        return buffers.read()
-
-    def _made(self, buffers: StepBuffers, kind: str, size: int) -> Step:
-        step = Step()
-        method: Any = {"verify": buffers.verify, "draft": buffers.draft}[kind]
-
-        def function() -> Any:
-            step.num_layers, logits = method(size)
-            return logits
-
-        start, before = perf_counter(), memory_of(buffers.device)
-        step.replay = replay = self._replay_of(
-            function, buffers, kind, buffers.rows * (size if kind == "verify" else 1)
-        )
-        self._pool = replay.pool
-        name = type(buffers.parts.model).__name__
-        if replay.may_do_later:
-            logger.warning("%s runs some steps without %s: %s", name, self.kind, replay.refused)
-        elif replay.refused is not None and self.refused is None:
-            self.refused = replay.refused
-            logger.warning("%s runs without %s: %s", name, self.kind, self.refused)
-        seconds, used = perf_counter() - start, memory_of(buffers.device) - before
-        self.warm_up.add(1, seconds, used)
-        where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"
-        logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_made, where, seconds, used / 1e6)
-        return step
-
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         parts = buffers.parts
         layers = self.layers.ready(list(parts.structure.layers)) if self.layers is not None else nullcontext()
         with layers, capturable_forward(parts.model, tokens):
-            return self.make_replay(function, buffers.state(), buffers.device, self._pool)
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes that PyTorch holds on a GPU, for a difference of two; 0 elsewhere."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()  # as captures do: what it gives back is none of theirs
-    return torch.cuda.memory_reserved(device)
-
-
-def fingerprint_of(parts: Parts) -> tuple:
-    """What graphs depend on that can change between calls: modules, where their weights are, how they attend."""
-    facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
-    for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
-        for module in root.modules():  # walking over it once more for its tensors would take as long
-            facts.append((id(module), id(module.__dict__.get("forward"))))
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
-    return tuple(facts)
-
-
-def _address(tensor: Tensor) -> int:
-    """Where a tensor's values are; packed ones do not say, and are known by the object alone."""
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+            replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
+        self._pool = replay.pool
+        return replay

@@ -22,7 +22,6 @@ from ..cpu.shared_heads import filled_up_to, shared_heads
 from ..cpu.weight_forms import WeightForm
 from ..depth.skipping import LayerGate
 from ..errors import first_line
-from .captured_steps import CapturedSteps
 from .compiled_layers import layer_on_fixed_cache
 from .compiled_prompts import CompiledPrompts
 from .joined_linears import call_kernels, forms_of, held_by
@@ -30,6 +29,7 @@ from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs
 from .replay import Replay, restorer
 from .step_buffers import Parts, StepBuffers
 from .step_graphs import compile_graph, in_parts, lift_constants, traced
+from .step_store import StepStore
 from .warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class StepCompiler:
         return Region(self.graphs.graph_of(layer, inputs), like)
 
 
-class CompiledSteps(CapturedSteps):
+class CompiledSteps(StepStore):
     """The steps of one model on a CPU, compiled.
 
     Args:
@@ -186,7 +186,7 @@ class CompiledSteps(CapturedSteps):
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]] = compile_graph) -> None:
         self._compile_graph = compile_graph
-        super().__init__(layers=partial(StepCompiler, compile_graph), warm_up=WarmUp("Compiling steps", "steps"))
+        super().__init__(partial(StepCompiler, compile_graph), WarmUp("Compiling steps", "steps"))
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
@@ -199,7 +199,7 @@ class CompiledSteps(CapturedSteps):
         self.prompts = CompiledPrompts(self._compile_graph, self.warm_up)
 
     def refresh(self, parts: Callable[[], Parts]) -> None:
-        """As `CapturedSteps.refresh`; graphs with forms of weights that have changed are forgotten as well."""
+        """As `StepStore.refresh`; graphs with forms of weights that have changed are forgotten as well."""
         if any(gate.kept.get(form) is not kept for (gate, form), kept in self._kept.items()):
             self.release()
         super().refresh(parts)
