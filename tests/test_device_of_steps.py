@@ -75,7 +75,7 @@ def test_a_block_drafts(family, rows):
 
 
 def test_what_stays_on_the_cpu_is_found(monkeypatch):
-    monkeypatch.setattr("tide_hf.steps.fixed_cache.Place.move_to", stay_behind)
+    monkeypatch.setattr("tide_hf.steps.fixed_cache.Cursor.move_to", stay_behind)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match="device"):
         run_every_step(model, linear_heads(model), 1, has_block=False)
