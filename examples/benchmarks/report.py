@@ -141,7 +141,8 @@ def prefix_of(folder: Path, records: dict[str, dict[str, Any]]) -> str:
 def origin(record: dict[str, Any]) -> str:
     """Model, machine and commit that figures come from, in a sentence."""
     where = record["cpu"] if record["device"] == "cpu" else record["device"]
-    threads = f" on {record['torch_threads']} threads" if record["device"] == "cpu" else ""
+    number = record["torch_threads"]
+    threads = f" on {number} thread{'s' if number > 1 else ''}" if record["device"] == "cpu" else ""
     return (
         f"{record['model']} in {record['dtype']}{threads}, {where}, {record['date'][:10]}, "
         f"commit {(record['commit'] or 'unknown')[:7]}, torch {record['versions']['torch']}, "
