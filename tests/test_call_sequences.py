@@ -10,6 +10,7 @@ from families import VOCAB, tiny_model
 from recorded import Recorder
 from test_captured_steps import COPYING, linear_heads
 from test_compiled_steps import attach_without_compiler
+from test_properties import inputs_of, sequences_of
 from transformers import StoppingCriteria
 
 from tide_hf.steps.captured_steps import CapturedSteps
@@ -48,13 +49,8 @@ def random_options(chance):
 
 
 def random_prompts(chance):
-    rows, length = chance.choice([1, 1, 2, 5]), chance.randint(1, 14)
-    ids = torch.tensor([[chance.randrange(3, VOCAB) for _ in range(length)] for _ in range(rows)])
-    mask = torch.ones_like(ids)
-    if chance.random() < 0.5:
-        for row in mask:
-            row[: chance.randrange(length)] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
+    rows, length, padding = chance.choice([1, 1, 2, 5]), chance.randint(1, 14), chance.choice(["none", "left"])
+    return inputs_of(rows, length, padding, chance.randrange(10**6))
 
 
 def more_of(result, mask, chance):
@@ -97,10 +93,6 @@ def attached(model, engine):
     attach_without_compiler(own, linear_heads(own), engine=engine)
     own._tide.captured_steps = CapturedSteps(Recorder(may_copy=model.config.model_type in COPYING), None)
     return own
-
-
-def sequences_of(result):
-    return result if isinstance(result, torch.Tensor) else result.sequences
 
 
 @pytest.mark.parametrize(("engine", "times"), [("eager", 30), ("cuda_graph", 30), ("compiled", 6)])  # which traces

@@ -57,8 +57,7 @@ def inputs_of(rows: int, length: int, padding: str, seed: int) -> dict[str, torc
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def sequences(model, inputs, generate_options):
-    result = model.generate(**inputs, **generate_options)
+def sequences_of(result):
     return result if isinstance(result, torch.Tensor) else result.sequences
 
 
@@ -85,13 +84,13 @@ def test_self_speculative_equals_plain(family, rows, length, padding, kind, widt
         options.pop("min_new_tokens", None)
     if padding == "right" or family in ("bloom", "mistral", "gemma3_text", "llama4_text"):
         options.pop("prefill_chunk_size", None)
-    expected = sequences(model, inputs, options)
+    expected = sequences_of(model.generate(**inputs, **options))
     TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2], compaction_threshold=0.1))
     try:
         continuation = expected[:, length:].tolist()
         padded = [row + [3] * 20 for row in continuation]
         use_drafter(model, kind, padded, width)
-        assert torch.equal(sequences(model, inputs, options), expected)
+        assert torch.equal(sequences_of(model.generate(**inputs, **options)), expected)
     finally:
         TIDEModelForCausalLM.detach(model)
 

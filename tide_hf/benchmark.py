@@ -6,7 +6,6 @@ tokens are compared between runs that were timed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from .contenders import Contender
+from .decoding.kept_caches import num_shared
 from .stats import ExitStats
 from .structure import input_device
 
@@ -235,5 +235,4 @@ def _compare_with(plain: Result, result: Result) -> None:
 
 def same_start(expected: Sequence[int], got: Sequence[int]) -> float:
     """Share of `expected` up to the first token that differs in `got`."""
-    matches = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False))
-    return sum(1 for _ in matches) / len(expected) if expected else 1.0
+    return num_shared(expected, got) / len(expected) if expected else 1.0

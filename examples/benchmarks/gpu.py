@@ -43,7 +43,7 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-FIRST_SHARE = 0.7  # of the time, for the first of several models: the larger one
+SHARE = 0.7  # of the time that is left, for a model that others follow: the larger ones come first
 LINE_ERRORS = (
     RuntimeError,
     TypeError,
@@ -153,10 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except LINE_ERRORS as error:
             write(name, {"error": str(error)[:2000]}, f"cannot be loaded: {error}")
             continue
-        share = 1.0 if name == options.models[-1] else FIRST_SHARE
         facts = {"provenance": provenance(model) | {"cuda": torch.version.cuda}}
         bench = Bench(model, routers, options, "cuda_graph" if device == "cuda" else "eager")
-        deadline = start + 60 * options.minutes * share
+        left = start + 60 * options.minutes - perf_counter()
+        deadline = perf_counter() + left * (1.0 if name == options.models[-1] else SHARE)
         for found, said in measure(bench, deadline, bandwidth):
             write(name, facts | found, said)
         del model, bench

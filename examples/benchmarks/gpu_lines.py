@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import same_start, synchronize
+from tide_hf.decoding.kept_caches import num_shared
 from tide_hf.routers.configuration_tide import NEVER_EXIT
 
 from .common import NoDrafts
@@ -108,7 +109,7 @@ class Bench:
         for prompt, plain, own in zip(inputs["input_ids"], self.expected[len(tokens)], tokens, strict=True):
             if plain == own:
                 continue
-            position = next(i for i, pair in enumerate(zip(plain, own, strict=True)) if pair[0] != pair[1])
+            position = num_shared(plain, own)
             text = torch.cat([prompt, prompt.new_tensor(plain[:position])])[None]
             logits = self.model(text, use_cache=False).logits[0, -1]
             best, other = logits[plain[position]].item(), logits[own[position]].item()
@@ -230,8 +231,3 @@ def _steps(bench: Bench) -> dict[str, Any]:
         refused += [f"{kind.__name__}: {reason}" for kind, reason in steps.layers.refused.items()]
     made = steps.warm_up
     return {"steps": made.num_made, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -25,6 +25,7 @@ from tide_hf.chat_prompts import encode_prompt
 from tide_hf.choices import ENGINES
 from tide_hf.contenders import weight_sharing_copy
 from tide_hf.decoding.drafting import Draft
+from tide_hf.decoding.kept_caches import num_shared
 from tide_hf.provenance import provenance
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record
@@ -93,9 +94,11 @@ def study(plain: Any, attached: Any, inputs: dict[str, Tensor], max_new_tokens: 
             attached._tide.make_drafter = lambda *_, width=width: KnownAnswer(answer, width)
         new = attached.generate(**inputs, **options)[0, start:].tolist()
         attached._tide.make_drafter = make
-        differs = next((i for i, pair in enumerate(zip(answer, new, strict=False)) if pair[0] != pair[1]), None)
+        differs = num_shared(answer, new)
         record["divergences"]["policy" if width is None else str(width)] = (
-            None if differs is None else {"position": differs, "gap": float(gaps(stepwise)[differs])}
+            None
+            if differs == min(len(answer), len(new))
+            else {"position": differs, "gap": float(gaps(stepwise)[differs])}
         )
     return record
 

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from threading import RLock
+from threading import Lock
 
 PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
 TRUSTED_SAMPLES = 4
@@ -19,7 +19,7 @@ STALE = 128  # passes after a plain one, when another one has to be run
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
 
-_lock = RLock()  # of all tables, since a table with one of its own could not be copied
+_lock = Lock()  # of all tables, since a table with one of its own could not be copied
 
 
 class CostTable:

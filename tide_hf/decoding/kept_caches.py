@@ -44,7 +44,7 @@ class KeptCaches:
             prompt: All of its tokens; of these the last is fed in any case.
         """
         shared, kept = max(
-            ((_num_shared(kept.tokens, prompt[:-1]), kept) for kept in self._kept),
+            ((num_shared(kept.tokens, prompt[:-1]), kept) for kept in self._kept),
             key=lambda one: one[0],
             default=(0, None),
         )
@@ -74,5 +74,6 @@ class KeptCaches:
             self._kept = [*self._kept, _Kept(list(tokens)[: cache.get_seq_length()], cache)][-self.most :]
 
 
-def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
+def num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Tokens in front of the first that differs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))

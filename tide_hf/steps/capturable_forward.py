@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from packaging.version import Version
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-FEW_TOKENS = 16  # of a pass, all rows together: experts' weights are copied once for each
+from .step_buffers import WIDEST
+
 # Before, it made a tensor of a number that the host had, each time; a capture allows no such copy.
 HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
 
@@ -21,9 +22,9 @@ HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
 def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
     """Have a model run so that it can be captured, with the same results but for rounding.
 
-    Experts then run as `generate` has them run on GPUs when it decodes, each with a copy of its weights. That takes no
-    memory worth mentioning for a few tokens; for more it is done only where their other way needs the host, which is
-    that of grouped products outside bfloat16.
+    Experts then run as `generate` has them run on GPUs when it decodes, with a copy of their weights for each token.
+    For more tokens than a single row's widest pass has, that is done only where their other way needs the host, as
+    grouped products do outside bfloat16.
 
     Args:
         model: The model.
@@ -31,8 +32,8 @@ def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
     """
     with ExitStack() as changes:
         if not HAS_CAPTURABLE_MASKS:
-            changes.enter_context(_masks_by(eager_mask))
-        if tokens <= FEW_TOKENS or model.dtype != torch.bfloat16:
+            changes.enter_context(_masks_made_on_the_device())
+        if tokens <= WIDEST or model.dtype != torch.bfloat16:
             changes.enter_context(model._optimize_model_for_decode())
         yield
 
@@ -46,10 +47,10 @@ def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor |
 
 
 @contextmanager
-def _masks_by(function: Callable[..., Tensor | None]) -> Iterator[None]:
-    """Have masks of eager attention made by a function; another thread's as well, so they must not differ."""
+def _masks_made_on_the_device() -> Iterator[None]:
+    """Have masks of eager attention made by [`eager_mask`], another thread's as well."""
     before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = function
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager_mask
     try:
         yield
     finally:

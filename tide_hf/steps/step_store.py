@@ -179,9 +179,8 @@ class StepStore:
             return logits
 
         start, before = perf_counter(), reserved_bytes(buffers.device)
-        step.replay = replay = self._replay_of(
-            function, buffers, kind, buffers.rows * (size if kind == "verify" else 1)
-        )
+        tokens = buffers.rows * (size if kind == "verify" else 1)
+        step.replay = replay = self._replay_of(function, buffers, kind, tokens)
         name = type(buffers.parts.model).__name__
         if replay.may_do_later:
             logger.warning("%s runs some steps without %s: %s", name, self.kind, replay.refused)
