@@ -8,6 +8,7 @@ from test_stopping import ATTACH, OPTIONS, PROMPT, prompts
 from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.decoding.rows import RowCriterion
 from tide_hf.errors import UnsupportedOptionError
 from tide_hf.structure import CACHE
 
@@ -72,6 +73,43 @@ def test_a_call_that_breaks_off_leaves_a_cache_to_go_on_with(family, engine, aft
     use_drafter(model, "wrong", expected[:, known.shape[1] :].tolist())
     found = model.generate(known, max_new_tokens=10, **OPTIONS, **{CACHE: cache})
     assert torch.equal(found, expected[:, : known.shape[1] + 10])
+
+
+class BreaksOff(RowCriterion):
+    """Breaks the call off behind so many tokens of one row; the others are as far as their drafts took them."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def stops_row(self, index, token):
+        self.after -= index == 2
+        if self.after < 0:
+            raise KeyboardInterrupt
+        return False
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize(("window", "keeps_answers"), [(None, True), (64, True), (8, False)])
+def test_so_does_a_batch_whose_rows_stand_at_unequal_lengths(engine, window, keeps_answers):
+    model = tiny_model("mistral", sliding_window=window)
+    ids, mask = prompts(3), torch.ones(3, PROMPT + 18, dtype=torch.long)
+    mask[1, :3] = 0
+    expected = model.generate(ids, attention_mask=mask[:, :PROMPT], max_new_tokens=40, **OPTIONS)
+    ATTACH[engine](model)
+    use_drafter(model, "mixed", expected[:, PROMPT:].tolist(), width=5)
+    options = {"stopping_criteria": [BreaksOff(after=6)], **OPTIONS}
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, attention_mask=mask[:, :PROMPT], max_new_tokens=28, **options, **{CACHE: cache})
+    (kept,) = {layer.get_seq_length() for layer in cache.layers}
+    if engine == "compiled" and window is None:
+        assert kept == PROMPT  # the answers were in buffers
+    else:
+        assert (PROMPT < kept <= PROMPT + 6) if keeps_answers else kept == 0
+    known = expected[:, : PROMPT + 18]
+    use_drafter(model, "wrong", expected[:, PROMPT + 18 :].tolist())
+    found = model.generate(known, attention_mask=mask, max_new_tokens=10, **OPTIONS, **{CACHE: cache})
+    assert torch.equal(found, expected[:, : PROMPT + 28])
 
 
 def test_so_does_one_that_exits_early():

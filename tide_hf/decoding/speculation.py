@@ -5,7 +5,7 @@ drafts only decide how many positions one pass covers. Since a draft names one t
 speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192), and a single row draws the same random numbers
 in the same order as plain decoding.
 
-The rows of a batch draft to a common width and keep accepted lengths of their own; see `kv_cache.CacheSlots`.
+The rows of a batch draft to a common width and keep accepted lengths of their own; see `cache_slots.CacheSlots`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..adapters import has_adapters_by_row
 from ..cpu.many_queries import has_kernel
 from ..cpu.shared_heads import shared_heads
 from ..depth.block_drafting import block_run
-from ..depth.kv_cache import CacheSlots, cache_is_returned, cut_back, last_slot, start_recording, stop_recording
+from ..depth.cache_slots import CacheSlots
+from ..depth.kv_cache import cache_is_returned, last_slot, start_recording, stop_recording
 from ..depth.skipping import LayerRun, active
 from ..stats import ExitStats
 from ..structure import CACHE, has_windows, last_position, rope_limits
@@ -126,7 +127,7 @@ class SelfSpeculativeDecoder:
                     self.block.remember()
         except BaseException:  # a streamer's or a criterion's, or an interrupt: the caller may go on with the cache
             if self.native_slots is not None and self.is_returned:
-                cut_back(self.native_slots.cache, self.native_slots.length)
+                self.native_slots.break_off()
             raise
         finally:
             if self.block is not None:

@@ -22,7 +22,7 @@ from ..decoding.attachment import Attachment
 from ..decoding.costs import step_width
 from ..decoding.drafting import UNREAD, Drafter
 from ..decoding.speculation import SelfSpeculativeDecoder
-from ..depth.kv_cache import CacheSlots
+from ..depth.cache_slots import CacheSlots
 from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back
 from ..steps.row_map import RowMap
 from ..steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
