@@ -6,12 +6,7 @@ the tokenizer at hand.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,12 +24,10 @@ from tide_hf.errors import TIDEError
 
 from ..bench import Bench, CannotRunError
 from ..checks import Check
-from ..common import FOLDER, markdown, read_prompts
-from ..fault_worker import READY
+from ..common import markdown, read_prompts
+from ..fault_place import Place, digest, end, kill
 from ..fuzzing import OTHER, REFUSED, SAME, equal, fuzz
-from ..random_models import random_llama
 
-ROOT = FOLDER.parent.parent
 FILE_LIMIT = 20_000  # bytes; less than any file of weights here
 REPO = "org/routers"
 WEIGHTS_AND_CONFIG = ("config.json", "model.safetensors")
@@ -61,54 +54,6 @@ class Settings:
     requests: int = 10_000
     fuzz_examples: int = 1000
     seed: int = 0
-
-
-class Place:
-    """Files that the faults work on: a small model, two different routers for it, texts.
-
-    Args:
-        bench: For its tokenizer and a folder.
-    """
-
-    def __init__(self, bench: Bench) -> None:
-        self.folder = bench.work
-        self.model = random_llama(4, 64, len(bench.tokenizer))
-        self.tokenizer = bench.tokenizer
-        self.model.save_pretrained(self.folder / "small")
-        bench.tokenizer.save_pretrained(self.folder / "small")
-        self.routers = []
-        for number, threshold in enumerate((0.25, 0.75)):
-            torch.manual_seed(number)
-            routers = TIDERouters.for_model(self.model, exit_layers=[1, 2, 3], exit_threshold=threshold)
-            for tensor in routers.parameters():
-                torch.nn.init.normal_(tensor)
-            routers.save_pretrained(self.folder / f"routers-{number}")
-            self.routers.append(TIDERouters.from_pretrained(self.folder / f"routers-{number}"))
-        texts = [text for found in read_prompts().values() for text in found]
-        (self.folder / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
-
-    def work(self, name: str, *arguments: object, environment: dict[str, str] | None = None) -> subprocess.Popen:
-        """Start a worker, and wait until its work begins."""
-        command = [sys.executable, "-m", "examples.benchmarks.fault_worker", name, *map(str, arguments)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        settings = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"} | (environment or {})
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, env=settings, **pipes)
-        while process.poll() is None and process.stdout is not None and process.stdout.readline().strip() != READY:
-            pass
-        return process
-
-    def calibrated(self) -> list[TIDERouters]:
-        """Two different routers with the record of a calibration, which is what may be pushed; saved as well."""
-        pair = []
-        for number in range(2):
-            routers = TIDERouters.from_pretrained(self.folder / "undisturbed")
-            routers.config.base_model_name_or_path = "org/small"
-            for tensor in routers.parameters():
-                tensor.data.mul_(1 + number)
-            routers.save_pretrained(self.folder / f"calibrated-{number}")
-            pair.append(TIDERouters.from_pretrained(self.folder / f"calibrated-{number}"))
-        return pair
 
 
 def run(bench: Bench, settings: Settings) -> dict[str, Any]:
@@ -141,13 +86,13 @@ def killed_calibration(place: Place, rng: random.Random, kills: int) -> dict[str
     """Kill a calibration again and again; what it ends with is what it ends with when left alone."""
     arguments = ("calibrate", place.folder / "small", place.folder / "texts.json")
     start = perf_counter()
-    _end(place.work(*arguments, place.folder / "undisturbed"))
+    end(place.work(*arguments, place.folder / "undisturbed"))
     whole = perf_counter() - start
     for _ in range(kills):
         process = place.work(*arguments, place.folder / "disturbed")
-        _kill(process, rng.uniform(0, whole / 3))
-    _end(place.work(*arguments, place.folder / "disturbed"))
-    same = _digest(place.folder / "undisturbed") == _digest(place.folder / "disturbed")
+        kill(process, rng.uniform(0, whole / 3))
+    end(place.work(*arguments, place.folder / "disturbed"))
+    same = digest(place.folder / "undisturbed") == digest(place.folder / "disturbed")
     return {"tries": kills, "right": kills if same else 0, "note": "ends with the same weights, byte for byte"}
 
 
@@ -157,9 +102,7 @@ def killed_saving(place: Place, rng: random.Random, kills: int) -> dict[str, Any
     place.routers[0].save_pretrained(target)
     found = {"whole": 0, "mixed": 0, "refused": 0}
     for _ in range(kills):
-        _kill(
-            place.work("save", place.folder / "routers-0", place.folder / "routers-1", target, 0), rng.uniform(0, 0.3)
-        )
+        kill(place.work("save", place.folder / "routers-0", place.folder / "routers-1", target, 0), rng.uniform(0, 0.3))
         try:
             found["whole" if _whole(TIDERouters.from_pretrained(target), place.routers) else "mixed"] += 1
         except TIDEError:
@@ -183,8 +126,8 @@ def killed_pushing(place: Place, rng: random.Random, kills: int) -> dict[str, An
             while process.poll() is None and not _pushed(hub):
                 sleep(0.05)
             if process.poll() is not None:
-                _end(process)
-            _kill(process, rng.uniform(0, 1))
+                end(process)
+            kill(process, rng.uniform(0, 1))
             download = place.folder / "downloaded"
             download.mkdir(exist_ok=True)
             for name in WEIGHTS_AND_CONFIG:
@@ -220,8 +163,8 @@ def full_disk(place: Place) -> dict[str, Any]:
     arguments = ("calibrate", place.folder / "small", place.folder / "texts.json", place.folder / "limited-work")
     calibrating = place.work(*arguments, *limit)
     said_calibrate = calibrating.communicate()[1].strip().splitlines()
-    _end(place.work(*arguments))
-    resumed = _digest(place.folder / "limited-work") == _digest(place.folder / "undisturbed")
+    end(place.work(*arguments))
+    resumed = digest(place.folder / "limited-work") == digest(place.folder / "undisturbed")
     right = [saving.returncode == 1 and kept, calibrating.returncode == 1 and resumed]
     said = [lines[-1].partition(":")[0] if lines else "nothing" for lines in (said_save, said_calibrate)]
     return {"tries": 2, "right": sum(right), "note": f"{said[0]} in saving, {said[1]} in calibrating"}
@@ -280,22 +223,6 @@ def _short_prompts(place: Place, count: int) -> list[torch.Tensor]:
 def _tokens(model: Any, ids: torch.Tensor, options: dict[str, Any], length: int) -> list[int]:
     limits = {"max_new_tokens": length, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     return model.generate(ids, **limits, **options)[0].tolist()
-
-
-def _kill(process: subprocess.Popen, seconds: float) -> None:
-    sleep(seconds)
-    process.kill()
-    process.communicate()
-
-
-def _end(process: subprocess.Popen) -> None:
-    _, said = process.communicate()
-    if process.returncode != 0:
-        raise CannotRunError(f"a worker failed: {said.strip().splitlines()[-1] if said.strip() else 'it said nothing'}")
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:

@@ -7,8 +7,9 @@ rows, strided and empty inputs, float32, float16 and bfloat16; sums are float32.
 from __future__ import annotations
 
 from .acceptance import accept_drafts
-from .compaction import exit_compact, exit_project, exit_scatter
+from .compaction import exit_compact, exit_scatter
 from .kv_cache import kv_compact
+from .projection import exit_project
 from .registration import implementations
 from .routing import norm_route
 from .vocabulary import draft_top1

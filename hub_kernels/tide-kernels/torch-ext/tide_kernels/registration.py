@@ -51,3 +51,13 @@ def require(condition: bool, op: str, got: str, expected: str) -> None:
     """
     if not condition:
         raise ValueError(f"{op}: got {got}. Expected {expected}.")
+
+
+def nothing(*_args: object) -> None:
+    """The fake of an op that only writes to its arguments."""
+
+
+def require_rows(op: str, rows: torch.Tensor, per_row: torch.Tensor) -> None:
+    """Refuse anything but rows (N, D) and one value for each of them."""
+    fits = rows.dim() == 2 and per_row.shape == rows.shape[:1]
+    require(fits, op, f"shapes {tuple(rows.shape)} and {tuple(per_row.shape)}", "(N, D) and (N,)")
