@@ -237,10 +237,10 @@ def routers_folder(tmp_path, tiny_llama):
 
 
 @pytest.fixture
-def make_engine(tiny_llama, tiny_tokenizer):
-    """A function that makes an engine with a tiny attached model."""
+def make_served(tiny_llama, tiny_tokenizer):
+    """A function that makes a served model of a tiny attached one."""
 
-    from tide_hf.serving.engine import Engine, EngineOptions  # noqa: PLC0415 - needs packages of an extra
+    from tide_hf.serving.served_model import ServedModel, ServingOptions  # noqa: PLC0415 - needs packages of an extra
 
     def make(mode="self_speculative", slow=0.0, config=None, **options):
         model = tiny_llama(**(config or {}))
@@ -248,7 +248,7 @@ def make_engine(tiny_llama, tiny_tokenizer):
         TIDEModelForCausalLM.attach(model, routers, mode=mode)
         if slow:
             model.register_forward_pre_hook(lambda *_: time.sleep(slow))
-        return Engine(model, tiny_tokenizer, EngineOptions(model="tiny", mode=mode, **options))
+        return ServedModel(model, tiny_tokenizer, ServingOptions(model="tiny", mode=mode, **options))
 
     return make
 

@@ -43,9 +43,9 @@ def chat(text):
 
 
 @contextmanager
-def serving(engine, **limits):
-    """A server for an engine; gives its address, the batcher and the app."""
-    batcher = Batcher(engine)
+def serving(served, **limits):
+    """A server for a model; gives its address, the batcher and the app."""
+    batcher = Batcher(served)
     app = create_app(batcher, "tiny", Limits(**{"requests_per_minute": 0, **limits}))
     with running(app) as url:
         yield url, batcher, app

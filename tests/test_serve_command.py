@@ -145,11 +145,11 @@ def test_transformers_server_decodes_with_tide(tiny_model_folder):
     from transformers.cli.serving import model_manager  # noqa: PLC0415
 
     from tide_hf import TIDEModelForCausalLM  # noqa: PLC0415
-    from tide_hf.serving.engine import EngineOptions  # noqa: PLC0415
+    from tide_hf.serving.served_model import ServingOptions  # noqa: PLC0415
     from tide_hf.serving.transformers_server import run_transformers_server  # noqa: PLC0415
 
     own, port = model_manager.ModelManager, free_port()
-    options = EngineOptions(model=str(tiny_model_folder), dtype="float32")
+    options = ServingOptions(model=str(tiny_model_folder), dtype="float32")
     server = run_transformers_server(options, "127.0.0.1", port, non_blocking=True)
     try:
         assert model_manager.ModelManager is own

@@ -15,26 +15,26 @@ from servers import ask, chat, client, metrics_of, serving  # noqa: E402
 from test_compiled_steps import attach_without_compiler  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM  # noqa: E402
-from tide_hf.serving.engine import Engine, EngineOptions  # noqa: E402
 from tide_hf.serving.requests import parse_chat_request  # noqa: E402
+from tide_hf.serving.served_model import ServedModel, ServingOptions  # noqa: E402
 
 TEXTS = ("hello", "abcabcabcabc", "one two one two one", "x")
 
 
-def plain_answer(engine, text, max_new_tokens):
+def plain_answer(served, text, max_new_tokens):
     """What the base model says: text and whether it ended by itself."""
-    prompt = engine.tokenizer(f"<user>{text}<answer>", return_tensors="pt", return_token_type_ids=False)
-    model = TIDEModelForCausalLM.detach(engine.model)
+    prompt = served.tokenizer(f"<user>{text}<answer>", return_tensors="pt", return_token_type_ids=False)
+    model = TIDEModelForCausalLM.detach(served.model)
     tokens = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    return engine.tokenizer.decode(tokens, skip_special_tokens=True), int(tokens[-1]) == engine.tokenizer.eos_token_id
+    return served.tokenizer.decode(tokens, skip_special_tokens=True), int(tokens[-1]) == served.tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
-def test_answers_are_the_models_own_whole_and_streamed_and_share_batches(make_engine, mode):
-    engine = make_engine(mode, max_batch=8, gather_ms=200)
+def test_answers_are_the_models_own_whole_and_streamed_and_share_batches(make_served, mode):
+    served = make_served(mode, max_batch=8, gather_ms=200)
     lengths = dict(zip(TEXTS, (24, 7, 16, 30), strict=True))
     answers = {}
-    with serving(engine) as (url, _, _):
+    with serving(served) as (url, _, _):
 
         def whole(text):
             answer = ask(client(url), text, max_tokens=lengths[text])
@@ -60,8 +60,8 @@ def test_answers_are_the_models_own_whole_and_streamed_and_share_batches(make_en
     for text in TEXTS:
         assert answers[text] == answers[text, "streamed"]
         if mode == "self_speculative":
-            expected, ended = plain_answer(engine, text, lengths[text])
-            TIDEModelForCausalLM.attach(engine.model)
+            expected, ended = plain_answer(served, text, lengths[text])
+            TIDEModelForCausalLM.attach(served.model)
             assert answers[text][:2] == (expected, "stop" if ended else "length")
     assert counts["tide_batch_rows_total"] == 8
     assert counts["tide_batches_total"] < 8
@@ -77,8 +77,8 @@ def test_answers_are_the_models_own_whole_and_streamed_and_share_batches(make_en
         )
 
 
-def test_text_streams_while_it_is_made(make_engine):
-    with serving(make_engine(slow=0.02)) as (url, batcher, _):
+def test_text_streams_while_it_is_made(make_served):
+    with serving(make_served(slow=0.02)) as (url, batcher, _):
         stream = ask(client(url), "abc", max_tokens=60, stream=True)
         next(stream), next(stream)
         assert batcher._runner is not None
@@ -86,8 +86,8 @@ def test_text_streams_while_it_is_made(make_engine):
         assert len(list(stream)) > 3
 
 
-def test_models_health_and_what_is_not_there(make_engine):
-    with serving(make_engine()) as (url, batcher, _):
+def test_models_health_and_what_is_not_there(make_served):
+    with serving(make_served()) as (url, batcher, _):
         assert [model.id for model in client(url).models.list()] == ["tiny"]
         assert client(url).models.retrieve("tiny").owned_by == "tide_hf"
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
@@ -104,9 +104,9 @@ def test_models_health_and_what_is_not_there(make_engine):
         assert httpx.get(f"{url}/v1/chat/completions").status_code == 405
 
 
-def test_sampling_stop_strings_and_seeds(make_engine):
-    engine = make_engine(gather_ms=100)
-    with serving(engine) as (url, _, _):
+def test_sampling_stop_strings_and_seeds(make_served):
+    served = make_served(gather_ms=100)
+    with serving(served) as (url, _, _):
         connection = client(url)
         whole = ask(connection, "hello", max_tokens=24).choices[0].message.content
         stop = whole[5:7]
@@ -136,13 +136,13 @@ LONG = "tell me all about the river " * 4
         ({}, {"seed": 3}, False),
     ],
 )
-def test_of_the_next_turn_only_what_is_new_is_read(make_engine, options, fields, is_known):
-    engine = make_engine(gather_ms=0, **options)
+def test_of_the_next_turn_only_what_is_new_is_read(make_served, options, fields, is_known):
+    served = make_served(gather_ms=0, **options)
     if options.get("engine"):
-        attach_without_compiler(engine.model, engine=options["engine"])
+        attach_without_compiler(served.model, engine=options["engine"])
     fed = []
-    engine.model.get_input_embeddings().register_forward_hook(lambda _module, args, _output: fed.append(args[0].shape))
-    with serving(engine) as (url, _, _):
+    served.model.get_input_embeddings().register_forward_hook(lambda _module, args, _output: fed.append(args[0].shape))
+    with serving(served) as (url, _, _):
         messages = chat(LONG)
         for turn in range(3):
             fed.clear()
@@ -151,37 +151,39 @@ def test_of_the_next_turn_only_what_is_new_is_read(make_engine, options, fields,
             )
             longest, text = max(shape[1] for shape in fed), answer.choices[0].message.content
             assert (longest < 60) == (is_known and turn > 0)
-            assert text == plain_turn(engine, messages)
+            assert text == plain_turn(served, messages)
             messages = [*messages, {"role": "assistant", "content": text}, *chat("and then?")]
 
 
-def test_requests_that_decode_together_leave_what_is_kept_alone(make_engine):
-    engine = make_engine()
+def test_requests_that_decode_together_leave_what_is_kept_alone(make_served):
+    served = make_served()
 
     def job(text):
         body = json.dumps({"model": "tiny", "messages": chat(text), "max_tokens": 8, "temperature": 0}).encode()
-        return engine.prepare(parse_chat_request(body, "tiny"), lambda event: None)
+        return served.prepare(parse_chat_request(body, "tiny"), lambda event: None)
 
-    engine.run([job(LONG)])
-    (kept,) = engine.caches._kept
-    engine.run([job(LONG), job(LONG + "bank")])
-    assert engine.caches._kept == [kept]
+    served.run([job(LONG)])
+    (kept,) = served.caches._kept
+    served.run([job(LONG), job(LONG + "bank")])
+    assert served.caches._kept == [kept]
     assert kept.cache.get_seq_length() == len(kept.tokens)
 
 
-def plain_turn(engine, messages):
+def plain_turn(served, messages):
     """What the base model answers to a whole conversation."""
-    text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    inputs = engine.tokenizer(text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
-    tokens = engine.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    return engine.tokenizer.decode(tokens, skip_special_tokens=True)
+    text = served.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = served.tokenizer(text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+    tokens = served.model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return served.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_no_request_waits_for_steps(tiny_model_folder, monkeypatch):
     """Layers run as they were traced, which takes no compiler."""
     monkeypatch.setattr(TIDEModelForCausalLM, "attach", attach_without_compiler)
-    engine = Engine.load(EngineOptions(model=str(tiny_model_folder), dtype="float32", engine="compiled", max_batch=4))
-    steps = engine.model._tide.compiled_steps
+    served = ServedModel.load(
+        ServingOptions(model=str(tiny_model_folder), dtype="float32", engine="compiled", max_batch=4)
+    )
+    steps = served.model._tide.compiled_steps
     made = steps.warm_up.num_made
     replays = steps.replays
     lengths = dict(zip(TEXTS, (24, 7, 16, 30), strict=True))
@@ -191,8 +193,8 @@ def test_no_request_waits_for_steps(tiny_model_folder, monkeypatch):
         for text in texts:
             body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": lengths[text]}
             request = parse_chat_request(json.dumps(body | {"temperature": 0}).encode(), "tiny")
-            jobs.append(engine.prepare(request, events[text].append))
-        engine.run(jobs)
+            jobs.append(served.prepare(request, events[text].append))
+        served.run(jobs)
         for text in texts:
             assert events[text][-1].completion_tokens > 0
     assert steps.replays > replays

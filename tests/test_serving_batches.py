@@ -14,31 +14,31 @@ httpx = pytest.importorskip("httpx2")
 from servers import ask, chat, client, connected, metrics_of, request_head, serving, wait_until  # noqa: E402
 
 from tide_hf.serving.batching import Batcher  # noqa: E402
-from tide_hf.serving.engine import EngineOptions, batch_sizes  # noqa: E402
 from tide_hf.serving.protocol import Accepted, Delta, Finished, Refused  # noqa: E402
 from tide_hf.serving.requests import parse_chat_request  # noqa: E402
+from tide_hf.serving.served_model import ServingOptions, batch_sizes  # noqa: E402
 
 
-def test_only_requests_that_agree_share_a_batch(make_engine):
-    engine = make_engine(config={"max_position_embeddings": 64})
+def test_only_requests_that_agree_share_a_batch(make_served):
+    served = make_served(config={"max_position_embeddings": 64})
 
     def job(text, **fields):
         body = json.dumps({"model": "tiny", "messages": chat(text), "max_tokens": 8, **fields}).encode()
-        return engine.prepare(parse_chat_request(body, "tiny"), None)
+        return served.prepare(parse_chat_request(body, "tiny"), None)
 
-    assert engine.fits([job("a"), job("b", max_tokens=20)])
-    assert not engine.fits([job("a", temperature=0), job("b", temperature=1)])
-    assert engine.fits([job("a", seed=3)])
-    assert not engine.fits([job("a", seed=3), job("b", seed=3)])
-    assert not engine.fits([job("a" * 30), job("b", max_tokens=30)])  # the two together would not fit the context
+    assert served.fits([job("a"), job("b", max_tokens=20)])
+    assert not served.fits([job("a", temperature=0), job("b", temperature=1)])
+    assert served.fits([job("a", seed=3)])
+    assert not served.fits([job("a", seed=3), job("b", seed=3)])
+    assert not served.fits([job("a" * 30), job("b", max_tokens=30)])  # the two together would not fit the context
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_row(make_engine, stream):
-    engine = make_engine(slow=0.002, max_batch=2, gather_ms=100, max_tokens=1900)
-    batches, run = [], engine.run
-    engine.run = lambda jobs: batches.append(jobs) or run(jobs)
-    with serving(engine) as (url, _, _):
+def test_a_client_that_leaves_frees_its_row(make_served, stream):
+    served = make_served(slow=0.002, max_batch=2, gather_ms=100, max_tokens=1900)
+    batches, run = [], served.run
+    served.run = lambda jobs: batches.append(jobs) or run(jobs)
+    with serving(served) as (url, _, _):
         other = threading.Thread(target=ask, args=(client(url), "b"), kwargs={"max_tokens": 30})
         other.start()
         body = {"model": "tiny", "messages": chat("a"), "max_tokens": 1900, "temperature": 0, "stream": stream}
@@ -56,11 +56,11 @@ def test_a_client_that_leaves_frees_its_row(make_engine, stream):
     assert counts[f'tide_responses_total{{path="/v1/chat/completions",status="{status}"}}'] >= 1
 
 
-def test_a_request_that_is_cancelled_in_the_queue_is_never_decoded(make_engine):
+def test_a_request_that_is_cancelled_in_the_queue_is_never_decoded(make_served):
     async def run():
-        engine = make_engine(slow=0.01)
-        engine.options = EngineOptions(model="tiny", max_batch=1)
-        batcher = Batcher(engine)
+        served = make_served(slow=0.01)
+        served.options = ServingOptions(model="tiny", max_batch=1)
+        batcher = Batcher(served)
         request = parse_chat_request(
             json.dumps({"model": "tiny", "messages": chat("a"), "max_tokens": 9}).encode(), "tiny"
         )
@@ -78,20 +78,20 @@ def test_a_request_that_is_cancelled_in_the_queue_is_never_decoded(make_engine):
     assert all(job.cancelled for job in waiting)
 
 
-def test_a_batch_that_fails_is_told_and_the_next_one_runs(make_engine, caplog):
-    engine = make_engine(gather_ms=100)
-    original, failing = engine.model.forward, [True]
+def test_a_batch_that_fails_is_told_and_the_next_one_runs(make_served, caplog):
+    served = make_served(gather_ms=100)
+    original, failing = served.model.forward, [True]
 
     def forward(*args, **kwargs):
         if failing:
             raise RuntimeError("no memory")
         return original(*args, **kwargs)
 
-    engine.model.forward = forward
-    with serving(engine) as (url, _, _):
-        with pytest.raises(openai.InternalServerError, match="engine failed"):
+    served.model.forward = forward
+    with serving(served) as (url, _, _):
+        with pytest.raises(openai.InternalServerError, match="model failed"):
             ask(client(url), "a", max_tokens=4)
-        with pytest.raises(openai.APIError, match="engine failed"):
+        with pytest.raises(openai.APIError, match="model failed"):
             list(ask(client(url), "a", max_tokens=4, stream=True))
         assert httpx.get(f"{url}/health").status_code == 200
         failing.clear()
@@ -99,10 +99,10 @@ def test_a_batch_that_fails_is_told_and_the_next_one_runs(make_engine, caplog):
     assert "no memory" in caplog.text
 
 
-def test_closing_ends_what_runs_and_refuses_what_waits(make_engine):
+def test_closing_ends_what_runs_and_refuses_what_waits(make_served):
     async def run():
-        engine = make_engine(slow=0.02, max_batch=1, gather_ms=0)
-        batcher = Batcher(engine)
+        served = make_served(slow=0.02, max_batch=1, gather_ms=0)
+        batcher = Batcher(served)
         request = parse_chat_request(
             json.dumps({"model": "tiny", "messages": chat("a"), "stream": True}).encode(), "tiny"
         )

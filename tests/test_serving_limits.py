@@ -16,8 +16,8 @@ from tide_hf import TIDEModelForCausalLM  # noqa: E402
 from tide_hf.errors import ConfigurationError  # noqa: E402
 from tide_hf.serving.app import create_app  # noqa: E402
 from tide_hf.serving.batching import Batcher  # noqa: E402
-from tide_hf.serving.engine import Engine, EngineOptions  # noqa: E402
 from tide_hf.serving.limits import Limits, RateLimiter, is_loopback  # noqa: E402
+from tide_hf.serving.served_model import ServedModel, ServingOptions  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -28,45 +28,45 @@ from tide_hf.serving.limits import Limits, RateLimiter, is_loopback  # noqa: E40
         ("a" * 80, {"max_tokens": 60}, "max_tokens", "at most 34 after a prompt of 94 tokens"),
     ],
 )
-def test_prompts_and_answers_have_limits(make_engine, text, fields, param, expected):
-    engine = make_engine(max_prompt_tokens=100, max_tokens=64, config={"max_position_embeddings": 128})
-    with serving(engine) as (url, _, _), pytest.raises(openai.BadRequestError, match=expected) as caught:
+def test_prompts_and_answers_have_limits(make_served, text, fields, param, expected):
+    served = make_served(max_prompt_tokens=100, max_tokens=64, config={"max_position_embeddings": 128})
+    with serving(served) as (url, _, _), pytest.raises(openai.BadRequestError, match=expected) as caught:
         ask(client(url), text, **fields)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
-def test_an_answer_without_a_limit_gets_what_there_is(make_engine):
-    engine = make_engine(max_tokens=64, config={"max_position_embeddings": 60, "eos_token_id": None})
-    with serving(engine) as (url, _, _):
+def test_an_answer_without_a_limit_gets_what_there_is(make_served):
+    served = make_served(max_tokens=64, config={"max_position_embeddings": 60, "eos_token_id": None})
+    with serving(served) as (url, _, _):
         answer = ask(client(url), "a" * 10)
     assert answer.usage.completion_tokens == 60 - len(f"<user>{'a' * 10}<answer>")
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_a_conversation_that_the_template_refuses(make_engine):
-    engine = make_engine()
-    engine.tokenizer = type(engine.tokenizer)(tokenizer_object=engine.tokenizer._tokenizer)
-    engine.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with serving(engine) as (url, _, _), pytest.raises(openai.BadRequestError, match="roles must alternate"):
+def test_a_conversation_that_the_template_refuses(make_served):
+    served = make_served()
+    served.tokenizer = type(served.tokenizer)(tokenizer_object=served.tokenizer._tokenizer)
+    served.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with serving(served) as (url, _, _), pytest.raises(openai.BadRequestError, match="roles must alternate"):
         ask(client(url), "a")
 
 
 def test_a_model_without_a_chat_template_is_refused(tiny_llama, tiny_tokenizer):
     plain = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer._tokenizer)
     with pytest.raises(ConfigurationError, match=r"cannot answer chats: got a tokenizer without a chat template\. Exp"):
-        Engine(TIDEModelForCausalLM.attach(tiny_llama()), plain, EngineOptions(model="tiny"))
+        ServedModel(TIDEModelForCausalLM.attach(tiny_llama()), plain, ServingOptions(model="tiny"))
 
 
-def test_an_answer_across_a_change_of_the_rotary_embedding_is_refused(make_engine):
+def test_an_answer_across_a_change_of_the_rotary_embedding_is_refused(make_served):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    engine = make_engine(config={"rope_parameters": rope, "max_position_embeddings": 64}, max_tokens=64)
-    engine.context = 2**31
-    with serving(engine) as (url, _, _), pytest.raises(openai.BadRequestError, match="rotary embedding changes"):
+    served = make_served(config={"rope_parameters": rope, "max_position_embeddings": 64}, max_tokens=64)
+    served.context = 2**31
+    with serving(served) as (url, _, _), pytest.raises(openai.BadRequestError, match="rotary embedding changes"):
         ask(client(url), "a", max_tokens=60)
 
 
-def test_the_queue_is_bounded(make_engine):
-    with serving(make_engine(slow=0.02), max_requests=1) as (url, _, _):
+def test_the_queue_is_bounded(make_served):
+    with serving(make_served(slow=0.02), max_requests=1) as (url, _, _):
         stream = ask(client(url), "abc", max_tokens=50, stream=True)
         next(stream)
         with pytest.raises(openai.InternalServerError, match="the server is busy") as caught:
@@ -78,8 +78,8 @@ def test_the_queue_is_bounded(make_engine):
         assert ask(client(url), "abc", max_tokens=1).usage.completion_tokens == 1
 
 
-def test_the_rate_is_bounded(make_engine):
-    with serving(make_engine(), requests_per_minute=3) as (url, _, _):
+def test_the_rate_is_bounded(make_served):
+    with serving(make_served(), requests_per_minute=3) as (url, _, _):
         for _ in range(3):
             client(url).models.list()
         with pytest.raises(openai.RateLimitError, match="Expected 3 a minute") as caught:
@@ -100,8 +100,8 @@ def test_a_bucket_fills_again_and_the_oldest_is_forgotten(monkeypatch):
     assert list(limiter.buckets) == ["c", "d"]
 
 
-def test_strangers_are_turned_away(make_engine):
-    with serving(make_engine(), api_key="secret") as (url, _, _), httpx.Client(base_url=url) as connection:
+def test_strangers_are_turned_away(make_served):
+    with serving(make_served(), api_key="secret") as (url, _, _), httpx.Client(base_url=url) as connection:
         keys = ["Bearer wrong", "Bearer", "Bearer secretsecret", "Bearer secre", "Bearer s\u00e9cret", "Basic secret"]
         headers = [[(b"authorization", key.encode())] for key in keys]
         headers += [[], [(b"authorization", b"\xff\xfe")], [(b"authorization", b"Bearer secret")] * 2]
@@ -131,9 +131,9 @@ def test_strangers_are_turned_away(make_engine):
         (b"{}", {"host": "[::1]:80", "content-type": "application/json; charset=utf-8"}, 404, "model_not_found"),
     ],
 )
-def test_abuse_is_refused_in_the_shape_that_clients_know(make_engine, content, headers, status, code):
+def test_abuse_is_refused_in_the_shape_that_clients_know(make_served, content, headers, status, code):
     hosts = ("localhost", "127.0.0.1", "[::1]")
-    with serving(make_engine(), max_body_bytes=1000, hosts=hosts) as (url, _, _):
+    with serving(make_served(), max_body_bytes=1000, hosts=hosts) as (url, _, _):
         headers = {"content-type": "application/json"} | headers
         response = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers)
         assert response.status_code == status
@@ -142,8 +142,8 @@ def test_abuse_is_refused_in_the_shape_that_clients_know(make_engine, content, h
         assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_sockets_that_misbehave(make_engine):
-    with serving(make_engine(), max_body_bytes=1000, client_seconds=0.3, hosts=("localhost",)) as (url, _, _):
+def test_sockets_that_misbehave(make_served):
+    with serving(make_served(), max_body_bytes=1000, client_seconds=0.3, hosts=("localhost",)) as (url, _, _):
 
         def status_of(*parts):
             with connected(url) as connection:
@@ -162,9 +162,9 @@ def test_sockets_that_misbehave(make_engine):
         assert client(url.replace("127.0.0.1", "localhost")).models.list().data
 
 
-def test_a_client_that_does_not_read_loses_its_place(make_engine):
+def test_a_client_that_does_not_read_loses_its_place(make_served):
     async def run():
-        batcher = Batcher(make_engine())
+        batcher = Batcher(make_served())
         app = create_app(batcher, "tiny", Limits(client_seconds=0.1))
         body = json.dumps({"model": "tiny", "messages": chat("a"), "stream": True, "max_tokens": 40}).encode()
         incoming = [{"type": "http.request", "body": body, "more_body": False}]

@@ -20,10 +20,10 @@ from servers import running  # noqa: E402
 
 from tide_hf.serving.app import create_app  # noqa: E402
 from tide_hf.serving.deployment import ATTEMPTS, ClusterOptions, RayBackend, start_replicas  # noqa: E402
-from tide_hf.serving.engine import EngineOptions  # noqa: E402
 from tide_hf.serving.limits import Limits  # noqa: E402
 from tide_hf.serving.metrics import Metrics  # noqa: E402
 from tide_hf.serving.protocol import Accepted, ChatRequest, Delta, Finished, Refused  # noqa: E402
+from tide_hf.serving.served_model import ServingOptions  # noqa: E402
 
 MESSAGES = ({"role": "user", "content": "a"},)
 WHOLE = [Accepted(3), Delta("one "), Delta("two"), Finished("stop", 2)]
@@ -125,7 +125,7 @@ def cluster(tiny_model_folder, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 32)  # or it keeps one in the home folder
-    options = EngineOptions(model=str(tiny_model_folder), dtype="float32", threads=1, max_batch=4)
+    options = ServingOptions(model=str(tiny_model_folder), dtype="float32", threads=1, max_batch=4)
     metrics = Metrics()
     backend = start_replicas(options, ClusterOptions(replicas=2, cpus_per_replica=0.5), metrics)
     try:

@@ -132,7 +132,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--rate", type=count, default=600, help="requests a minute from one address; 0: any (default: %(default)s)"
     )
     group = parser.add_argument_group("replicas, through Ray Serve")
-    group.add_argument("--replicas", type=positive, help="engines, in processes of their own (default: one, in this)")
+    group.add_argument("--replicas", type=positive, help="models, in processes of their own (default: one, in this)")
     group.add_argument("--ray-address", help="of a Ray cluster, or auto (default: one is started on this machine)")
     group.add_argument("--cpus-per-replica", type=amount, default=1.0, help="and its threads (default: %(default)s)")
     group.add_argument("--gpus-per-replica", type=amount, default=0.0, help="(default: %(default)s)")

@@ -16,8 +16,8 @@ from ..errors import ConfigurationError, MissingPackageError, describe
 from . import KEY_VARIABLE
 
 if TYPE_CHECKING:
-    from ..serving.engine import EngineOptions
     from ..serving.limits import Limits
+    from ..serving.served_model import ServingOptions
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that are answered
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     uses_ray = args.replicas is not None or args.ray_address is not None
     _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray"] * uses_ray)
-    from ..serving.engine import EngineOptions  # noqa: PLC0415 - needs packages of the extra
+    from ..serving.served_model import ServingOptions  # noqa: PLC0415 - needs packages of the extra
 
-    options = EngineOptions(
+    options = ServingOptions(
         model=args.model,
         routers=args.routers,
         mode=args.mode,
@@ -100,7 +100,7 @@ def listener(host: str, port: int) -> socket.socket:
     return taken
 
 
-def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_ray: bool) -> None:
+def _run(args: argparse.Namespace, options: ServingOptions, limits: Limits, uses_ray: bool) -> None:
     import uvicorn  # noqa: PLC0415
 
     from ..serving.app import create_app  # noqa: PLC0415
@@ -126,14 +126,14 @@ def _run(args: argparse.Namespace, options: EngineOptions, limits: Limits, uses_
         uvicorn.Server(config).run(sockets=[taken])
 
 
-def _local_backend(options: EngineOptions) -> Any:
+def _local_backend(options: ServingOptions) -> Any:
     from ..serving.batching import Batcher  # noqa: PLC0415
-    from ..serving.engine import Engine  # noqa: PLC0415
+    from ..serving.served_model import ServedModel  # noqa: PLC0415
 
-    return Batcher(Engine.load(options))
+    return Batcher(ServedModel.load(options))
 
 
-def _ray_backend(args: argparse.Namespace, options: EngineOptions, metrics: Any) -> Any:
+def _ray_backend(args: argparse.Namespace, options: ServingOptions, metrics: Any) -> Any:
     from ..serving.deployment import ClusterOptions, start_replicas  # noqa: PLC0415
 
     names = ("ray_address", "cpus_per_replica", "gpus_per_replica", "max_replicas_per_node")
@@ -141,7 +141,7 @@ def _ray_backend(args: argparse.Namespace, options: EngineOptions, metrics: Any)
     return start_replicas(options, cluster, metrics)
 
 
-def _serve_with_transformers(args: argparse.Namespace, options: EngineOptions, uses_ray: bool) -> None:
+def _serve_with_transformers(args: argparse.Namespace, options: ServingOptions, uses_ray: bool) -> None:
     limits = limits_of(args)
     if limits.api_key is not None or limits.hosts is None or uses_ray:
         raise ConfigurationError(

@@ -19,7 +19,7 @@ LARGEST = {
     "translator_rank": 2**20,
     "draft_vocab_size": 2**24,
 }
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+SAVED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 LARGEST_BLOCK_COUNT = 2**12  # of layers or experts in block_config
 LARGEST_COUNT = 2**63  # of documents
 LONGEST_NAME = 1024
@@ -143,7 +143,7 @@ def check_inherited(config: dict[str, Any]) -> None:
     """Refuse values that transformers would trip over."""
     allowed: dict[str, tuple] = {
         "architectures": (None, ["TIDERouters"]),
-        "dtype": (None, *DTYPES),
+        "dtype": (None, *SAVED_DTYPES),
         "model_type": ("tide",),
     }
     for name, values in allowed.items():

@@ -211,7 +211,7 @@ def _as_error(event: Refused) -> RequestError:
 
 
 def _cut_off() -> RequestError:
-    return RequestError("The answer was cut off.", status=500, code="engine_error")
+    return RequestError("The answer was cut off.", status=500, code="model_error")
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

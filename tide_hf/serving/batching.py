@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import RequestError
-from .engine import Engine
 from .job import Job
 from .protocol import Accepted, ChatRequest, Delta, Event, Finished, Refused
+from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 3  # batches in a row, after which the engine counts as broken
+MAX_FAILURES = 3  # batches in a row, after which the model counts as broken
 
 
 class Batcher:
-    """Gathers requests into batches for an engine.
+    """Gathers requests into batches for a served model.
 
     Args:
-        engine: What decodes them.
+        served: What decodes them.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
         self.waiting: list[Job] = []
         self.failures = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tide-decode")
@@ -48,7 +48,7 @@ class Batcher:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            job = await asyncio.to_thread(self.engine.prepare, request, emit)
+            job = await asyncio.to_thread(self.served.prepare, request, emit)
         except RequestError as error:
             yield Refused(str(error), error.status, error.code, error.param)
             return
@@ -84,8 +84,8 @@ class Batcher:
         try:
             while True:
                 await self._wake.wait()
-                if len(self.waiting) < self.engine.options.max_batch:
-                    await asyncio.sleep(self.engine.options.gather_ms / 1000)
+                if len(self.waiting) < self.served.options.max_batch:
+                    await asyncio.sleep(self.served.options.gather_ms / 1000)
                 running = self._take_batch()
                 if running:
                     await self._decode(running)
@@ -97,7 +97,7 @@ class Batcher:
                 job.fail()
 
     async def _decode(self, batch: list[Job]) -> None:
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self.engine.run, batch)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self.served.run, batch)
         await asyncio.wait([future])
         error = future.exception()
         self.failures = 0 if error is None else self.failures + 1
@@ -111,7 +111,7 @@ class Batcher:
         batch: list[Job] = []
         self.waiting = [job for job in self.waiting if not job.cancelled]
         for job in self.waiting:
-            if len(batch) < self.engine.options.max_batch and self.engine.fits([*batch, job]):
+            if len(batch) < self.served.options.max_batch and self.served.fits([*batch, job]):
                 batch.append(job)
         self.waiting = [job for job in self.waiting if job not in batch]
         return batch

@@ -1,4 +1,4 @@
-"""Replicas of the engine on the nodes of a Ray cluster, and the backend that shares requests out among them."""
+"""Replicas of the served model on the nodes of a Ray cluster, and the backend that shares requests out among them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, Worker
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
 from .batching import Batcher
-from .engine import Engine, EngineOptions
 from .metrics import Metrics
 from .protocol import Accepted, ChatRequest, Delta, Event, Finished, Refused
+from .served_model import ServedModel, ServingOptions
 
 logger = logging.getLogger(__name__)
 APP = "tide_hf"
@@ -40,7 +40,7 @@ class ClusterOptions:
     Attributes:
         replicas: How many.
         ray_address: Of a running cluster (`"auto"`: the one on this node); `None` starts one on this machine alone.
-        cpus_per_replica: CPU cores that each reserves, and threads that it uses unless the engine's options name them.
+        cpus_per_replica: CPU cores that each reserves, and threads that it uses unless its options name them.
         gpus_per_replica: GPUs that each reserves.
         max_replicas_per_node: `None` is as many as the node's resources allow.
     """
@@ -53,10 +53,10 @@ class ClusterOptions:
 
 
 class Replica:
-    """One engine and its batches, in a process of its own."""
+    """One served model and its batches, in a process of its own."""
 
-    def __init__(self, options: EngineOptions) -> None:
-        self.batcher = Batcher(Engine.load(options))
+    def __init__(self, options: ServingOptions) -> None:
+        self.batcher = Batcher(ServedModel.load(options))
 
     async def stream(self, request: ChatRequest) -> AsyncIterator[Event]:
         """The events of a request."""
@@ -123,7 +123,7 @@ class RayBackend:
         await asyncio.to_thread(serve.delete, APP)
 
 
-def start_replicas(options: EngineOptions, cluster: ClusterOptions, metrics: Metrics) -> RayBackend:
+def start_replicas(options: ServingOptions, cluster: ClusterOptions, metrics: Metrics) -> RayBackend:
     """Start replicas, and wait until they have loaded.
 
     Args:

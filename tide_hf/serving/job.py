@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""One request on its way through the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .text import TextPieces
 
 
 class Job:
-    """One request on its way through the engine.
+    """One request on its way through the model.
 
     Args:
         request: The request.
@@ -64,9 +64,9 @@ class Job:
         self.reported = True
 
     def fail(self) -> None:
-        """Say that the engine could not do it, unless it is over already."""
+        """Say that the model could not do it, unless it is over already."""
         if not self.reported:
-            self.emit(Refused("The engine failed while it answered. The server's log says why.", 500, "engine_error"))
+            self.emit(Refused("The model failed while it answered. The server's log says why.", 500, "model_error"))
 
     def _emit_text(self, text: str) -> None:
         if text:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from .engine import WORK
 from .protocol import Finished
+from .served_model import WORK
 
 WORK_HELP = (
     "Batches decoded.",

@@ -32,7 +32,7 @@ GREEDY_BELOW = 0.01  # temperatures that would overflow, and change nothing but 
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class ServingOptions:
     """What one replica loads, and how much it takes on.
 
     Attributes:
@@ -65,7 +65,7 @@ class EngineOptions:
     keep: int = 4
 
 
-class Engine:
+class ServedModel:
     """A model with TIDE, its tokenizer and its limits.
 
     Args:
@@ -77,7 +77,7 @@ class Engine:
         ConfigurationError: The tokenizer has no chat template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: EngineOptions) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: ServingOptions) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
                 describe(
@@ -100,7 +100,7 @@ class Engine:
         tokenizer("a")  # the first call sets truncation and padding; later ones may then run side by side
 
     @classmethod
-    def load(cls, options: EngineOptions) -> Engine:
+    def load(cls, options: ServingOptions) -> ServedModel:
         """Load the model and attach TIDE to it, on the GPU where there is one."""
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -194,7 +194,7 @@ class Engine:
         self.unreported.update(dict(zip(WORK, counts, strict=True)))
 
 
-def attach(model: Any, options: EngineOptions, rows: Sequence[int]) -> Any:
+def attach(model: Any, options: ServingOptions, rows: Sequence[int]) -> Any:
     """Attach TIDE to a loaded model, and make its engine ready, so that no request waits for that.
 
     Args:

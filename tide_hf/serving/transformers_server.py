@@ -7,10 +7,10 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 
-from .engine import EngineOptions, attach
+from .served_model import ServingOptions, attach
 
 
-def run_transformers_server(options: EngineOptions, host: str, port: int, **serve_options: Any) -> Serve:
+def run_transformers_server(options: ServingOptions, host: str, port: int, **serve_options: Any) -> Serve:
     """Run `transformers serve` with TIDE attached to the model that it loads.
 
     The server has no setting for how a model is loaded, so its class of models is replaced while it is built. Loading,
