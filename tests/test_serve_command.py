@@ -72,9 +72,9 @@ def test_errors_are_explained(tiny_model_folder, monkeypatch, capsys, arguments,
 
 
 def test_missing_packages_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name in ("ray", "uvicorn") else name)
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name in ("grpc", "uvicorn") else name)
     assert cli.main(["serve", "m", "--replicas", "2"]) == 2
-    assert "an environment without uvicorn, ray" in capsys.readouterr().err
+    assert "an environment without uvicorn, grpc" in capsys.readouterr().err
     assert cli.main(["serve", "m"]) == 2
     assert "without uvicorn. Expected the packages of the extra 'serve'. Run: pip install \"tide-hf[serve]\"" in (
         capsys.readouterr().err

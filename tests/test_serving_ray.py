@@ -14,6 +14,7 @@ import pytest
 from repository import ROOT
 
 ray = pytest.importorskip("ray")
+pytest.importorskip("grpc")  # which Ray Serve needs
 openai = pytest.importorskip("openai")
 
 from servers import running  # noqa: E402

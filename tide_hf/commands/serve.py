@@ -26,7 +26,7 @@ MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that a
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     uses_ray = args.replicas is not None or args.ray_address is not None
-    _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray"] * uses_ray)
+    _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray", "grpc"] * uses_ray)  # Ray Serve needs grpc
     from ..serving.served_model import ServingOptions  # noqa: PLC0415 - needs packages of the extra
 
     options = ServingOptions(
