@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import VOCAB, tiny_model
 from families import repeating_prompt as prompt
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
@@ -75,9 +76,11 @@ def test_with_quantised_weights_the_tokens_are_the_model_s_own(kind, with_head, 
     model = load(base_folder, WEIGHT_ONLY[kind](with_head))
     expected = [model.generate(prompt(rows), **OPTIONS) for rows in (1, 3)]
     attach(model, draft_vocab_size=64)
+    drafted = 0  # in both calls: where drafts turn out to be dear in the one, the other may have none
     for tokens in expected:
         assert torch.equal(model.generate(prompt(len(tokens)), **OPTIONS), tokens)
-        assert model.last_exit_stats.drafted > 0
+        drafted += model.last_exit_stats.drafted
+    assert drafted > 0
     assert_leaves_quantised_layers_alone(model, with_head)
     model.generate(prompt(), tide_mode="early_exit", **OPTIONS)
     assert model.last_exit_stats.depth_fraction < 0.5
@@ -102,16 +105,23 @@ def test_with_quantised_states_every_mode_runs(kind, with_head, base_folder):
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_saved_and_loaded_again_it_says_the_same(kind, base_folder, tmp_path):
+def test_what_is_saved_is_the_base_and_can_be_loaded(kind, base_folder, tmp_path):
+    plain = load(base_folder, WEIGHT_ONLY[kind](with_head=False))
+    plain.generate(prompt(), **OPTIONS)  # bitsandbytes moves weights about when they are first used
+    plain.save_pretrained(tmp_path / "plain")
     model = attach(load(base_folder, WEIGHT_ONLY[kind](with_head=False)))
-    expected = model.generate(prompt(), **OPTIONS)
+    model.generate(prompt(), **OPTIONS)
     model.save_pretrained(tmp_path / "base")
     model._tide.routers.save_pretrained(tmp_path / "routers")
     assert "tide" not in (tmp_path / "base" / "config.json").read_text().lower()
+    expected, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "base"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
     routers = TIDERouters.from_pretrained(tmp_path / "routers")
     again = TIDEModelForCausalLM.from_pretrained(tmp_path / "base", routers=routers, device_map="cpu")
     assert again.config.architectures == ["LlamaForCausalLM"]
-    assert torch.equal(again.generate(prompt(), **OPTIONS), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", device_map="cpu")
+    assert torch.equal(again.generate(prompt(), **OPTIONS), loaded.generate(prompt(), **OPTIONS))
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
@@ -144,7 +154,8 @@ def test_routers_of_the_unquantised_model_fit(kind, base_folder):
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_a_quantised_model_can_be_calibrated(kind, with_head, tiny_llama, tiny_tokenizer, tmp_path):
-    tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    # 9 times 32 tokens, a kind's block on CPUs that multiply in bfloat16.
+    tiny_llama(hidden_size=64, intermediate_size=128, vocab_size=288).save_pretrained(tmp_path)
     model = load(tmp_path, WEIGHT_ONLY[kind](with_head))
     dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
     options = {"exit_layers": [1, 2], "draft_vocab_size": 64, "max_length": 8, "progress": False}
