@@ -66,7 +66,8 @@ def test_experts_weights_are_copied_for_few_tokens_or_where_their_other_way_need
         entered.append(True)
         yield
 
-    model = SimpleNamespace(dtype=dtype, _optimize_model_for_decode=decoding)
+    config = SimpleNamespace(_attn_implementation="eager")
+    model = SimpleNamespace(dtype=dtype, config=config, _optimize_model_for_decode=decoding)
     with capturable_forward.capturable_forward(model, tokens):
         assert entered == [True] * is_entered
     assert entered == [True] * is_entered
@@ -97,3 +98,17 @@ def test_experts_run_as_generate_runs_them(monkeypatch, rows, engine):
     assert set(used[1:]) == {behind}
     assert steps.refused is None
     assert model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize(("family", "is_joined"), [("llama", True), ("gemma3_text", True), ("gpt2", False)])
+def test_heads_that_share_k_and_v_read_them_where_they_are(monkeypatch, family, is_joined):
+    """Under a mask `sdpa` would copy all slots for each of them, in every layer of every step."""
+    found, join = [], capturable_forward.attend_joined
+    monkeypatch.setattr(capturable_forward, "attend_joined", lambda *args: found.append(join(*args)) or found[-1])
+    model = tiny_model(family, attention="sdpa")
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.refused is None
+    assert {one is not None for one in found} == {is_joined}
+    assert model.config._attn_implementation == "sdpa"

@@ -28,7 +28,7 @@ def _no_streams_are_kept():
 
 def test_a_device_has_one_stream_for_all_that_surrounds_captures(monkeypatch, counter):
     cuda, streams = Cuda(), []
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    cuda.play(monkeypatch)
 
     def function():
         streams.append(cuda.current_stream())
@@ -38,6 +38,7 @@ def test_a_device_has_one_stream_for_all_that_surrounds_captures(monkeypatch, co
         assert replay.replay_of(function, [counter], DEVICE).refused is None
     assert len(streams) == 2 * (replay.WARM_UPS + 2)
     assert set(streams) == {replay._stream_of(DEVICE)}
+    assert cuda.cleared == [0, 1, 1, 2]  # before each capture and behind it: a graph has working memory of its own
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def allocator(monkeypatch):
 @pytest.mark.parametrize("earlier", [None, (0, 99)])
 def test_an_end_that_fails_is_cleared_up(monkeypatch, counter, allocator, earlier):
     cuda = Cuda("operation failed due to a previous error during capture")
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    cuda.play(monkeypatch)
 
     def function():
         counter.add_(1)
@@ -73,7 +74,7 @@ def test_an_end_that_fails_is_cleared_up(monkeypatch, counter, allocator, earlie
 @pytest.mark.parametrize("earlier", [None, (0, 99)])
 def test_a_failure_behind_which_the_capture_ends_leaves_the_pool_to_others(monkeypatch, counter, allocator, earlier):
     cuda = Cuda()
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    cuda.play(monkeypatch)
 
     def function():
         if cuda.captured_on:
@@ -90,7 +91,7 @@ def test_a_pool_that_was_not_recorded_to_is_not_released(monkeypatch, counter, a
     def refuse(*_):
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
-    monkeypatch.setattr(replay.torch, "cuda", Cuda("invalid", times=2))
+    Cuda("invalid", times=2).play(monkeypatch)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse)
     assert replay.replay_of(lambda: counter.add_(1), [counter], DEVICE, (0, 99)).pool is None
     assert allocator == []
@@ -98,7 +99,7 @@ def test_a_pool_that_was_not_recorded_to_is_not_released(monkeypatch, counter, a
 
 def test_memory_that_ran_out_says_nothing_of_the_function(monkeypatch, counter):
     cuda = Cuda()
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    cuda.play(monkeypatch)
     errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("operation not permitted")]
 
     def function():

@@ -14,7 +14,7 @@ from recorded import Recorder, as_it_is
 from test_block_head import block_layer_of, routers_for
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.costs import step_width
+from tide_hf.decoding.costs import CostTable, step_width
 from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.compiled_layers import CompiledLayers
 from tide_hf.steps.replay import HostReads
@@ -190,6 +190,19 @@ def test_compiled_layers_inside_a_step(tiny_llama):
         before = steps.layers.num_compiled
         model.generate(**prompts(), **OPTIONS)
         assert steps.layers.num_compiled == before  # where each operation is looked at, layers run as they are
+
+
+def test_making_steps_ready_is_no_part_of_what_passes_cost(tiny_llama, monkeypatch):
+    recorded, record = [], CostTable.record
+    monkeypatch.setattr(CostTable, "record", lambda table, key, ms: (recorded.append(key), record(table, key, ms)))
+    model = tiny_llama()
+    steps = attach(model, linear_heads(model))
+    draft_ahead(model, [1], width=7)
+    model.generate(**prompts(), **OPTIONS)
+    kinds = [kind for kind, _ in recorded]
+    assert steps.warm_up.num_made >= 2
+    assert 0 < kinds.count("draft") < model.last_exit_stats.rounds
+    assert kinds.count("verify") < model.last_exit_stats.rounds
 
 
 def test_changed_models_are_noticed_and_memory_is_given_back(tiny_llama):

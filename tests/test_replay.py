@@ -41,6 +41,14 @@ class Cuda:
     def __init__(self, refuses=None, times=1):
         self.refuses, self.times, self.outer = refuses, times, Stream()
         self.current, self.captured_on, self.pools = self.outer, [], []
+        self.cleared: list[int] = []  # captures that had ended whenever cuBLAS gave its working memory back
+
+    def play(self, monkeypatch):
+        """Take the place of PyTorch's."""
+        monkeypatch.setattr(replay.torch, "cuda", self)
+        clear = "_cuda_clearCublasWorkspaces"
+        monkeypatch.setattr(torch._C, clear, lambda: self.cleared.append(len(self.captured_on)), raising=False)
+        return self
 
     def current_stream(self):
         return self.current
@@ -77,7 +85,7 @@ def counter():
 
 
 def replayed(monkeypatch, cuda, counter, device="cuda:0"):
-    monkeypatch.setattr(replay.torch, "cuda", cuda)
+    cuda.play(monkeypatch)
     return replay.replay_of(lambda: counter.add_(1), [counter], torch.device(device))
 
 

@@ -74,6 +74,7 @@ class TIDEGenerationMixin:
         if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
             return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
         attachment.check_mode(mode)
+        attachment.check_head(self)
         check_adapters(self, attachment.structure)
         gates = attachment.gates()
         for gate in gates:
@@ -123,7 +124,7 @@ class TIDEGenerationMixin:
         _check_rope(self.config.get_text_config(), input_ids, common["generation_config"].max_length, model_kwargs)
         rows = input_ids.shape[0]
         user = "tide_mode='self_speculative'" + (f" with {rows} sequences" if rows > 1 else "")
-        find_cache(model_kwargs, user, static="full" if rows == 1 else "none")
+        find_cache(model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
         return decoder_for(self, self._tide, engine, input_ids, model_kwargs=model_kwargs, **common)
 
     def tide_release(self) -> None:

@@ -152,6 +152,27 @@ def rope_limits(config: Any) -> dict[str, int]:
     return found
 
 
+def may_replace_cache(config: Any, prompt_length: int) -> bool:
+    """Whether a model may read a prompt into a cache of its own, as Phi-3's do behind the context they began with.
+
+    Args:
+        config: The base model's text config.
+        prompt_length: Tokens of the prompt.
+    """
+    limit = getattr(config, "original_max_position_embeddings", None)
+    return limit is not None and prompt_length > limit
+
+
+def counts_slots(config: Any, max_length: int) -> bool:
+    """Whether attention counts slots of the cache, hidden or not, from some length on, as Llama 4's does.
+
+    Args:
+        config: The base model's text config.
+        max_length: Most tokens of prompt and answer, padding included.
+    """
+    return bool(getattr(config, "attn_temperature_tuning", False)) and max_length > getattr(config, "floor_scale", 0)
+
+
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
     """Refuse to draft where a model's rotary embedding changes with length.
 

@@ -109,6 +109,8 @@ class LinearGate(Gate):
         Returns:
             They in that form; `None` where PyTorch's own linear is the fastest.
         """
+        if not _is_plain(self._weight):  # moved to a GPU since, say
+            return None
         if not self.may_copy:
             forms = tuple(form for form in forms if not form.is_copy)
         form = fastest_form(self._weight.dtype, rows, forms)

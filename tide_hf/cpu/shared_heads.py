@@ -92,7 +92,7 @@ def attend(
         if end is None and (is_masked or _sees_back(module, kwargs)) and not _is_watched(query, key, value):
             found = attend_many(query, key, value, attention_mask, scale)
         if found is None and attention_mask is not None:
-            found = _attend_joined(query, key, value, attention_mask, scale, end)
+            found = attend_joined(query, key, value, attention_mask, scale, end)
     if found is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return found, None
@@ -111,10 +111,22 @@ def _sees_back(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _attend_joined(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None
+def attend_joined(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None = None
 ) -> Tensor | None:
-    """With query heads that share K/V behind each other, as queries of one head; `None` where that has no gain."""
+    """With query heads that share K/V behind each other, as queries of one head; `None` where that has no gain.
+
+    Args:
+        query: (rows, heads, width, head_size).
+        key: (rows, shared heads, slots, head_size).
+        value: Shaped as `key`.
+        mask: (rows, 1, width, slots).
+        scale: Of the scores; `None` is the usual one.
+        end: () int64 on the CPU, the slots that are filled, if the others are to be left out.
+
+    Returns:
+        (rows, width, heads, head_size).
+    """
     rows, heads, width, size = query.shape
     shared = key.shape[1]
     group = heads // shared

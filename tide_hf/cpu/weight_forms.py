@@ -22,7 +22,6 @@ from torch.nn import functional
 from .products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
 
 WIDENED_VALUES = 1 << 20  # at a time, of a weight
-SAMPLED_WEIGHTS = 16  # of each: they lie far apart, so that each is a wait for memory, in every call
 LINE = 64  # weights that have one scale: with one for a whole row a block agreed 0.6% less often, with these as often
 LARGEST_ROUNDED, ROUNDED_ZERO = 63, 64
 SMALLEST_SCALE = 1e-30  # of zeros
@@ -42,8 +41,9 @@ class WeightForm:
 
     def __init__(self, *weights: Tensor) -> None:
         self.weights = weights
-        self.versions = [weight._version for weight in weights]
-        self.samples = [_sample(weight).clone() for weight in weights]
+        self.versions = [_version(weight) for weight in weights]
+        is_copy = self.is_copy or not all(weight.is_contiguous() for weight in weights)
+        self.samples = [_sample(weight).clone() for weight in weights] if is_copy else []
         self._take([weight.detach() for weight in weights])
 
     @staticmethod
@@ -59,9 +59,9 @@ class WeightForm:
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
         """Whether it still is those weights; `sampled` looks at values, which `.data` can change without notice."""
         for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
-            if weight is not known or weight._version != version:
+            if weight is not known or _version(weight) != version:
                 return False
-        return not sampled or all(map(torch.equal, self.samples, map(_sample, weights)))
+        return not (sampled and self.samples) or all(map(torch.equal, self.samples, map(_sample, weights)))
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -224,8 +224,14 @@ def _joined(weights: list[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
+def _version(weight: Tensor) -> tuple[int, int]:
+    """Changes with the weight, unless a part of it is written to through `.data`, or another library."""
+    return weight._version, weight.data_ptr()
+
+
 def _sample(weight: Tensor) -> Tensor:
-    step, weight = max(1, weight.numel() // SAMPLED_WEIGHTS), weight.detach()
+    """One value of each row, each of another column: a row or a column that was written to is noticed."""
+    step, weight = max(1, weight.shape[-1] - 1), weight.detach()
     if weight.is_contiguous():  # by one operation: every call of `generate` looks at all weights
         return weight.as_strided((-(-weight.numel() // step),), (step,))
     return weight.reshape(-1)[::step]

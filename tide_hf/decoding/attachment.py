@@ -183,6 +183,22 @@ class Attachment:
             )
         return self.routers
 
+    def check_head(self, model: Any) -> None:
+        """Raise where the model has lost tokens since TIDE was attached, which exit heads would still draft."""
+        head, known = model.get_output_embeddings(), self.structure.vocab_size
+        if head is self.structure.head or self.routers is None:
+            return
+        size = getattr(head, "out_features", known)
+        if size < known:
+            raise UnsupportedModelError(
+                describe(
+                    "the model's head has fewer tokens than when TIDE was attached",
+                    got=f"{size} tokens",
+                    expected=f"{known} tokens",
+                    do="Detach TIDE, and attach it with routers that were calibrated for the smaller vocabulary.",
+                )
+            )
+
     def check_mode(self, mode: str) -> None:
         """Raise where this model cannot run in `mode`."""
         if mode != "post_hoc" and self.structure.is_recurrent:

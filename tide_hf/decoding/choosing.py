@@ -45,8 +45,8 @@ class TokenChooser:
     """Chooses the tokens of one call, and ends its rows.
 
     The rows of a batch accept drafts each by itself where all processors and criteria look at each row by itself.
-    Where one of them is not known to, the rows go on `together`: it is asked about each position once, in order, and
-    about all rows at once, as plain decoding asks it, and a row's wrong draft stops them all.
+    Where one of them is not known to, or rows have to stay level, they go on `together`: each position is asked about
+    once, in order, and for all rows at once, as plain decoding asks, and a row's wrong draft stops them all.
 
     Args:
         rows: All rows of the call.
@@ -56,6 +56,7 @@ class TokenChooser:
         streamer: Gets a single row's tokens one by one.
         ranks: Processes that have to draw the same.
         pads_are_seen: Whether the caller gets to see what the model makes of the padding behind rows that ended.
+        stay_level: Whether the rows have to keep one length, since the model looks at slots.
 
     Attributes:
         together: See above.
@@ -72,13 +73,14 @@ class TokenChooser:
         streamer: Any,
         ranks: Ranks,
         pads_are_seen: bool,
+        stay_level: bool = False,
     ) -> None:
         self.rows, self.stopping, self.config = rows, stopping, generation_config
         self.streamer, self.ranks, self.pads_are_seen = streamer, ranks, pads_are_seen
         returned = generation_config.return_dict_in_generate
         self.keeps_scores = bool(returned and generation_config.output_scores)
         self.keeps_logits = bool(returned and generation_config.output_logits)
-        by_row = stopping.by_row and all(type(processor) in BY_ROW for processor in logits_processor)
+        by_row = not stay_level and stopping.by_row and all(type(processor) in BY_ROW for processor in logits_processor)
         self.together = len(rows) > 1 and not by_row
         self.processors_of = [_of_row(logits_processor, row.index) if by_row else logits_processor for row in rows]
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..adapters import has_adapters_by_row
 from ..depth.block_drafting import BlockRun
 from ..depth.skipping import LayerRun
-from ..structure import CACHE, rope_limits
+from ..structure import CACHE, counts_slots, may_replace_cache, rope_limits
 
 # One more pass costs a CPU what so many tokens in it do: it reads all weights again. A GPU reads thousands in that
 # time, and there the whole batch is read at once.
@@ -82,7 +82,9 @@ def read_prompts(
     Returns:
         The filled cache, and (rows, 1, vocabulary) logits behind the prompts.
     """
-    groups = groups_of(model, input_ids, model_kwargs)
+    config = model.config.get_text_config()
+    as_one = may_replace_cache(config, input_ids.shape[1]) or counts_slots(config, generation_config.max_length)
+    groups = None if as_one else groups_of(model, input_ids, model_kwargs)
     if groups is None:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         return outputs[CACHE], outputs.logits[:, -1:]

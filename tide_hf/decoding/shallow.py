@@ -51,6 +51,8 @@ class ShallowLayers:
         unseen = [[row.last, *drafted][fed:] for row, drafted in zip(decoder.batch, tokens, strict=True)]
         with active(run):
             call = run.call_after(decoder.forward, unseen, start=fed)
+        if (cache := decoder.slots.cache).offloading:  # which has made the next layer ready, and not the first
+            cache.prefetch(0, cache.only_non_sliding)
         if decoder.block is not None and exit_layer == decoder.block.block_layer:
             self.block_steps += 1
             top, log_probabilities = self.unembed.top1(decoder.block.draft(call))

@@ -26,7 +26,7 @@ from ..depth.cache_slots import CacheSlots
 from ..depth.kv_cache import cache_is_returned, last_slot, start_recording, stop_recording
 from ..depth.skipping import LayerRun, active
 from ..stats import ExitStats
-from ..structure import CACHE, has_windows, last_position, rope_limits
+from ..structure import CACHE, counts_slots, has_windows, last_position, may_replace_cache, rope_limits
 from ..unembed import greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
@@ -81,12 +81,14 @@ class SelfSpeculativeDecoder:
         self.model_kwargs = model_kwargs
         cache = model_kwargs[CACHE]
         self.ranks = ranks_of(model)
+        text_config = model.config.get_text_config()
         self.block = block_run(
-            model.config.get_text_config(),
+            text_config,
             attachment.structure,
             cache,
             attachment.unembed,
-            attachment.routers,
+            # A block's K/V stand in the cache that the model is given.
+            None if may_replace_cache(text_config, input_ids.shape[1]) else attachment.routers,
             late=self.fills_block_late and input_ids.shape[0] == 1,
         )
         self.run = self.block or LayerRun(attachment.structure, cache)
@@ -94,12 +96,11 @@ class SelfSpeculativeDecoder:
         self.rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
         stopping = Stopping(stopping_criteria, generation_config)
         self.is_returned = cache_is_returned(generation_config, cache)
+        level = counts_slots(text_config, generation_config.max_length)
         self.chooser = TokenChooser(
-            self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, self.is_returned
+            self.rows, logits_processor, stopping, generation_config, streamer, self.ranks, self.is_returned, level
         )
-        text_config = model.config.get_text_config()
-        limits = [last_position(text_config), last_slot(cache)]
-        self.last_slot = min((limit for limit in limits if limit is not None), default=None)
+        self.last_slot = last_slot(cache)
         # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others
         # need them (also for their length, which tells how positions are turned), or the rows have adapters of their
         # own.
@@ -178,6 +179,7 @@ class SelfSpeculativeDecoder:
 
     def _prefill(self, drafter: Drafter) -> None:
         cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
+        self.run.cache = cache  # which need not be the one that the model was given
         start_recording(cache)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", CACHE):
@@ -187,6 +189,9 @@ class SelfSpeculativeDecoder:
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.native_slots = self.slots
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
+        if (most := last_position(self.model.config.get_text_config())) is not None:  # as many slots, unless
+            ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)  # positions are ahead
+            self.last_slot = min(most - ahead, self.last_slot or most)
         drafts = [Draft() for _ in self.batch]
         for row, tokens in zip(self.batch, self._accept(logits, drafts), strict=True):
             drafter.observe(row.index, Draft(), tokens, 0)

@@ -9,7 +9,14 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, QuantizedCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    QuantizedCache,
+    StaticLayer,
+)
 
 from ..errors import UnsupportedOptionError, describe
 from ..structure import CACHE
@@ -71,25 +78,32 @@ def cache_is_returned(generation_config: Any, cache: Any) -> bool:
     return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
 
 
-def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
+def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
     """Return the call's cache, or say why it cannot be used.
 
     Args:
         model_kwargs: Keyword arguments that `generate` prepared.
         user: What is going to use it, for the message.
         static: Which static caches will do: `"any"`, `"full"` (without sliding windows) or `"none"`.
+        moves_rows: Whether `user` moves the rows of a batch, each by itself.
 
     Raises:
         UnsupportedOptionError: There is no cache, or one that cannot be rolled back as `user` has to.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
-    supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
+    has_encoder = model_kwargs.get("encoder_hidden_states") is not None
+    got += " beside an encoder's" if has_encoder else ""
+    supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache | EncoderDecoderCache)
+    supported = supported and not has_encoder
     if supported and static != "any" and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         got += " with sliding-window layers" if any(cache.is_sliding) else ""
         supported = static == "full" and not any(cache.is_sliding)
     if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
         got += " that records the past"  # what it has recorded would be gone behind the first roll-back
+        supported = False
+    if supported and moves_rows and (others := [one for one in cache.layers if not _is_movable(one)]):
+        got += f" with a {type(others[0]).__name__}"
         supported = False
     if not supported:
         also = {"any": ", or a StaticCache", "full": ", or a StaticCache without sliding windows", "none": ""}[static]
@@ -103,6 +117,11 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str) -> Cache:
             )
         )
     return cache
+
+
+def _is_movable(layer: Any) -> bool:
+    """Whether K/V are all that a layer of a cache holds, so that its rows can be moved."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)
 
 
 def last_slot(cache: Cache) -> int | None:

@@ -62,6 +62,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.kept: list[int] | None = None
         self.read: list[list[int]] | None = None
         self.starts: list[int] = []  # each row's next position
+        self.made_before = 0  # steps, when the round began
 
     def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate until every row is stopped; eagerly while another call has the steps."""
@@ -194,6 +195,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             super()._round(drafter)
             return
         batch, costs, start = self.batch, self.shallow.costs_of(len(self.batch)), perf_counter()
+        self.made_before = self.steps.warm_up.num_made
         drafts = drafter.draft([row.index for row in batch], self._limits())
         width = step_width(1 + max(len(draft.tokens) for draft in drafts), self.widths)
         if not self.shallow.num_ahead:
@@ -210,10 +212,16 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.kept = accepted = [len(tokens) for tokens in new_tokens]
         self.fixed_slots.commit(width, self.row_map.spread(accepted))
         self.starts = [position + count for position, count in zip(self.starts, accepted, strict=True)]
-        milliseconds = (perf_counter() - start) * 1000
-        costs.record(("verify", width), self.shallow.take_share(milliseconds))
+        milliseconds = self.shallow.take_share((perf_counter() - start) * 1000)
+        if self.is_warm:
+            costs.record(("verify", width), milliseconds)
         self._learn(drafter, drafts, new_tokens)
         self._drop_stopped()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether no step had to be made ready in this round, which is no part of what a pass costs."""
+        return self.steps.warm_up.num_made == self.made_before
 
     def _of_batch(self, logits: Tensor) -> Tensor:
         """The logits of the sequences that go on."""

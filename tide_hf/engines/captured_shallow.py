@@ -46,7 +46,8 @@ class CapturedShallow(ShallowLayers):
             self.layers_executed += decoder.steps.run(buffers, "draft", exit_layer).num_layers
         self.depths += [exit_layer] * num_steps
         drafted, scores = buffers.read_draft()
-        self.costs_of(len(tokens)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
+        if decoder.is_warm:
+            self.costs_of(len(tokens)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
         return decoder.row_map.gather(drafted), decoder.row_map.gather(scores)
 
     def costs_of(self, num_rows: int) -> CostTable:
@@ -78,7 +79,8 @@ class CapturedShallow(ShallowLayers):
             return milliseconds
         before, after = self.marks
         drafts = before.elapsed_time(after) if isinstance(before, torch.cuda.Event) else (after - before) * 1000
-        self.costs_of(len(self.decoder.batch)).record(("draft", self.exit_layer), drafts / self.num_ahead)
+        if self.decoder.is_warm:
+            self.costs_of(len(self.decoder.batch)).record(("draft", self.exit_layer), drafts / self.num_ahead)
         self.num_ahead = 0
         return max(0.0, milliseconds - drafts)
 

@@ -5,5 +5,6 @@
 `capturable_forward` has it run; on a CPU `compiled_steps` compiles them, and `compiled_prompts` what reads a prompt.
 `layer_graphs` makes graphs of layers: `operation_log` finds those that do the same, `step_graphs` traces them and has
 Inductor compile them, `joined_linears` gives them the kernels of `cpu/`. `compiled_layers` has single layers compiled
-by `torch.compile`. `warm_up` counts what all of that takes.
+by `torch.compile`. `module_facts` is what graphs of a module take for given, and `warm_up` counts what all of that
+takes.
 """

@@ -25,6 +25,7 @@ from ..cpu.linear_gate import COMPILED, LinearGate
 from ..depth.skipping import Gate, LayerGate, input_state
 from ..errors import first_line
 from .fixed_cache import FixedLayer
+from .module_facts import hooks_of, settings_of
 from .warm_up import WarmUp
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
@@ -45,8 +46,9 @@ class CompiledLayers:
         refused: Why kinds of layer cannot be compiled, by class.
     """
 
-    _parts: list[tuple[int, int]]
-    _twins: dict[nn.Module, nn.Module]
+    _parts: list[tuple]
+    _settings: list[tuple]
+    _twins: dict[nn.Module, nn.Module | None]
     _linears: dict[nn.Module, list[_Linear]]
     _compiled: Callable[..., Any]
     _compiled_fixed: Callable[..., Any]
@@ -72,6 +74,8 @@ class CompiledLayers:
         if is_in_torch_dispatch_mode():  # somebody looks at every operation
             return gate.native(*args, **kwargs)
         twin = self._twin_of(layer)
+        if twin is None:
+            return gate.native(*args, **kwargs)
         for linear in self._linears[layer]:
             linear.prepare(num_tokens)
         call = placed(None, place, args, kwargs)
@@ -96,7 +100,8 @@ class CompiledLayers:
     @contextmanager
     def ready(self, layers: list[nn.Module]) -> Iterator[None]:
         """What a call of `generate` has to be inside of; modules that were replaced since the last one are noticed."""
-        parts = [(id(module), id(module.__dict__.get("forward"))) for layer in layers for module in layer.modules()]
+        modules = [module for layer in layers for module in layer.modules()]
+        parts = [(id(module), id(module.__dict__.get("forward")), hooks_of(module)) for module in modules]
         if parts != self._parts:
             self.release()
             self._parts = parts
@@ -105,6 +110,9 @@ class CompiledLayers:
             self._compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
             own = FunctionType(layer_on_fixed_cache.__code__.replace(), globals())
             self._compiled_fixed = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
+        settings = [settings_of(module) for module in modules]
+        if settings != self._settings:  # twins have those of before; Dynamo knows which graphs hold for which
+            self._twins, self._linears, self._settings = {}, {}, settings
         patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
         # Sizes that are the same by chance, such as rows and heads, would each make a graph of their own.
         shapes: Any = torch.fx.experimental._config
@@ -114,17 +122,19 @@ class CompiledLayers:
 
     def release(self) -> None:
         """Give the memory of the graphs back."""
-        self._parts, self._twins, self._linears = [], {}, {}
+        self._parts, self._settings, self._twins, self._linears = [], [], {}, {}
         self._compiled, self._compiled_fixed = _run_layer, layer_on_fixed_cache
 
     def __reduce__(self) -> tuple:
         """Copies and pickles of a model compile for themselves."""
         return CompiledLayers, (self.backend,)
 
-    def _twin_of(self, layer: nn.Module) -> nn.Module:
+    def _twin_of(self, layer: nn.Module) -> nn.Module | None:
+        """What is traced; `None` where there are hooks inside, which Dynamo takes to be the same for all layers."""
         if layer not in self._twins:
-            twin = self._twins[layer] = _twin(layer)
-            self._linears[layer] = [part for part in twin.modules() if isinstance(part, _Linear)]
+            has_hooks = any(hooks_of(module) for module in layer.modules() if module is not layer)
+            twin = self._twins[layer] = None if has_hooks else _twin(layer)
+            self._linears[layer] = [part for part in twin.modules() if isinstance(part, _Linear)] if twin else []
         return self._twins[layer]
 
     def _refuse(self, kind: type, error: RuntimeError) -> None:

@@ -173,12 +173,18 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
 
 @contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    # cuBLAS keeps working memory for each stream. A graph goes on using it, so it has to be the graph's own: what was
+    # taken before is given back by whoever captures next, as torch.compile's graphs do, and calls must not use this.
     # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-    ):
-        yield
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> None:

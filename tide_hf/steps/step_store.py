@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .module_facts import hooks_of, settings_of
 from .replay import Replay
 from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
 from .warm_up import WarmUp
@@ -207,11 +208,11 @@ def reserved_bytes(device: torch.device) -> int:
 
 
 def fingerprint_of(parts: Parts) -> tuple:
-    """What graphs depend on that can change between calls: modules, where their weights are, how they attend."""
+    """What graphs depend on that can change between calls: modules, their weights' places, how they attend, hooks."""
     facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
         for module in root.modules():  # walking over it once more for its tensors would take as long
-            facts.append((id(module), id(module.__dict__.get("forward"))))
+            facts.append((id(module), id(module.__dict__.get("forward")), hooks_of(module), settings_of(module)))
             tensors = (*module._parameters.values(), *module._buffers.values())
             facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
     return tuple(facts)

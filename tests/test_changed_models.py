@@ -1,0 +1,149 @@
+"""Models that change between calls: hooks, adapters, scales, weights and heads are those of the call."""
+
+import pytest
+import torch
+from families import prompt, tiny_model
+from test_adapters import adapted, attached, disturb
+from test_captured_steps import attach as attach_captured
+from test_compiled_steps import attach_without_compiler
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.cpu import linear_gate
+from tide_hf.cpu.weight_forms import PackedWeight, StoredWeight
+from tide_hf.errors import UnsupportedModelError
+from tide_hf.steps.compiled_layers import CompiledLayers
+
+OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SHIFT = 3 * torch.randn(32, generator=torch.Generator().manual_seed(0))
+
+
+def answer(model):
+    return model.generate(prompt(), **OPTIONS)
+
+
+def shift(_module, _args, output):
+    return output + SHIFT
+
+
+@pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])
+@pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1", "model.layers.1.mlp"])
+def test_hooks_that_come_and_go_behind_steps(attach, path):
+    model = tiny_model("llama")
+    plain = answer(model)
+    handle = model.get_submodule(path).register_forward_hook(shift)
+    shifted = answer(model)
+    handle.remove()
+    assert not torch.equal(plain, shifted)
+    attach(model)
+    assert torch.equal(answer(model), plain)
+    handle = model.get_submodule(path).register_forward_hook(shift)
+    assert torch.equal(answer(model), shifted)
+    handle.remove()
+    assert torch.equal(answer(model), plain)
+
+
+@pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])
+def test_a_scale_that_changes_behind_steps(attach):
+    model, other = tiny_model("llama"), tiny_model("llama")
+    attach(model)
+    plain = answer(model)
+    for layer in (*model.model.layers, *other.model.layers):
+        layer.self_attn.scaling *= 4
+    assert not torch.equal(answer(other), plain)
+    assert torch.equal(answer(model), answer(other))
+
+
+def test_compiled_layers_run_as_they_are_where_hooks_are_inside():
+    """Dynamo takes one layer's hooks for those of all."""
+    model = tiny_model("llama")
+    plain = answer(model)
+    handle = model.model.layers[1].mlp.register_forward_hook(shift)
+    shifted = answer(model)
+    handle.remove()
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3])
+    TIDEModelForCausalLM.attach(model, routers, engine="compiled", mode="early_exit", exit_threshold=2.0)
+    layers = model._tide.compiled_layers = CompiledLayers("eager")
+    assert torch.equal(answer(model), plain)
+    assert layers.num_compiled > 0
+    model.model.layers[1].mlp.register_forward_hook(shift)
+    assert torch.equal(answer(model), shifted)
+
+
+def test_adapters_that_are_switched_behind_compiled_layers():
+    from peft import LoraConfig  # noqa: PLC0415 - an extra's, which test_adapters asks for
+
+    def talk(model):
+        answers = [model.generate(input_ids=prompt(), **OPTIONS)]
+        model.set_adapter("second")
+        answers.append(model.generate(input_ids=prompt(), **OPTIONS))
+        with model.disable_adapter():
+            answers.append(model.generate(input_ids=prompt(), **OPTIONS))
+        model.set_adapter("default")
+        return [*answers, model.generate(input_ids=prompt(), **OPTIONS)]
+
+    def with_two():
+        model = adapted()
+        model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+        return disturb(model, "second", seed=2)
+
+    expected, model = talk(with_two()), with_two()
+    attached(model, engine="compiled", pack_weights=False)
+    layers = model.get_base_model()._tide.compiled_layers = CompiledLayers("eager")
+    found = talk(model)
+    assert layers.num_compiled > 0
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], found[1])
+
+
+def zero_a_row(weight):
+    weight.data[7] = 0
+
+
+def zero_a_column(weight):
+    weight.data[:, 7] = 0
+
+
+def replace(weight):
+    weight.data = weight.data.neg()
+
+
+def write_through_numpy(weight):
+    weight.detach().numpy()[7] = 0
+
+
+@pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
+@pytest.mark.parametrize("write", [zero_a_row, zero_a_column, replace, write_through_numpy])
+def test_weights_that_are_written_to_behind_pytorchs_back(monkeypatch, form, write):
+    monkeypatch.setattr(linear_gate, "fastest_form", lambda *_: form)
+    monkeypatch.setattr("tide_hf.cpu.weight_forms.stored_product_of", lambda _: stored_product)
+    model, other = tiny_model("llama"), tiny_model("llama")
+    TIDEModelForCausalLM.attach(model)
+    before = answer(model)
+    assert torch.equal(before, answer(other))
+    for one in (model, other):
+        for layer in one.model.layers:
+            write(layer.self_attn.o_proj.weight)
+    assert torch.equal(answer(model), answer(other))
+
+
+def stored_product(input, stored, bias):
+    return torch.nn.functional.linear(input, torch.cat(stored), bias)
+
+
+def test_a_layer_that_was_moved_to_another_device_is_left_to_pytorch():
+    gate = linear_gate.LinearGate(torch.nn.Linear(4, 4))
+    assert gate.keep(PackedWeight) is not None
+    gate.module.to("meta")
+    assert gate.prepare(1, linear_gate.COMPILED) is None
+    gate.release_if_changed()
+    assert not gate.kept
+
+
+def test_a_head_that_has_lost_tokens_is_refused():
+    model = tiny_model("llama")
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear"))
+    model.resize_token_embeddings(120, mean_resizing=False)
+    assert len(answer(model)[0]) == 19
+    model.resize_token_embeddings(64, mean_resizing=False)
+    with pytest.raises(UnsupportedModelError, match=r"got 64 tokens\. Expected 96 tokens\. Detach TIDE"):
+        answer(model)
