@@ -3,9 +3,11 @@
 import copy
 import json
 
-import datasets
+import pytest
 
 from tide_hf.calibration.sources import read_documents
+
+datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"the river number {number} runs to the sea" for number in range(6)]
 CHATS = [

@@ -1,17 +1,28 @@
 """What can only be seen on a GPU: `pytest -m gpu`."""
 
+import gc
+
 import pytest
 import torch
 from drafters import AheadDrafter, use_drafter
 from families import ATTENDING, tiny_model
+from test_block_head import routers_for
 from test_captured_steps import COPYING, WINDOWED
 from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.replay import replay_of
+from tide_hf.structure import CACHE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_tests_before():
+    """Given back here, or it would be while a test looks at memory: models with gates are reference cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -74,6 +85,22 @@ def test_captured_steps_give_the_base_model_s_tokens(attention, family, rows, co
         assert steps.layers.refused == {}
     model.tide_release()
     assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_block_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
+    model = tiny_model("llama", attention="sdpa").cuda()
+    options = {**GREEDY, "return_dict_in_generate": True}
+    expected = model.generate(**prompt(rows), **options)
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1), engine="cuda_graph")
+    assert model.tide_warm_up(rows, max_length=64) > 0
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 3)
+    found = model.generate(**prompt(rows), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+    for layer, plain in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
+        assert torch.allclose(layer.keys[0], plain.keys[0], atol=1e-4)
+    assert model._tide.captured_steps.refused is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,11 +2,12 @@
 
 import sys
 
-import datasets
 import pytest
 from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_parquet
 
 from tide_hf.errors import CalibrationError, MissingPackageError
+
+datasets = pytest.importorskip("datasets")
 
 HUB_CARD = """---
 configs:

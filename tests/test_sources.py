@@ -2,7 +2,6 @@
 
 import copy
 
-import datasets
 import pytest
 from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_json, write_json_lines, write_parquet
 
@@ -11,6 +10,8 @@ from tide_hf.calibration.data import Document
 from tide_hf.calibration.sources import describe_source
 from tide_hf.calibration.text import Text
 from tide_hf.errors import CalibrationError
+
+datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture(scope="module")

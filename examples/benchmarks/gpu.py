@@ -85,7 +85,7 @@ def measured(bench: Bench, line: Callable[[], dict[str, Any]], bandwidth: float)
         if isinstance(bench.model, TIDEModelForCausalLM):
             bench.model.tide_release()
             TIDEModelForCausalLM.detach(bench.model)
-    if "ms_per_token" in result:
+    if "bytes_read" in result:
         result["limit_ms"] = 1000 * result["bytes_read"] / bandwidth
         result["share_of_bandwidth_limit"] = result["limit_ms"] / result["ms_per_token"]
     return result
