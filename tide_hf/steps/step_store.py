@@ -203,7 +203,8 @@ def reserved_bytes(device: torch.device) -> int:
     """Bytes that PyTorch holds on a GPU, for a difference of two; 0 elsewhere."""
     if device.type != "cuda":
         return 0
-    torch.cuda.empty_cache()  # as captures do: what it gives back is none of theirs
+    torch._C._cuda_clearCublasWorkspaces()  # as captures do, and so is the next: what is given back is none of theirs
+    torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
 
