@@ -102,6 +102,37 @@ def test_a_block_takes_no_part_in_passes_of_others(rows, use_cache):
     assert model.last_exit_stats.drafted > 0
 
 
+@pytest.mark.parametrize("strategy", ["recompute", "propagate"])
+@pytest.mark.parametrize("threshold", [0.5, 2.0])
+def test_nor_do_exits(strategy, threshold):
+    model, other = tiny_model("llama"), tiny_model("llama")
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2], kv_cache_strategy=strategy)
+    for exit_layer in (1, 2):
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=threshold)
+    found = [
+        model.generate(prompt(2), logits_processor=[Inner(inner, use_cache=True)], **OPTIONS)
+        for inner in (model, other)
+    ]
+    assert torch.equal(*found)
+    if threshold > 1:
+        processors = [Inner(other, use_cache=True)]
+        assert torch.equal(found[0], other.generate(prompt(2), logits_processor=processors, **OPTIONS))
+
+
+def test_an_interrupt_before_a_draft_leaves_the_callers_cache_as_it_was():
+    def make_drafter(*_):
+        raise KeyboardInterrupt
+
+    model = tiny_model("llama")
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    model._tide.make_drafter = make_drafter
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt(2), **OPTIONS, **{CACHE: cache})
+    assert len(cache.layers) == 4
+
+
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
 def test_drafts_end_where_learnt_positions_do(family, name):
     model, ids, positions = tiny_model(family, **{name: 40}), prompt(), torch.arange(25, 34)[None]

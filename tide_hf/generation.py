@@ -90,7 +90,8 @@ class TIDEGenerationMixin:
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             decoder = self._tide_decoder(engine, input_ids, common, model_kwargs)
             with attachment.running(engine, decoder.run, gates, decoder.on_steps):
-                result = decoder.decode(attachment.make_drafter(attachment, input_ids.tolist(), decoder.shallow))
+                prompts = input_ids.tolist()
+                result = decoder.decode(lambda shallow: attachment.make_drafter(attachment, prompts, shallow))
             learn(decoder)
             stats = decoder.stats
         else:

@@ -10,6 +10,7 @@ The rows of a batch draft to a common width and keep accepted lengths of their o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -115,9 +116,10 @@ class SelfSpeculativeDecoder:
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
         self.stats = ExitStats("self_speculative", attachment.structure.num_layers, engine=engine)
 
-    def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate until every row is stopped."""
+    def decode(self, make_drafter: Callable[[ShallowLayers], Drafter]) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate until every row is stopped, with drafts of what `make_drafter` makes of the shallow layers."""
         try:
+            drafter = make_drafter(self.shallow)
             with active(self.run), self._attention():
                 self._prefill(drafter)
                 with self._experts():

@@ -56,8 +56,6 @@ class BlockRun(LayerRun):
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layer; note the call behind the block's exit layer, and the final state."""
-        if not any(value is self.cache for value in (*args, *kwargs.values())):  # a processor's own pass, say
-            return gate.native(*args, **kwargs)
         if gate.layer_idx == self.block_layer:
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)

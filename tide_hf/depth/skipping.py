@@ -65,9 +65,11 @@ class LayerGate(Gate):
         self.returns_tuple = returns_tuple
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the active run decide; without one, run the layer."""
+        """Let the active run decide; without one, or in a pass that is none of its own, run the layer."""
         run = _ACTIVE.get()
-        return self.native(*args, **kwargs) if run is None else run.run_layer(self, args, kwargs)
+        if run is None or not (run.owns(kwargs) or any(value is run.cache for value in args)):
+            return self.native(*args, **kwargs)
+        return run.run_layer(self, args, kwargs)
 
     def with_state(self, output: Any, state: Tensor) -> Any:
         """`output` with `state` for its hidden states; for a skipped layer, `output` is None."""
@@ -174,7 +176,7 @@ class LayerRun:
         self.layers_executed = 0
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call of the model with these arguments is one of this run's."""
+        """Whether a call of the model, or of a layer, with these arguments is one of this run's."""
         return self.cache is None or any(value is self.cache for value in kwargs.values())
 
     @contextmanager

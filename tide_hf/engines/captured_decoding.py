@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,7 @@ from ..cpu.shared_heads import shared_heads
 from ..decoding.attachment import Attachment
 from ..decoding.costs import step_width
 from ..decoding.drafting import UNREAD, Drafter
+from ..decoding.shallow import ShallowLayers
 from ..decoding.speculation import SelfSpeculativeDecoder
 from ..depth.cache_slots import CacheSlots
 from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back
@@ -64,11 +66,11 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.starts: list[int] = []  # each row's next position
         self.made_before = 0  # steps, when the round began
 
-    def decode(self, drafter: Drafter) -> Tensor | GenerateDecoderOnlyOutput:
+    def decode(self, make_drafter: Callable[[ShallowLayers], Drafter]) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate until every row is stopped; eagerly while another call has the steps."""
         self.may_capture = self.steps.lock.acquire(blocking=False)
         try:
-            return super().decode(drafter)
+            return super().decode(make_drafter)
         finally:
             if self.may_capture:
                 self.steps.lock.release()
