@@ -87,7 +87,7 @@ def attend(
         (rows, width, heads, head_size), and no weights.
     """
     found = None
-    if not any(kwargs.get(name) is not None for name in UNUSUAL) and not kwargs.get("dropout"):
+    if is_usual(kwargs):
         scale, end, is_masked = kwargs.get("scaling"), _filled.get(), attention_mask is not None
         if end is None and (is_masked or _sees_back(module, kwargs)) and not _is_watched(query, key, value):
             found = attend_many(query, key, value, attention_mask, scale)
@@ -96,6 +96,11 @@ def attend(
     if found is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return found, None
+
+
+def is_usual(kwargs: dict[str, Any]) -> bool:
+    """Whether nothing that an attention function is called with changes its scores, or where K/V are."""
+    return not any(kwargs.get(name) is not None for name in UNUSUAL) and not kwargs.get("dropout")
 
 
 def _is_watched(*tensors: Tensor) -> bool:

@@ -187,12 +187,13 @@ class SelfSpeculativeDecoder:
         for name in ("inputs_embeds", CACHE):
             self.model_kwargs.pop(name, None)
         threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
-        length, windows = int(cache.get_seq_length()), has_windows(self.model.config.get_text_config())
+        config = self.model.config.get_text_config()
+        length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.native_slots = self.slots
         self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
-        if (most := last_position(self.model.config.get_text_config())) is not None:  # as many slots, unless
-            ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)  # positions are ahead
+        if (most := last_position(config)) is not None:  # as many slots, less what positions are ahead of them
+            ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
         drafts = [Draft() for _ in self.batch]
         for row, tokens in zip(self.batch, self._accept(logits, drafts), strict=True):

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-from ..cpu.shared_heads import UNUSUAL, attend_joined
+from ..cpu.shared_heads import attend_joined, is_usual
 from .step_buffers import WIDEST
 
 NAME = "tide_joined_heads"
@@ -52,8 +52,7 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """What `sdpa_attention_forward` does, without copies of K/V that heads share; Dynamo can trace it."""
-    is_usual = not any(kwargs.get(name) is not None for name in UNUSUAL) and not kwargs.get("dropout")
-    if attention_mask is not None and is_usual:
+    if attention_mask is not None and is_usual(kwargs):
         found = attend_joined(query, key, value, attention_mask, kwargs.get("scaling"))
         if found is not None:
             return found, None
