@@ -5,6 +5,7 @@ Most tests trace layers and run what was traced as it is (`backend="eager"`), wh
 
 import copy
 import logging
+from functools import wraps
 
 import pytest
 import torch
@@ -107,6 +108,23 @@ def test_rows_as_many_as_a_head_is_wide_make_no_graphs_of_their_own(tiny_llama):
         use_drafter(model, "random", continuations)
         model.generate(ids[:fewer], **OPTIONS)
     assert model._tide.compiled_layers.warm_up.num_made <= 5  # one or several tokens, behind a rollback or not, masks
+
+
+def test_layers_that_compute_with_their_number_share_graphs(tiny_llama, monkeypatch):
+    model = tiny_llama(num_hidden_layers=12)
+    native = type(model.model.layers[0]).forward
+
+    @wraps(native)
+    def forward(self, hidden_states, *args, **kwargs):
+        return native(self, hidden_states * (1 + self.self_attn.layer_idx), *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
+    expected = model.generate(**batch(1), **OPTIONS)
+    attach(model, pack_weights=False)
+    assert torch.equal(model.generate(**batch(1), **OPTIONS), expected)
+    layers = model._tide.compiled_layers
+    assert layers.num_compiled > 0
+    assert layers.warm_up.num_made < model.config.num_hidden_layers
 
 
 def test_a_call_tells_what_it_spent_on_compiling(tiny_llama):

@@ -30,6 +30,7 @@ from .warm_up import WarmUp
 
 MOST_TOKENS = 64  # of a pass, all rows together; longer ones, such as prompts, have little to gain
 MOST_GRAPHS = 64  # by numbers of rows and tokens, with and without a mask, behind a rollback and not
+HEADS_AND_SIZE = [1, 3]  # dimensions of K/V that are the model's own
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class CompiledLayers:
             return gate.native(*args, **kwargs)
         for linear in self._linears[layer]:
             linear.prepare(num_tokens)
+        for tensor in (stored.keys, stored.values):
+            torch._dynamo.mark_static(tensor, HEADS_AND_SIZE)
         call = placed(None, place, args, kwargs)
         graphs, start = _graphs_compiled(), perf_counter()
         try:
@@ -104,7 +107,7 @@ class CompiledLayers:
         parts = [(id(module), id(module.__dict__.get("forward")), hooks_of(module)) for module in modules]
         if parts != self._parts:
             self.release()
-            self._parts = parts
+            self._parts, self._layer_numbers = parts, _layer_numbers(layers)
             # Graphs belong to a function's code: with code of its own a model shares no limit with others.
             own = FunctionType(_run_layer.__code__.replace(), globals())
             self._compiled = torch.compile(own, fullgraph=True, dynamic=True, backend=self.backend)
@@ -113,16 +116,21 @@ class CompiledLayers:
         settings = [settings_of(module) for module in modules]
         if settings != self._settings:  # twins have those of before; Dynamo knows which graphs hold for which
             self._twins, self._linears, self._settings = {}, {}, settings
-        patch = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
+        many = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
+        # The other numbers of a module, such as its heads, are constants of a graph, which is simpler and made sooner.
+        dynamo: Any = torch.compiler.config
+        changing = ",".join(filter(None, (dynamo.dynamic_sources, self._layer_numbers)))
+        numbers = dynamo.patch(dynamic_sources=changing)
         # Sizes that are the same by chance, such as rows and heads, would each make a graph of their own.
         shapes: Any = torch.fx.experimental._config
         no_chance = shapes.patch(use_duck_shape=False)
-        with self.warm_up.shown(is_due=not self._twins), patch, no_chance:
+        with self.warm_up.shown(is_due=not self._twins), many, numbers, no_chance:
             yield
 
     def release(self) -> None:
         """Give the memory of the graphs back."""
         self._parts, self._settings, self._twins, self._linears = [], [], {}, {}
+        self._layer_numbers = ""
         self._compiled, self._compiled_fixed = _run_layer, layer_on_fixed_cache
 
     def __reduce__(self) -> tuple:
@@ -236,6 +244,16 @@ def _twin(module: nn.Module) -> nn.Module:
     children = module._modules.items()
     twin.__dict__["_modules"] = {name: child if child is None else _twin(child) for name, child in children}
     return twin
+
+
+def _layer_numbers(layers: list[nn.Module]) -> str:
+    """The attributes that number layers, as Dynamo is told that they change from one to the next."""
+    found = [
+        {name for part in layer.modules() for name, value in vars(part).items() if type(value) is int and value == n}
+        for n, layer in enumerate(layers)
+    ]
+    names = sorted(set.intersection(*found))
+    return rf".*\.({'|'.join(names)})$" if names else ""
 
 
 def _is_plain(stored: Any) -> bool:
