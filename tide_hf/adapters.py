@@ -13,7 +13,8 @@ BY_POSITION = "alora_offsets"  # activated LoRA: how many tokens, from the end, 
 
 
 def base_inside(model: Any) -> Any:
-    """The language model that a `PeftModel` wraps; any other object is returned as it is."""
+    """The language model that `torch.compile` or a `PeftModel` wraps; any other object is returned as it is."""
+    model = getattr(model, "_orig_mod", model)
     is_wrapper = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return model.get_base_model() if is_wrapper else model
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
 from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
+from .compilation import check_uncompiled
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import EAGER
 from .decoding.rows import max_length_of
@@ -76,6 +77,7 @@ class TIDEGenerationMixin:
         attachment.check_mode(mode)
         attachment.check_head(self)
         check_adapters(self, attachment.structure)
+        check_uncompiled(cast(nn.Module, self), attachment.structure)
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()

@@ -7,6 +7,7 @@ from typing import Any
 
 from .adapters import base_inside, check_wrapper
 from .choices import ENGINES, MODES, check_choice
+from .compilation import check_uncompiled
 from .cpu.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .decoding.attachment import Attachment, hybrid_drafter
 from .depth.skipping import open_gates, remove_gates
@@ -136,8 +137,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
 
         Args:
-            model: The base model, or a `PeftModel` around it: TIDE is attached to the model inside. It is changed in
-                place; attaching again replaces the routers and settings.
+            model: The base model, or a `PeftModel` or `torch.compile(model)` around it: TIDE is attached to the model
+                inside. It is changed in place; attaching again replaces the routers and settings.
             routers: As in `from_pretrained`.
             mode: As in `from_pretrained`.
             exit_threshold: As in `from_pretrained`.
@@ -159,6 +160,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         given, model = model, base_inside(model)
         loaded = _load_routers(routers)
         structure = find_structure(model)
+        check_uncompiled(model, structure)
         threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
         if exit_threshold is not None:
             threshold = check_exit_threshold(exit_threshold)
@@ -196,7 +198,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """Give a model its own class and forward back.
 
         Args:
-            model: An attached model, or a `PeftModel` around one; one that is not attached is returned as it is.
+            model: An attached model, or what is wrapped around one; one that is not attached is returned as it is.
 
         Returns:
             `model` itself, as it was before `attach`.

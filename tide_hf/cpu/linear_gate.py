@@ -72,15 +72,17 @@ class LinearGate(Gate):
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
         """Run the layer; natively outside TIDE's passes and for numbers of rows for which that is the fastest."""
+        run = active_run()
+        if run is None and not self._anywhere:
+            return self.native(input)
         products = _products.get()
-        if products is not None and active_run() is not None and not torch.is_grad_enabled():
+        if products is not None and run is not None and not torch.is_grad_enabled():
             product = products.get((self, input.numel()))
             if product is not None:
                 return product(input)
         weight = self._weight
         if (
             weight is None
-            or (active_run() is None and not self._anywhere)
             or torch.is_grad_enabled()
             or input.dtype is not weight.dtype
             or torch.is_autocast_enabled("cpu")

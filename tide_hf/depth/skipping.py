@@ -2,7 +2,8 @@
 
 A gate stands in for a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary
 embeddings and final norm run as ever. Without an active `LayerRun` a gate is transparent. The active run is a context
-variable, so every thread and every `generate` call has its own.
+variable, so every thread and every `generate` call has its own. What `torch.compile` traces has none: there a model is
+its own forward, without graph breaks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops import PLAIN, Ops
@@ -66,7 +68,7 @@ class LayerGate(Gate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Let the active run decide; without one, or in a pass that is none of its own, run the layer."""
-        run = _ACTIVE.get()
+        run = active_run()
         if run is None or not (run.owns(kwargs) or any(value is run.cache for value in args)):
             return self.native(*args, **kwargs)
         return run.run_layer(self, args, kwargs)
@@ -87,7 +89,7 @@ class MLPGate(Gate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Let the active run choose the tokens; without one, run the MLP on all."""
-        run = _ACTIVE.get()
+        run = active_run()
         kept = run.tokens_for_mlp() if run is not None else None
         if run is None or kept is None:
             return self.native(*args, **kwargs)
@@ -150,7 +152,7 @@ def active(run: LayerRun | None) -> Iterator[LayerRun | None]:
 
 def active_run() -> LayerRun | None:
     """The run that decides in this thread, if any."""
-    return _ACTIVE.get()
+    return None if torch.compiler.is_dynamo_compiling() else _ACTIVE.get()
 
 
 class LayerRun:
