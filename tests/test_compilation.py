@@ -61,12 +61,12 @@ def test_parts_of_a_layer_may_be_compiled(tiny_llama, compiled):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_an_attached_model_is_one_graph_where_tide_does_not_decide(family):
     model = tiny_model(family)
-    logits = model(IDS).logits
+    logits = model(IDS, use_cache=False).logits
     beams = model.generate(IDS, **OPTIONS, num_beams=2)
     TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 2]))
     counter = CompileCounter()
     whole = torch.compile(model, fullgraph=True, backend=counter)
-    torch.testing.assert_close(whole(IDS).logits, logits)
+    torch.testing.assert_close(whole(IDS, use_cache=False).logits, logits)
     assert counter.frame_count == 1
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     assert torch.equal(model.generate(IDS, **OPTIONS, num_beams=2), beams)
