@@ -41,6 +41,5 @@ def ranks_of(model: Any) -> Ranks:
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
         return ALONE
-    if "tp" in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:
-        mesh = mesh["tp"]
-    return Ranks(mesh.get_group(), model.device)
+    is_named = "tp" in (mesh.mesh_dim_names or ())
+    return Ranks(mesh.get_group("tp" if is_named else None), model.device)
