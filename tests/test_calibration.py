@@ -72,6 +72,15 @@ def test_the_same_seed_gives_the_same_routers_attached_or_not(parts):
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
+def test_what_was_in_training_and_what_was_not_stay_so(tiny_llama, tiny_tokenizer):
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    small(model, tiny_tokenizer, texts())
+    assert model.training
+    assert model.model.layers[1].mlp.training
+    assert not model.model.layers[0].mlp.training
+
+
 def test_a_head_learns_what_can_be_learnt(parts):
     """Fitted to texts of few words, a linear head agrees more often than the identity on texts it has not seen."""
     model, tokenizer = parts

@@ -52,12 +52,26 @@ def test_the_time_of_a_calibration_that_was_interrupted_is_not_told_as_the_whole
     assert expected in card_of(tmp_path, resumed_units=7).text
 
 
+def test_a_licence_is_told_by_who_publishes(tmp_path):
+    routers = TIDERouters.for_model(tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12])
+    routers.config.calibration = record()
+    card = ModelCard.load(write_model_card(routers, tmp_path, repo_id="org/base-tide", license="mit"))
+    assert card.data.license == "mit"
+
+
+def test_a_card_in_the_folder_that_one_is_in_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    routers = TIDERouters.for_model(tiny_model("llama", num_hidden_layers=14), exit_layers=[4, 12])
+    routers.config.calibration = record()
+    assert ModelCard.load(write_model_card(routers, ".")).data.model_name == tmp_path.name
+
+
 def test_front_matter_and_tables(tmp_path):
     card = card_of(tmp_path)
     assert card.data.base_model == "org/base"
     assert card.data.base_model_relation == "adapter"
     assert card.data.library_name == "tide_hf"
-    assert card.data.license == "apache-2.0"
+    assert card.data.license is None
     assert 'from_pretrained(\n    "org/base",\n    routers="org/base-tide",\n)' in card.text
     assert "| exit layer | agreement | router AUC | calibration error | leaving |\n| ---: |" in card.text
     assert "| 4 of 14 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 12 of 14 |" in card.text

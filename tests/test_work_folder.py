@@ -89,6 +89,7 @@ def killed_in(parts, folder, monkeypatch, number=3, **options):
         ({"max_length": 9}, r"max_length=8 \(now 9\)"),
         ({"dataset": texts(9)}, r"data_hash="),
         ({"exit_layers": [1, 3]}, r"exit_layers=\[1, 2\] \(now \[1, 3\]\)"),
+        ({"draft_vocab_size": 8}, r"draft_vocab_size=8192 \(now 8\)"),
     ],
 )
 def test_the_unfinished_work_of_another_calibration(parts, tmp_path, monkeypatch, changed, message):

@@ -74,7 +74,7 @@ def generate_dataset(
     rows: list[Any] = [{"prompt": row} if isinstance(row, str) else row for row in given]
     encoded = [_encode(tokenizer, row, number) for number, row in enumerate(rows, start=1)]
     device = input_device(model)
-    processes = Processes.current(device)
+    processes = Processes.current(model)
     work = WorkFolder(output_dir, task="data set")
     work.folder.mkdir(parents=True, exist_ok=True)
     settings = {"batch_size": batch_size, "shard_size": shard_size, "seed": seed}

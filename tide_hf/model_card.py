@@ -21,7 +21,12 @@ MARKUP = re.compile(r'[<>`"\[\]\\]')
 
 
 def write_model_card(
-    routers: TIDERouters, folder: str | os.PathLike[str], *, repo_id: str | None = None, command: str | None = None
+    routers: TIDERouters,
+    folder: str | os.PathLike[str],
+    *,
+    repo_id: str | None = None,
+    command: str | None = None,
+    license: str | None = None,
 ) -> Path:
     """Write `README.md` for calibrated routers, and its plots in `plots/` where matplotlib is installed.
 
@@ -30,6 +35,8 @@ def write_model_card(
         folder: Where to write; made where it does not exist.
         repo_id: Hub repository that the card's example loads; default: `folder`'s name.
         command: The command that made the routers, if it is to be told; default: that in their record.
+        license: Its identifier on the Hub. None is told by default: heads are made from the base model, and whether
+            they may have another licence than that is for who publishes them to say.
 
     Returns:
         The file.
@@ -47,11 +54,11 @@ def write_model_card(
                 do="Run tide_hf.calibrate(model, tokenizer) first.",
             )
         )
-    repo_id = repo_id or Path(folder).name
+    repo_id = repo_id or Path(folder).resolve().name
     file = Path(folder) / "README.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        card = _render(routers, record, repo_id, command, file.parent)
+        card = _render(routers, record, repo_id, command, license, file.parent)
     except (AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigurationError(
             describe(
@@ -66,7 +73,14 @@ def write_model_card(
     return file
 
 
-def _render(routers: TIDERouters, record: dict[str, Any], repo_id: str, command: str | None, folder: Path) -> ModelCard:
+def _render(
+    routers: TIDERouters,
+    record: dict[str, Any],
+    repo_id: str,
+    command: str | None,
+    license: str | None,
+    folder: Path,
+) -> ModelCard:
     told = " ".join((command or record.get("command") or "").split()).replace("`", "'")  # it stands in backticks
     record = _harmless(record)
     base = routers.config.base_model_name_or_path
@@ -74,7 +88,7 @@ def _render(routers: TIDERouters, record: dict[str, Any], repo_id: str, command:
         base_model=base,
         base_model_relation="adapter" if base else None,
         library_name="tide_hf",
-        license="apache-2.0",
+        license=license,
         pipeline_tag="text-generation",
         tags=["early-exit", "self-speculative-decoding", "tide"],
         model_name=repo_id.rpartition("/")[2],

@@ -25,12 +25,14 @@ CUSTOM_GENERATE = {
 PLACEHOLDER = "org/tide"  # what the source calls the repository that it is uploaded to
 
 
-def push_routers(routers: TIDERouters, repo_id: str, **options: Any) -> CommitInfo:
+def push_routers(routers: TIDERouters, repo_id: str, *, license: str | None = None, **options: Any) -> CommitInfo:
     """Upload config, weights and card; see `TIDERouters.push_to_hub`."""
     _check_repo_id(repo_id)
     _check_base(routers.config.base_model_name_or_path)
     with tempfile.TemporaryDirectory() as folder:
-        write_model_card(routers, folder, repo_id=repo_id)  # first, since routers without a record have none
+        write_model_card(
+            routers, folder, repo_id=repo_id, license=license
+        )  # first, since routers without a record have none
         routers.save_pretrained(folder)
         return _upload(folder, repo_id, **{"commit_message": "Upload routers", **options})
 

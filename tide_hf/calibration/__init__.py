@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import base_inside, check_wrapper
-from ..choices import LABELS, STRATEGIES, check_choice
 from ..cpu.linear_gate import faster_passes
 from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
-from ..unembed import check_parity, weights_hash
+from ..unembed import Unembed, check_parity, weights_hash
+from .arguments import check_arguments, check_for_model, check_positions
 from .block_stage import BlockStart, block_start, place_block
 from .budget import Budget
 from .data import Document, Splits, full_depth
@@ -30,7 +30,7 @@ from .report import Steps, calibration_record, layer_figures, print_report
 from .selection import candidates_on, useful_exit_layers
 from .store import StateStore
 from .text import Text, load_documents
-from .threshold import Decisions, check_counts, check_minutes, check_share, choose_threshold
+from .threshold import Decisions, choose_threshold
 from .work_folder import open_work_folder
 
 __all__ = ["calibrate"]
@@ -125,33 +125,29 @@ def calibrate(
             block head.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         RoutersNotFoundError: There are no routers at `start_from`.
-        UnsupportedModelError: The model is not supported.
+        UnsupportedModelError: The model is not supported, is shared by processes (`tp_plan`), or can have no block
+            head.
     """
-    check_choice("labels", labels, LABELS)
-    check_choice("exit_strategy", exit_strategy, STRATEGIES)
-    check_share("tolerance", tolerance, usual=0.02)
-    check_share("confidence", confidence, usual=0.95)
-    check_counts(samples=samples, max_length=max_length, batch_size=batch_size)
-    check_minutes(max_minutes)
+    sizes: dict[str, Any] = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
+    plan: dict[str, Any] = {"samples": samples, "max_length": max_length, "batch_size": batch_size, "seed": seed}
+    kinds: dict[str, Any] = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
+    bound: dict[str, Any] = {"tolerance": tolerance, "confidence": confidence}
+    check_arguments(**kinds, **bound, **sizes, **plan, max_minutes=max_minutes, output_dir=output_dir, notes=notes)
     budget = Budget.of_minutes(max_minutes)
     check_wrapper(model)
     model = base_inside(model)
-    processes = Processes.current(input_device(model))
+    processes = Processes.current(model)
     with full_depth(model):
         structure = find_structure(model)
         check_precision(model, structure)
         check_parity(model, structure)
+        check_for_model(structure, Unembed(model, structure), exit_strategy, translator_rank)
         start = block_start(start_from, model, exit_strategy) if start_from is not None else None
-        sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
         routers = _fresh_routers(model, structure, exit_strategy, start, exit_layers, **sizes)
-        text = load_documents(
-            dataset, tokenizer, samples=samples, max_length=max_length, batch_size=batch_size, seed=seed
-        )
+        text = load_documents(dataset, tokenizer, **plan)
+        check_positions(model, text, max_length)
         further = weights_hash(start.point) if start is not None else None
-        layers = routers.exit_layers
-        settings = Settings(
-            samples, max_length, labels, exit_strategy, layers, translator_rank, batch_size, seed, further
-        )
+        settings = Settings(**plan, **kinds | {"exit_layers": routers.exit_layers}, **sizes, start_from=further)
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
             pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)

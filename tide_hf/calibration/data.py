@@ -70,7 +70,7 @@ class TokenBatch:
 @contextmanager
 def full_depth(model: PreTrainedModel) -> Iterator[None]:
     """Let `model` be what it was before TIDE was attached, in evaluation mode; restore both afterwards."""
-    attached, was_training = type(model), model.training
+    attached, training = type(model), [module for module in model.modules() if module.training]
     if isinstance(model, TIDEGenerationMixin):
         model.__class__ = model._tide.base_class  # the gates let everything pass while no run is active
     model.eval()
@@ -78,7 +78,8 @@ def full_depth(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.__class__ = attached
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 @contextmanager

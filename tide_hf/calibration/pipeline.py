@@ -48,7 +48,8 @@ class Settings:
     translator_rank: int | None
     batch_size: int
     seed: int
-    start_from: str | None = None  # fingerprint of the block head that is trained further
+    draft_vocab_size: int | None
+    start_from: str | None  # fingerprint of the block head that is trained further
 
     def to_dict(self) -> dict[str, Any]:
         """For the fingerprint."""

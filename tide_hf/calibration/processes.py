@@ -12,6 +12,11 @@ from typing import Any, TypeVar
 import torch
 from accelerate import PartialState
 from torch import distributed
+from transformers import PreTrainedModel
+
+from ..decoding.ranks import ranks_of
+from ..errors import UnsupportedModelError, describe
+from ..structure import input_device
 
 Unit = TypeVar("Unit")
 PATIENCE = timedelta(hours=24)  # a process may have nothing to do while another writes text
@@ -30,12 +35,26 @@ class Processes:
     count: int = 1
 
     @classmethod
-    def current(cls, device: torch.device) -> Processes:
+    def current(cls, model: PreTrainedModel) -> Processes:
         """Find the other processes, and connect to them where nobody has yet.
 
         Args:
-            device: Where this process's model is.
+            model: This process's own.
+
+        Raises:
+            UnsupportedModelError: The processes share it, so they cannot work on different texts.
         """
+        if ranks_of(model).many:
+            raise UnsupportedModelError(
+                describe(
+                    "processes that share one model cannot share work",
+                    got="a model that was loaded with tp_plan",
+                    expected="a whole model in each process",
+                    do="Load it without tp_plan, with device_map='auto' where it needs several devices. What is made "
+                    "there serves the model with tp_plan as well.",
+                )
+            )
+        device = input_device(model)
         if not distributed.is_available():
             return cls()
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -6,9 +6,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..chat_prompts import prompt_tokens
+from ..errors import CalibrationError, describe, quoted
 from .data import Document
 from .own_prompts import SHARE as OWN_SHARE
 from .own_prompts import find_user_turn
@@ -38,6 +40,12 @@ class Text:
         prompts = [asdict(batch) for batch in self.prompts]
         return hashlib.sha256(json.dumps([documents, prompts]).encode()).hexdigest()
 
+    def longest(self, max_length: int) -> int:
+        """Tokens of the longest document, the most that it may have where it has yet to be written."""
+        if self.documents:
+            return max(len(document.tokens) for document in self.documents)
+        return max(batch.longest_prompt for batch in self.prompts) + max_length
+
 
 def load_documents(
     dataset: object,
@@ -56,8 +64,18 @@ def load_documents(
     if dataset is not None:
         documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
         return Text(documents, [], describe_source(dataset), num_skipped)
-    turn = find_user_turn(tokenizer)
-    num_own = round(OWN_SHARE * samples) if turn is not None else 0
-    prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
+    try:
+        turn = find_user_turn(tokenizer)
+        num_own = round(OWN_SHARE * samples) if turn is not None else 0
+        prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
+    except (TemplateError, TypeError, ValueError) as error:  # the template is anybody's; several without a default
+        raise CalibrationError(
+            describe(
+                "the chat template refuses a user's message that stands alone",
+                got=quoted(error),
+                expected="a template that takes one",
+                do="Pass texts or chats of your own as dataset, or a tokenizer with another chat_template.",
+            )
+        ) from error
     source = describe_source(None) + (", and to prompts of its own" if num_own else "")
     return Text([], plan_writing(prompts, batch_size, seed, turn, num_own), source)

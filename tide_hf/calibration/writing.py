@@ -15,7 +15,7 @@ from ..padding import end_tokens, pad_token
 from ..structure import input_device
 from .continuing import continued
 from .data import Document, seeded
-from .own_prompts import UserTurn, write_prompts
+from .own_prompts import LONGEST, UserTurn, write_prompts
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
 
@@ -37,6 +37,12 @@ class PromptBatch:
     seed: int
     turn: UserTurn | None = None
     num_own: int = 0
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, the most that it may have where it has yet to be written."""
+        own = [] if self.turn is None else [len(self.turn.before) + LONGEST + len(self.turn.behind)]
+        return max([*map(len, self.prompts), *own])
 
 
 def draw_prompts(count: int, seed: int) -> list[str]:

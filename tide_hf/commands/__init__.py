@@ -211,6 +211,7 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
 def _push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what tide-hf calibrate wrote")
     parser.add_argument("repo_id", metavar="ORG/NAME", help="Hub repository; made where it does not exist")
+    parser.add_argument("--license", metavar="NAME", help="what the card says, such as apache-2.0 (default: nothing)")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
     parser.add_argument("--revision", help="branch to commit to; made where it does not exist (default: main)")

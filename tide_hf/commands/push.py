@@ -16,5 +16,6 @@ def run(args: argparse.Namespace) -> None:
     if args.custom_generate:
         commit = push_custom_generate(args.folder, args.repo_id, **options)
     else:
-        commit = push_routers(TIDERouters.from_pretrained(args.folder), args.repo_id, **options)
+        routers = TIDERouters.from_pretrained(args.folder)
+        commit = push_routers(routers, args.repo_id, license=args.license, **options)
     print(commit.pr_url or commit.commit_url)

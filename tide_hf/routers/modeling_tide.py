@@ -215,6 +215,7 @@ class TIDERouters(PreTrainedModel):
         self,
         repo_id: str,
         *,
+        license: str | None = None,
         private: bool | None = None,
         create_pr: bool = False,
         commit_message: str = "Upload routers",
@@ -225,6 +226,7 @@ class TIDERouters(PreTrainedModel):
 
         Args:
             repo_id: Hub repository, such as `"org/name"`; made where it does not exist.
+            license: What the card says, such as `"apache-2.0"`; default: nothing (see `write_model_card`).
             private: Whether a repository that is made is private; `None` leaves it to the organisation.
             create_pr: Open a pull request instead of committing.
             commit_message: What the commit says.
@@ -241,7 +243,7 @@ class TIDERouters(PreTrainedModel):
         from ..publishing import push_routers  # noqa: PLC0415  # it writes the card of what this module defines
 
         options = {"private": private, "create_pr": create_pr, "commit_message": commit_message}
-        return push_routers(self, repo_id, revision=revision, token=token, **options)
+        return push_routers(self, repo_id, license=license, revision=revision, token=token, **options)
 
     def check_base_model(self, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
         """Refuse a base model that these routers were not made for.

@@ -1,0 +1,106 @@
+"""What a caller asks of a calibration, checked before any work is done."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..choices import LABELS, STRATEGIES, check_choice
+from ..errors import ConfigurationError, UnsupportedModelError, describe, short
+from ..structure import DecoderStructure, last_position
+from ..unembed import Unembed
+from .distillation import can_distil
+from .text import Text
+from .threshold import check_counts, check_minutes, check_share
+
+LARGEST_SEED = 2**62  # stages add to it, and PyTorch's generators take 64 bits
+
+
+def check_arguments(
+    *,
+    labels: str,
+    exit_strategy: str,
+    exit_layers: object,
+    tolerance: float,
+    confidence: float,
+    translator_rank: int | None,
+    draft_vocab_size: int | None,
+    max_minutes: float | None,
+    output_dir: str | os.PathLike[str] | None,
+    seed: int,
+    notes: Mapping[str, Any] | None,
+    **counts: object,
+) -> None:
+    """Refuse arguments of `calibrate` that make no sense for any model.
+
+    Raises:
+        ConfigurationError: One of them.
+    """
+    check_choice("labels", labels, LABELS)
+    check_choice("exit_strategy", exit_strategy, STRATEGIES)
+    check_share("tolerance", tolerance, usual=0.02)
+    check_share("confidence", confidence, usual=0.95)
+    sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
+    check_counts(**counts, **{name: size for name, size in sizes.items() if size is not None})
+    check_minutes(max_minutes)
+    if exit_layers is not None and (isinstance(exit_layers, str) or not isinstance(exit_layers, Iterable)):
+        raise _unusable("exit_layers", exit_layers, "a list of numbers of layers", "Pass exit_layers=[8, 16], say.")
+    if type(seed) is not int or abs(seed) >= LARGEST_SEED:
+        raise _unusable("seed", seed, "a whole number of fewer than 62 bits", "Pass seed=0, say.")
+    if output_dir is not None and Path(output_dir).exists() and not Path(output_dir).is_dir():
+        raise _unusable("output_dir", output_dir, "a folder, which may be new", "Name another, or move the file.")
+    try:
+        json.dumps(dict(notes or {}))
+    except (TypeError, ValueError) as error:
+        raise _unusable("notes", error, "what JSON can hold", "Turn the values into text or numbers.") from error
+
+
+def check_for_model(
+    structure: DecoderStructure, unembed: Unembed, exit_strategy: str, translator_rank: int | None
+) -> None:
+    """Refuse exit heads that this model cannot have.
+
+    Raises:
+        ConfigurationError: The translator's rank is larger than a hidden state.
+        UnsupportedModelError: A block head is to learn from a head or norm that cannot be differentiated.
+    """
+    if translator_rank is not None and translator_rank > structure.hidden_size:
+        expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
+        raise _unusable("translator_rank", translator_rank, expected, "Leave it out for full rank.")
+    if exit_strategy == "block" and not can_distil(unembed):
+        raise UnsupportedModelError(
+            describe(
+                "a block head cannot be trained here",
+                got="an output head or final norm in 8 or 4 bits, or offloaded",
+                expected="one in floating point on the device",
+                do="Pass exit_strategy='linear', or load the model without quantising its head and without offloading.",
+            )
+        )
+
+
+def check_positions(model: PreTrainedModel, text: Text, max_length: int) -> None:
+    """Refuse documents that are longer than the model has positions for.
+
+    Raises:
+        ConfigurationError: There may be such a document.
+    """
+    most, longest = last_position(model.config.get_text_config()), text.longest(max_length)
+    if most is not None and longest > most:
+        raise ConfigurationError(
+            describe(
+                "documents may be longer than the model has positions for",
+                got=f"up to {longest} tokens",
+                expected=f"at most {most}",
+                do=f"Pass a max_length below {max_length}, or leave long prompts out.",
+            )
+        )
+
+
+def _unusable(name: str, value: object, expected: str, do: str) -> ConfigurationError:
+    got = value if isinstance(value, Exception) else short(value)
+    return ConfigurationError(describe(f"{name} makes no sense", got=got, expected=expected, do=do))
