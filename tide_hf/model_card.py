@@ -99,7 +99,6 @@ def _render(
         "repo_id": _harmless(repo_id),
         "command": told,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
-        "config": routers.config,
         "tables": tables_of(record, routers.config.num_hidden_layers),
         "plots": _draw(record, folder),
         "threshold": describe_threshold(record["threshold"]),

@@ -17,7 +17,7 @@ from .block_stage import BlockStage
 from .budget import Budget
 from .data import Document, pack_documents, split_documents, unpack_documents
 from .distillation import can_distil, distil_head, frequent_tokens
-from .fitting import collect_moments, decide, draft_agreement, fit_head, fit_router, round_weights
+from .fitting import collect_moments, decide, draft_agreement, fit_head, fit_router
 from .hidden_states import StateReader
 from .processes import Processes
 from .report import Steps
@@ -247,7 +247,6 @@ class Pipeline:
         fit = store.sample("fit", [layer], DISTIL_CAPACITY, self.settings.seed)
         kept = {name: value.clone() for name, value in head.state_dict().items()}
         outcome = distil_head(head, layer, fit, tune, self.unembed, tokens, self.settings.seed + layer, deadline)
-        round_weights(head)
         distilled = draft_agreement(head, states, tune.top_tokens, everything)
         facts |= {"distilled_agreement": distilled, **asdict(outcome)}
         if distilled <= closed_form:
