@@ -187,6 +187,7 @@ def test_an_iterable_without_end(tokenizer):
             r"got DatasetDict with the keys test\.",
         ),
         ({"text": TEXTS}, r"cannot read this kind of dataset: got dict with the keys text\."),
+        (dict.fromkeys(range(99)), r"got dict with the keys 0, 1, 2, 3, 4, 5, 6, 7, 8, 9\."),
         (b"some text", "cannot read this kind of dataset: got bytes"),
         (CHATS[0], r"no column .*: got the columns role, content"),
         ([{"text": 7}], r"cannot read this kind of row .*: got int"),

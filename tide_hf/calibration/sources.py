@@ -22,6 +22,7 @@ from .files import READERS, import_extra, read_rows
 # "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
 POOL = 10_000  # rows at hand to draw from, besides ten for every document that is wanted
+SHOWN_KEYS = 10  # by an error; a column of a table has one for each row
 TEXT_COLUMNS = ("text", "messages")
 SHUFFLE_BUFFER = 2_000  # rows of a stream that are shuffled at a time
 
@@ -33,7 +34,6 @@ def read_documents(
     samples: int,
     max_length: int,
     seed: int,
-    advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[list[Document], int]:
     """Draw different documents from a dataset; see `calibrate` for what it may be.
 
@@ -45,7 +45,6 @@ def read_documents(
         samples: At most this many documents are drawn, at random.
         max_length: Tokens after which a text, or the last answer of a chat, is cut.
         seed: Of the draw.
-        advance: Told 1 for every document.
 
     Returns:
         The documents, and the number of rows that were skipped: those of fewer than two tokens, and chats that the
@@ -70,8 +69,7 @@ def read_documents(
             num_skipped += 1
             got = f"{num_skipped} rows, of which none can be used; of the last: {error}"
             continue
-        if documents.setdefault(tuple(document.tokens), document) is document:
-            advance(1)
+        documents.setdefault(tuple(document.tokens), document)
     if not documents:
         raise CalibrationError(
             describe(
@@ -127,7 +125,7 @@ def random_rows(dataset: Any, size: int, seed: int, columns: Sequence[str] = TEX
             return (dataset[i] for i in chance.sample(range(len(dataset)), min(len(dataset), size)))
         if isinstance(dataset, Iterable):
             return iter(_draw(islice(dataset, size), size, chance))
-    keys = f" with the keys {', '.join(map(str, dataset.keys()))}" if has_keys else ""
+    keys = f" with the keys {', '.join(map(str, islice(dataset.keys(), SHOWN_KEYS)))}" if has_keys else ""
     raise CalibrationError(
         describe(
             "cannot read this kind of dataset",
