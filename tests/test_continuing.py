@@ -41,6 +41,36 @@ def test_texts_go_on_as_generate_would(tiny_llama):
     assert ended == [row[: row.index(end)] if end in row else row for row in rows]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"no_repeat_ngram_size": 1, "repetition_penalty": 3.0, "min_length": 30},
+        {"suppress_tokens": list(range(200))},
+        {"bad_words_ids": [[token] for token in range(200)]},
+        {"max_time": 1e-9},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"stop_strings": ["x"]},
+        {"prompt_lookup_num_tokens": 3},
+        {"num_return_sequences": 2, "num_beams": 2},
+    ],
+    ids=lambda said: next(iter(said)),
+)
+def test_a_model_s_own_generation_config_has_no_say(tiny_llama, said):
+    model = tiny_llama()
+    expected = continued(model, TEXTS, 6, temperature=None, ends={257})
+    model.generation_config.update(**said)
+    assert continued(model, TEXTS, 6, temperature=None, ends={257}) == expected
+    assert next(iter(said.items())) in model.generation_config.to_dict().items()
+
+
+def test_a_pad_token_that_the_model_does_not_know(tiny_llama):
+    model = tiny_llama()
+    rows = continued(model, TEXTS, 6, temperature=None, ends=set())
+    ends = {rows[0][0]}  # so that one row is filled up
+    expected = continued(model, TEXTS, 6, temperature=None, ends=ends)
+    assert continued(model, TEXTS, 6, temperature=None, ends=ends, pad=model.config.vocab_size) == expected
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_draws_are_those_of_the_seed(family):
     model = tiny_model(family)

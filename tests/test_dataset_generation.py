@@ -1,5 +1,6 @@
 """Answers to a data set: the same by any number of processes, and after any number of kills."""
 
+import datetime
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from repository import ROOT
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from tide_hf import TIDEModelForCausalLM, folders, generate_dataset
 from tide_hf.errors import DatasetError, UnsupportedOptionError
@@ -62,6 +63,16 @@ def test_an_answer_ends_where_the_model_ends_it(parts, tmp_path):
     )
     assert short[0]["num_new_tokens"] <= 3
     assert whole[0]["num_new_tokens"] == 6
+
+
+def test_an_answer_ends_where_a_passed_config_ends_it(parts, tmp_path):
+    model, tokenizer = parts
+    ids = tokenizer("a b", return_tensors="pt").input_ids
+    third = int(model.generate(ids, **OPTIONS)[0, ids.shape[1] + 2])
+    options = {"shard_size": 2, "max_new_tokens": 6, "generation_config": GenerationConfig(eos_token_id=[third])}
+    files = generate_dataset(model, tokenizer, ["a b", "a longer prompt"], tmp_path, **options)
+    numbers = [row["num_new_tokens"] for row in read(files)]
+    assert numbers[0] <= 3 < numbers[1]  # so that padding followed the first
 
 
 def run(launcher, *arguments):
@@ -117,20 +128,12 @@ def test_killed_it_goes_on_where_it_was(parts, tmp_path, monkeypatch, kills):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"max_new_tokens": 7}, "'max_new_tokens': '6'.*now.*'max_new_tokens': '7'"),
-        ({"prompts": prompts(9)}, "data_hash="),
-        ({"shard_size": 5}, r"shard_size=4 \(now 5\)"),
-    ],
+    "said", [{"return_dict_in_generate": True}, {"num_return_sequences": 2, "do_sample": True}], ids=str
 )
-def test_answers_by_other_settings_are_not_mixed(parts, tmp_path, changed, message):
-    options = {"prompts": prompts(), **LAYOUT, **OPTIONS}
-    generate_dataset(*parts, output_dir=tmp_path, **options)
-    with pytest.raises(
-        DatasetError, match=f"the unfinished work of another data set: got .*{message}.*start it as it was"
-    ):
-        generate_dataset(*parts, output_dir=tmp_path, **options | changed)
+def test_one_answer_a_row_whatever_the_model_s_own_config_says(parts, tmp_path, said):
+    expected = read(generate_dataset(*parts, ["a", "b c"], tmp_path / "expected", **OPTIONS))
+    parts[0].generation_config.update(**said)
+    assert read(generate_dataset(*parts, ["a", "b c"], tmp_path / "said", **OPTIONS)) == expected
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,31 @@ def test_a_row_that_cannot_be_answered_is_named_before_any_work(parts, tmp_path,
     with pytest.raises(DatasetError, match=rf"row 3 cannot be answered: got {got}.*Expected a mapping with a prompt"):
         generate_dataset(*parts, ["a", "b", row], tmp_path / "out", **OPTIONS)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"answer": "42"}, "row 2 has a column that the answer would take the place of: got answer.*Rename the column"),
+        ({"num_new_tokens": 3}, "row 2 has a column .*: got num_new_tokens"),
+        ({"when": datetime.date(2024, 1, 1)}, "row 2 cannot be written to a file: got 'Object of type date.*Turn the"),
+        ({"text": "\ud800"}, "row 2 cannot be written to a file: got .*surrogates"),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_written_is_named_before_any_work(parts, tmp_path, columns, message):
+    with pytest.raises(DatasetError, match=message):
+        generate_dataset(*parts, ["a", {"prompt": "b", **columns}], tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_are_left_alone(parts, tmp_path):
+    names = ["mine/novel.unfinished", "mine/novel.7.unfinished", "00000.jsonl.12.unfinished"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a tide")
+    generate_dataset(*parts, ["a"], tmp_path, **OPTIONS)
+    assert [(tmp_path / name).exists() for name in names] == [True, True, False]
 
 
 def test_messages_need_a_template(parts, tiny_model_folder, tmp_path):
@@ -168,5 +196,7 @@ def test_one_answer_a_row(parts, tmp_path, option):
     name, value = next(iter(option.items()))
     with pytest.raises(UnsupportedOptionError, match=rf"one answer a row: got {name}={value}\. Expected none of these"):
         generate_dataset(*parts, ["a"], tmp_path, **OPTIONS, **option)
+    with pytest.raises(UnsupportedOptionError, match=rf"one answer a row: got {name}={value}"):
+        generate_dataset(*parts, ["a"], tmp_path, generation_config=GenerationConfig(do_sample=True, **option))
     with pytest.raises(DatasetError, match="batch_size is no usable number: got 0"):
         generate_dataset(*parts, ["a"], tmp_path, batch_size=0)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.cpu.linear_gate import linear_gates
 from tide_hf.structure import find_structure
-from tide_hf.unembed import hash_distance, unembed_hash
+from tide_hf.unembed import hash_distance, unembed_hash, weights_hash
 
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # some kinds want multiples of 32 or 64
@@ -149,6 +149,17 @@ def test_routers_of_the_unquantised_model_fit(kind, base_folder):
     if fingerprint is not None:
         assert hash_distance(fingerprint, routers.config.unembed_hash) < 0.15
     assert isinstance(TIDEModelForCausalLM.attach(model, routers), TIDEModelForCausalLM)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao int4", "quanto int8", "quanto int4"])
+def test_quantised_models_that_differ_in_a_packed_weight_are_told_apart(kind, base_folder, tmp_path):
+    other = tiny_model("llama", **SIZES)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.neg_()
+    other.save_pretrained(tmp_path)
+    model, again, other = (load(folder, WEIGHT_ONLY[kind](False)) for folder in (base_folder, base_folder, tmp_path))
+    again.generate(prompt(), **OPTIONS)
+    assert weights_hash(model) == weights_hash(again) != weights_hash(other)
 
 
 @pytest.mark.parametrize("with_head", [False, True])

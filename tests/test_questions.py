@@ -20,6 +20,16 @@ from tide_hf.evaluation.questions import Question, answer_questions, is_right, r
         ("so 3 + 4 = 7. It is $1,070.50 then.", ["#### 1070.5"], "number", True),
         ("so 3 + 4 = 7", ["4 and 8"], "number", False),
         ("It is -5", ["5"], "number", False),
+        ("It is \N{MINUS SIGN}5", ["-5"], "number", True),
+        ("-$1,070.50", ["#### -1070.5"], "number", True),
+        ("$-5", ["-5"], "number", True),
+        (r"\boxed{-5}", ["-5"], "number", True),
+        ("4--5", ["-5"], "number", True),
+        ("between 12-15", ["15"], "number", True),
+        ("3-5 dollars", ["5"], "number", True),
+        ("$3-$5", ["5"], "number", True),
+        ("5%-10%", ["10"], "number", True),
+        ("in covid-19", ["19"], "number", True),
         ("no idea", ["5"], "number", False),
         ("no idea", ["none"], "number", False),
     ],
@@ -90,3 +100,22 @@ def test_answers_do_not_depend_on_the_batch(tiny_llama, tiny_tokenizer):
     assert early.layers_executed == sum(4 + length - 1 for length in lengths)
     assert min(lengths) < 6  # so that a batch pads it
     assert answer_questions(model, tiny_tokenizer, questions, **limits, batch_size=3, **options).tokens == early.tokens
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_beams": 2},
+        {"repetition_penalty": 5.0},
+        {"do_sample": True, "temperature": 9.0},
+        {"return_dict_in_generate": True},
+        {"num_return_sequences": 2, "do_sample": True},
+    ],
+    ids=lambda said: next(iter(said)),
+)
+def test_answers_are_greedy_whatever_the_model_s_own_config_says(tiny_llama, tiny_tokenizer, said):
+    model = tiny_llama()
+    questions = [Question(text, ("x",)) for text in ("Why?", "What is it that runs?")]
+    expected = answer_questions(model, tiny_tokenizer, questions, max_new_tokens=6, batch_size=2)
+    model.generation_config.update(**said)
+    assert answer_questions(model, tiny_tokenizer, questions, max_new_tokens=6, batch_size=2) == expected

@@ -8,12 +8,14 @@ import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import track
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .adapters import base_inside
 from .calibration.data import seeded
@@ -21,12 +23,14 @@ from .calibration.files import read_rows
 from .calibration.processes import Processes
 from .calibration.work_folder import WorkFolder
 from .chat_prompts import message_tokens
-from .errors import DatasetError, UnsupportedOptionError, describe
+from .errors import DatasetError, UnsupportedOptionError, describe, quoted, short
 from .model import TIDEModelForCausalLM
-from .padding import end_tokens, left_padded, pad_token, up_to_end
+from .padding import batch_answers, batches_of_like_length, end_tokens, pad_token
 from .structure import input_device
 from .unembed import weights_hash
 
+ADDED = ("answer", "num_new_tokens")  # to each row
+DEEPEST = 9  # objects within objects, where options are described
 ONE_ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "streamer": None}
 
 
@@ -59,26 +63,29 @@ def generate_dataset(
         shard_size: Rows a file, which is also what is lost when a process is killed.
         seed: Of sampling. Each file has draws of its own, so they do not depend on who makes it.
         progress: Show a progress bar, where there is a terminal.
-        **generate_options: For `model.generate`: `max_new_tokens`, `do_sample`, `tide_mode` and the rest.
+        **generate_options: For `model.generate`: `max_new_tokens`, `do_sample`, `tide_mode` and the rest. What they
+            leave open is as the model's own generation config has it.
 
     Returns:
         The files, in order. Their rows are those of the data set with `answer` (text) and `num_new_tokens` added.
 
     Raises:
-        DatasetError: A row has no prompt, a file cannot be read, the disk is full, or `output_dir` holds answers to
-            other prompts or by other settings.
-        UnsupportedOptionError: `generate_options` ask for anything but one answer a row.
+        DatasetError: A row has no prompt, or an `answer` of its own, or no form in JSON; a file cannot be read, the
+            disk is full, or `output_dir` holds answers to other prompts or by other settings.
+        UnsupportedOptionError: `generate_options` ask for anything but one answer a row, or hold what cannot be told
+            from another of its kind when the work goes on.
     """
     _check_options(batch_size, shard_size, generate_options)
     given = read_rows(Path(prompts), ()) if isinstance(prompts, (str, os.PathLike)) else prompts
     rows: list[Any] = [{"prompt": row} if isinstance(row, str) else row for row in given]
     encoded = [_encode(tokenizer, row, number) for number, row in enumerate(rows, start=1)]
+    settings = {"batch_size": batch_size, "shard_size": shard_size, "seed": seed}
+    settings |= _fingerprint(model, encoded, generate_options)
     device = input_device(model)
     processes = Processes.current(model)
     work = WorkFolder(output_dir, task="data set")
     work.folder.mkdir(parents=True, exist_ok=True)
-    settings = {"batch_size": batch_size, "shard_size": shard_size, "seed": seed}
-    work.claim(settings | _fingerprint(model, encoded, generate_options), processes)
+    work.claim(settings, processes)
     starts = range(0, len(rows), shard_size)
     files = [work.folder / f"{shard:05d}.jsonl" for shard in range(len(starts))]
     mine = processes.share([shard for shard, file in enumerate(files) if not file.is_file()])
@@ -101,22 +108,20 @@ def _answer(
     model: Any, tokenizer: Any, prompts: list[list[int]], batch_size: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Answer the prompts of one file, those of like length together."""
-    ends = end_tokens(options.get("eos_token_id", model.generation_config.eos_token_id))
-    pad, device = pad_token(tokenizer), input_device(model)
-    order = sorted(range(len(prompts)), key=lambda position: len(prompts[position]))
+    pad, ends = pad_token(tokenizer), end_tokens(_setting(model, options, "eos_token_id"))
+    options = options | ONE_ANSWER  # whatever the model's own config says
     answers: list[dict[str, Any]] = [{} for _ in prompts]
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        inputs = left_padded([prompts[position] for position in batch], pad=pad, device=device)
-        generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
-        for position, tokens in zip(batch, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            answer = up_to_end(tokens, ends)
+    for batch in batches_of_like_length(prompts, batch_size):
+        new_tokens = batch_answers(model, [prompts[position] for position in batch], ends, pad=pad, **options)
+        for position, answer in zip(batch, new_tokens, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            answers[position] = {"answer": text, "num_new_tokens": len(answer)}
+            answers[position] = dict(zip(ADDED, (text, len(answer)), strict=True))
     return answers
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[int]:
+    if isinstance(row, Mapping):
+        _check_columns(row, number)
     prompt, messages = (row.get(name) if isinstance(row, Mapping) else None for name in ("prompt", "messages"))
     tokens: Sequence[int] = []
     problem = f"keys {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
@@ -143,6 +148,31 @@ def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[i
     return list(tokens)
 
 
+def _check_columns(row: Mapping[Any, Any], number: int) -> None:
+    """Refuse a row that could not be written with its answer."""
+    taken = [name for name in ADDED if name in row]
+    if taken:
+        raise DatasetError(
+            describe(
+                f"row {number} has a column that the answer would take the place of",
+                got=", ".join(taken),
+                expected=f"no column {' or '.join(ADDED)}",
+                do="Rename the column in all rows, to 'reference' say.",
+            )
+        )
+    try:
+        json.dumps(dict(row), ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise DatasetError(
+            describe(
+                f"row {number} cannot be written to a file",
+                got=quoted(error),
+                expected="values that JSON has: texts, numbers, lists, mappings",
+                do="Turn the others into texts or numbers, or leave them out.",
+            )
+        ) from error
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
@@ -153,7 +183,8 @@ def _check_options(batch_size: int, shard_size: int, options: dict[str, Any]) ->
             raise DatasetError(
                 describe(f"{name} is no usable number", got=repr(size), expected="1 or more", do="Leave it out.")
             )
-    wrong = {name: options[name] for name, only in ONE_ANSWER.items() if options.get(name, only) != only}
+    asked = {name: getattr(options.get("generation_config"), name, None) for name in ONE_ANSWER} | options
+    wrong = {name: asked[name] for name, only in ONE_ANSWER.items() if asked[name] not in (None, only)}
     if wrong:
         raise UnsupportedOptionError(
             describe(
@@ -173,8 +204,68 @@ def _fingerprint(model: Any, prompts: list[list[int]], options: dict[str, Any]) 
         "dtype": str(base.dtype),
         "weights_hash": weights_hash(base),
         "data_hash": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        "generate_options": {name: repr(value) for name, value in sorted(options.items())},
+        "generate_options": {name: _recognisable(name, value) for name, value in sorted(options.items())},
+        "generation_config": _recognisable("model.generation_config", model.generation_config),
     }
     if isinstance(model, TIDEModelForCausalLM):
-        facts |= {"tide_mode": base._tide.mode, "exit_threshold": base._tide.exit_threshold}
+        attachment = base._tide
+        facts |= {"tide_mode": attachment.mode, "exit_threshold": attachment.exit_threshold}
+        mode = _setting(model, options, "tide_mode") or attachment.mode
+        if mode != "self_speculative" and attachment.routers is not None:  # else they do not decide on any token
+            facts["routers_hash"] = weights_hash(attachment.routers)
+            facts["kv_cache_strategy"] = attachment.routers.config.kv_cache_strategy
     return facts
+
+
+def _setting(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What `generate` goes by: an option, else what a config says that is passed to it, else the model's own."""
+    configs = (options.get("generation_config"), model.generation_config)
+    said = (getattr(config, name, None) for config in configs)
+    return options[name] if name in options else next((value for value in said if value is not None), None)
+
+
+def _recognisable(name: str, value: Any) -> Any:
+    """Describe an option, unless that says where it is in memory, and so nothing to another process."""
+    described = _described(value)
+    if " at 0x" in str(described):
+        raise UnsupportedOptionError(
+            describe(
+                "generate_dataset() could not tell when it goes on whether an option is the same",
+                got=f"{name}={short(value)}",
+                expected="a value, a function at the top of a module, or an object with attributes that are such",
+                do="Write the function or class at the top of a module, and keep in its attributes only what it is "
+                "made with.",
+            )
+        )
+    return described
+
+
+def _described(value: Any, depth: int = 0) -> Any:
+    """A value for JSON, the same in every process: an object is its class and attributes."""
+    if isinstance(value, GenerationConfig):
+        value = value.to_diff_dict()
+        value = {name: value[name] for name in value if name[0] != "_" and name != "transformers_version"}
+    if depth < DEEPEST and not isinstance(value, (Tensor, nn.Module, type, FunctionType)):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(value, Mapping):
+            return {str(name): _described(one, depth + 1) for name, one in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+            return [_described(one, depth + 1) for one in ordered]
+        if attributes or (attributes is not None and type(value).__repr__ is object.__repr__):
+            return {_name(type(value)): _described(attributes, depth + 1)}
+    return _in_words(value)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.tolist()}"  # on any device
+    if isinstance(value, nn.Module):
+        return f"{_name(type(value))} {weights_hash(value)}"
+    if isinstance(value, (type, FunctionType)) and "<" not in value.__qualname__:  # lambdas have one name
+        return _name(value)
+    return repr(value)
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"

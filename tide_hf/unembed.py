@@ -247,16 +247,17 @@ def weights_hash(model: nn.Module) -> str:
     """Tell models apart that share a head, as one does with and without an adapter.
 
     Args:
-        model: The model, or a part of it. Of each tensor a few values are read; what is packed or offloaded is left
-            out.
+        model: The model, or a part of it. Of each tensor a few values are read; what is offloaded, or packed and
+            does not unpack itself, is left out.
 
     Returns:
         64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        if type(weight) is nn.Parameter and weight.is_floating_point() and weight.device.type != "meta":
-            flat = weight.detach().reshape(-1)
+        readable = type(weight) is nn.Parameter or _unpacks_itself(weight)
+        if readable and weight.is_floating_point() and weight.device.type != "meta":
+            flat = (weight.dequantize() if _unpacks_itself(weight) else weight).detach().reshape(-1)
             digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
     return digest.hexdigest()
 

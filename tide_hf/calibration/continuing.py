@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..cpu.shared_heads import shared_heads
-from ..padding import left_padded, up_to_end
-from ..structure import input_device
+from ..padding import batch_answers, plain_generation
 
 BEST = 50  # tokens that are drawn from
 
@@ -61,12 +59,7 @@ def continued(
         What it added to each text, up to a token that ends it, which is not among them. Where there is none, it is as
         long as that of the others.
     """
-    inputs = left_padded(texts, pad=pad, device=input_device(model))
-    settings: dict[str, Any] = {"max_new_tokens": most, "pad_token_id": pad, "eos_token_id": sorted(ends) or None}
-    settings |= {"bos_token_id": model.generation_config.bos_token_id, "repetition_penalty": 1.0}
-    config = GenerationConfig(**settings, do_sample=False, num_beams=1)
-    draw = [] if temperature is None else [DrawFromBest(temperature)]
-    with shared_heads(model):
-        found: Any = model.generate(**inputs, generation_config=config, logits_processor=LogitsProcessorList(draw))
-    rows = found[:, inputs["input_ids"].shape[1] :].tolist()
-    return [up_to_end(row, ends, with_end=False) for row in rows]
+    draw = LogitsProcessorList([] if temperature is None else [DrawFromBest(temperature)])
+    options = {"max_new_tokens": most, "eos_token_id": sorted(ends) or None, "logits_processor": draw}
+    with plain_generation(model), shared_heads(model):
+        return batch_answers(model, texts, ends, pad=pad, with_end=False, **options)

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import CalibrationError, describe
-from ..folders import UNFINISHED, write_whole
+from ..folders import unfinished_files, write_whole
 from .processes import Processes
 
 FORMAT = 1  # of the files; raise it when one of them changes
@@ -90,7 +90,7 @@ class WorkFolder:
             self._compare(ours, file)
         processes.wait()
         if processes.is_main:
-            for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):  # by a process that was killed
+            for unfinished in unfinished_files(self.folder):
                 unfinished.unlink()
             if not file.is_file():
                 self.write_bytes(FINGERPRINT, json.dumps(ours, indent=1).encode())

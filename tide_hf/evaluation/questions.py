@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from ..calibration.sources import describe_source, random_rows
 from ..chat_prompts import prompt_tokens
 from ..errors import CalibrationError, ConfigurationError, describe
-from ..padding import end_tokens, left_padded, pad_token, up_to_end
+from ..padding import batch_answers, batches_of_like_length, end_tokens, pad_token, plain_generation
 
-NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+# A hyphen behind a word or a number is no sign: "12-15", "3-5 dollars", "covid-19".
+NUMBER = re.compile(r"(?:(?<![\w%)\]])([-\N{MINUS SIGN}])[$€£]?)?(\d+(?:,\d{3})*(?:\.\d+)?)")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -121,7 +122,7 @@ def answer_questions(
     advance: Callable[[int], None] = lambda count: None,
     **options: Any,
 ) -> Answers:
-    """Answer greedily, in batches of prompts of like length.
+    """Answer greedily, in batches of prompts of like length, whatever the model's own generation config says.
 
     Args:
         model: The base model, or one with TIDE attached.
@@ -133,18 +134,13 @@ def answer_questions(
         **options: Further options of `generate`.
     """
     prompts = [prompt_tokens(tokenizer, question.prompt) for question in questions]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    ends = end_tokens(model.generation_config.eos_token_id)
+    pad, ends = pad_token(tokenizer), end_tokens(model.generation_config.eos_token_id)
+    options["max_new_tokens"] = max_new_tokens
     answers: dict[int, tuple[list[int], float]] = {}
     counted: list[int] = []
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        inputs = left_padded([prompts[i] for i in rows], device=model.device)
-        sequences = model.generate(
-            **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_token(tokenizer), **options
-        )
-        padded = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        new_tokens = [up_to_end(row, ends) for row in padded]
+    for rows in batches_of_like_length(prompts, batch_size):
+        with plain_generation(model):
+            new_tokens = batch_answers(model, [prompts[i] for i in rows], ends, pad=pad, **options)
         stats = getattr(model, "last_exit_stats", None)
         num_layers = model.config.get_text_config().num_hidden_layers
         per_token = stats.per_token if stats is not None else [[num_layers] * len(tokens) for tokens in new_tokens]
@@ -184,7 +180,10 @@ def _accepted(value: object) -> tuple[str, ...]:
 
 def _last_number(text: str) -> Decimal | None:
     numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    if not numbers:
+        return None
+    sign, digits = numbers[-1]
+    return Decimal(f"{'-' if sign else ''}{digits.replace(',', '')}")
 
 
 def _normalized(text: str) -> str:
