@@ -1,14 +1,9 @@
 """Prompts side by side, as tokens, and answers up to their end."""
 
-from contextlib import suppress
-
 import pytest
-from families import tiny_model
-from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig
 
 from tide_hf.chat_prompts import encode_messages, encode_prompt, prompt_tokens
-from tide_hf.padding import batches_of_like_length, end_tokens, left_padded, plain_generation, up_to_end
+from tide_hf.padding import end_tokens, left_padded, up_to_end
 
 
 def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer, monkeypatch):
@@ -43,21 +38,3 @@ def test_an_answer_stops_at_its_first_end():
     assert up_to_end([5, 2, 0, 2], {2, 3}) == [5, 2]
     assert up_to_end([5, 2, 0, 2], {2, 3}, with_end=False) == [5]
     assert up_to_end([5, 6], {2}) == up_to_end([5, 6], {2}, with_end=False) == [5, 6]
-
-
-def test_batches_hold_prompts_of_like_length():
-    assert list(batches_of_like_length([[1, 2, 3], [4], [5, 6], [7]], 2)) == [[1, 3], [2, 0]]
-
-
-@pytest.mark.parametrize("place", ["model", "inside", "wrapper"])
-def test_a_model_s_own_defaults_are_put_aside_and_come_back(place):
-    base = tiny_model("llama")
-    model = base if place == "model" else get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"))
-    own = GenerationConfig(eos_token_id=[3, 4], do_sample=True, tide_mode="post_hoc")
-    (base if place == "inside" else model).generation_config = own
-    with suppress(KeyboardInterrupt), plain_generation(model):
-        for one in (model, base) if place != "wrapper" else (model,):
-            assert one.generation_config.to_diff_dict().keys() == {"eos_token_id", "transformers_version"}
-            assert one.generation_config.eos_token_id == [3, 4]
-        raise KeyboardInterrupt
-    assert model.generation_config is own

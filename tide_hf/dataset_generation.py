@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .adapters import base_inside
+from .answers import batch_answers, batches_of_like_length
 from .calibration.data import seeded
 from .calibration.files import read_rows
 from .calibration.processes import Processes
@@ -25,7 +26,7 @@ from .calibration.work_folder import WorkFolder
 from .chat_prompts import message_tokens
 from .errors import DatasetError, UnsupportedOptionError, describe, quoted, short
 from .model import TIDEModelForCausalLM
-from .padding import batch_answers, batches_of_like_length, end_tokens, pad_token
+from .padding import end_tokens, pad_token
 from .structure import input_device
 from .unembed import weights_hash
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ..answers import batch_answers, plain_generation
 from ..cpu.shared_heads import shared_heads
-from ..padding import batch_answers, plain_generation
 
 BEST = 50  # tokens that are drawn from
 

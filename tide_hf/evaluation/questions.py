@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..answers import batch_answers, batches_of_like_length, plain_generation
 from ..calibration.sources import describe_source, random_rows
 from ..chat_prompts import prompt_tokens
 from ..errors import CalibrationError, ConfigurationError, describe
-from ..padding import batch_answers, batches_of_like_length, end_tokens, pad_token, plain_generation
+from ..padding import end_tokens, pad_token
 
 # A hyphen behind a word or a number is no sign: "12-15", "3-5 dollars", "covid-19".
 NUMBER = re.compile(r"(?:(?<![\w%)\]])([-\N{MINUS SIGN}])[$€£]?)?(\d+(?:,\d{3})*(?:\.\d+)?)")
