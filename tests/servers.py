@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import httpx2 as httpx
 import openai
@@ -13,14 +14,14 @@ import uvicorn
 
 from tide_hf.serving.app import create_app
 from tide_hf.serving.batching import Batcher
+from tide_hf.serving.http_server import HTTPServer
 from tide_hf.serving.limits import Limits
 
 
 @contextmanager
-def running(app, **settings):
+def running(app, make_server=uvicorn.Server, **settings):
     """Serve an ASGI app on a free port in a thread; give its address."""
-    config = uvicorn.Config(app, port=0, http="h11", ws="none", log_level="warning", **settings)
-    server = uvicorn.Server(config)
+    server = make_server(uvicorn.Config(app, port=0, http="h11", ws="none", log_level="warning", **settings))
     started = threading.Event()
 
     async def startup(sockets=None, original=server.startup):
@@ -47,7 +48,7 @@ def serving(served, **limits):
     """A server for a model; gives its address, the batcher and the app."""
     batcher = Batcher(served)
     app = create_app(batcher, "tiny", Limits(**{"requests_per_minute": 0, **limits}))
-    with running(app) as url:
+    with running(app, partial(HTTPServer, backend=batcher)) as url:
         yield url, batcher, app
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import KINDS, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -244,6 +244,20 @@ def test_a_static_cache(family, kind):
     assert torch.equal(model.generate(prompt(), **options), expected)
     early = [model.generate(prompt(), tide_mode="early_exit", **one) for one in (OPTIONS, options)]
     assert torch.equal(*early)
+
+
+@pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
+def test_a_model_that_training_left_without_a_cache(mode):
+    model = tiny_model("llama")
+    model.generation_config.use_cache = False
+    expected = model.generate(prompt(), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[1])
+    TIDEModelForCausalLM.attach(model, routers, mode=mode, exit_threshold=1.1)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+    passed = GenerationConfig.from_dict(model.generation_config.to_dict())  # as pipelines do
+    assert torch.equal(model.generate(prompt(), generation_config=passed, **OPTIONS), expected)
+    with pytest.raises(UnsupportedOptionError, match="no cache"):
+        model.generate(prompt(), **OPTIONS, use_cache=False)
 
 
 @pytest.mark.parametrize(

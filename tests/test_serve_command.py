@@ -17,7 +17,7 @@ openai = pytest.importorskip("openai")
 
 from tide_hf import cli  # noqa: E402
 from tide_hf.commands import KEY_VARIABLE, make_parser, serve  # noqa: E402
-from tide_hf.commands.serve import LOCAL_NAMES, limits_of, model_name  # noqa: E402
+from tide_hf.commands.serve import LOCAL_NAMES, limits_of, listener, model_name  # noqa: E402
 from tide_hf.errors import ConfigurationError  # noqa: E402
 from tide_hf.serving.limits import Limits  # noqa: E402
 
@@ -28,13 +28,21 @@ def parsed(*arguments):
 
 def test_the_limits_that_options_name(monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert limits_of(parsed("m")) == Limits(hosts=(*LOCAL_NAMES, "127.0.0.1"))
+    assert limits_of(parsed("m")) == Limits(hosts=LOCAL_NAMES)
+    assert limits_of(parsed("m", "--host", "127.0.0.2")) == Limits(hosts=(*LOCAL_NAMES, "127.0.0.2"))
+    assert limits_of(parsed("m", "--api-key", "k")) == Limits(api_key="k", hosts=None)  # as behind a proxy
     options = ["--max-queue", "3", "--rate", "0", "--max-body-bytes", "9", "--api-key", "k", "--host", "0.0.0.0"]
     limits = limits_of(parsed("m", *options))
     assert limits == Limits(api_key="k", hosts=None, max_body_bytes=9, max_requests=3, requests_per_minute=0)
     monkeypatch.setenv(KEY_VARIABLE, "from outside")
     assert limits_of(parsed("m")).api_key == "from outside"
     assert limits_of(parsed("m", "--api-key", "k")).api_key == "k"
+
+
+def test_an_address_is_taken_while_the_model_is_loaded():
+    refused = pytest.raises(ConfigurationError, match=r"the server cannot listen there: got .*in use")
+    with listener("127.0.0.1", 0) as taken, refused:
+        listener("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.9"])

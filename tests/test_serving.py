@@ -15,6 +15,7 @@ from servers import ask, chat, client, metrics_of, serving  # noqa: E402
 from test_compiled_steps import attach_without_compiler  # noqa: E402
 
 from tide_hf import TIDEModelForCausalLM  # noqa: E402
+from tide_hf.serving.protocol import Sampling  # noqa: E402
 from tide_hf.serving.requests import parse_chat_request  # noqa: E402
 from tide_hf.serving.served_model import ServedModel, ServingOptions  # noqa: E402
 
@@ -199,3 +200,31 @@ def test_no_request_waits_for_steps(tiny_model_folder, monkeypatch):
             assert events[text][-1].completion_tokens > 0
     assert steps.replays > replays
     assert steps.warm_up.num_made == made
+
+
+@pytest.mark.parametrize(
+    "own", [{"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 2, "output_hidden_states": True}]
+)
+def test_a_model_may_come_with_settings_that_are_the_servers_to_choose(make_served, own):
+    served = make_served()
+    with serving(served) as (url, _, _):
+        expected = ask(client(url), "hello", max_tokens=8).choices[0].message.content
+    served.model.generation_config.update(**own)
+    with serving(ServedModel(served.model, served.tokenizer, served.options)) as (url, _, _):
+        assert ask(client(url), "hello", max_tokens=8).choices[0].message.content == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"temperature": 0.7}, (0.7, 0.8, 20)),
+        ({"top_p": 0.9}, (0.6, 0.9, 20)),
+        ({}, (0.6, 0.8, 20)),
+        ({"temperature": 0}, (None, None, None)),
+    ],
+)
+def test_what_a_client_does_not_say_is_as_the_model_has_it(make_served, asked, expected):
+    served = make_served()
+    served.model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.8, top_k=20)
+    config = served._generation_config(Sampling(**asked), 8)
+    assert (config.temperature, config.top_p, config.top_k) == expected

@@ -118,7 +118,41 @@ def test_closing_ends_what_runs_and_refuses_what_waits(make_served):
 
     for last in asyncio.run(asyncio.wait_for(run(), 30)):
         assert isinstance(last, Refused)
-        assert last.status == 500
+        assert (last.status, last.code) == (503, "shutting_down")
+
+
+def test_a_server_that_stops_ends_what_runs_and_refuses_what_waits(make_served):
+    served = make_served(slow=0.01, max_batch=1, gather_ms=0, max_tokens=1900)
+    outcomes = {}
+
+    def answer(name, connection, **fields):
+        try:
+            outcomes[name] = ask(connection, name, **fields).usage.completion_tokens
+        except openai.APIStatusError as error:
+            outcomes[name] = (error.status_code, error.code)
+
+    with serving(served) as (url, batcher, _):
+        connection = client(url)
+        names = ("runs", "waits")
+        threads = [
+            threading.Thread(target=answer, args=(name, connection), kwargs={"max_tokens": 40}) for name in names
+        ]
+        threads[0].start()
+        wait_until(lambda: not batcher.waiting and metrics_of(url)["tide_requests_open"] == 1)
+        threads[1].start()
+        wait_until(lambda: batcher.waiting)
+    for thread in threads:
+        thread.join()
+    assert outcomes == {"runs": 40, "waits": (503, "shutting_down")}
+
+
+def test_a_row_that_generate_ends_is_answered(make_served):
+    served = make_served(slow=0.01, max_tokens=1900)
+    served.model.generation_config.max_time = 0.1
+    with serving(served) as (url, _, _):
+        answer = ask(client(url, timeout=20), "a", max_tokens=1900)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens < 1900
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tide_hf.errors import RequestError
-from tide_hf.serving.protocol import ChatRequest, Sampling
+from tide_hf.serving.protocol import ChatRequest, Sampling, server_sent_event
 from tide_hf.serving.requests import parse_chat_request
 from tide_hf.serving.text import TextPieces
 
@@ -163,3 +163,17 @@ def test_the_beginning_of_a_stop_string_comes_out_when_it_was_none(tiny_tokenize
     tokens = tiny_tokenizer("the EN")["input_ids"]
     assert "".join(pieces.add(token) for token in tokens) == "the "
     assert pieces.finish() == "EN"
+
+
+def test_a_message_may_say_that_it_lacks_things():
+    message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}, message]}
+    parsed = parse_chat_request(json.dumps(body).encode(), "tiny")
+    assert parsed.messages[1] == {"role": "assistant", "content": "x"}
+
+
+def test_an_event_is_one_line_to_every_client():
+    data = {"content": "one\u2028two\u2029three\x85four"}
+    (line, *rest) = server_sent_event(data).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == data
+    assert rest == [""]

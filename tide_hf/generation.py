@@ -42,6 +42,7 @@ class TIDEGenerationMixin:
     """
 
     config: Any
+    generation_config: Any
     _tide: Attachment
     last_exit_stats: ExitStats | None
 
@@ -52,6 +53,8 @@ class TIDEGenerationMixin:
         for name, value in options.items():
             if value is not None:
                 setattr(config, name, value)
+        if "use_cache" not in kwargs and self.generation_config.use_cache is False:
+            config.use_cache = True  # else the model's own config, where training has left it, would do without K/V
         return config, model_kwargs
 
     def _sample(  # the method of transformers that greedy search and sampling both run

@@ -69,7 +69,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
         )
     return Limits(
         api_key=api_key,
-        hosts=(*LOCAL_NAMES, args.host) if local else None,
+        hosts=(*dict.fromkeys((*LOCAL_NAMES, args.host)),) if local and api_key is None else None,
         max_body_bytes=args.max_body_bytes,
         max_requests=args.max_queue,
         requests_per_minute=args.rate,
@@ -87,6 +87,7 @@ def listener(host: str, port: int) -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
+        taken.listen()  # else another program could still take it while the model is loaded
     except (OSError, UnicodeError) as error:
         taken.close()
         raise ConfigurationError(
@@ -104,6 +105,7 @@ def _run(args: argparse.Namespace, options: ServingOptions, limits: Limits, uses
     import uvicorn  # noqa: PLC0415
 
     from ..serving.app import create_app  # noqa: PLC0415
+    from ..serving.http_server import HTTPServer  # noqa: PLC0415
     from ..serving.metrics import Metrics  # noqa: PLC0415
 
     metrics, name, taken = Metrics(), model_name(args), listener(args.host, args.port)
@@ -123,7 +125,7 @@ def _run(args: argparse.Namespace, options: ServingOptions, limits: Limits, uses
         timeout_graceful_shutdown=10,
     )
     with suppress(KeyboardInterrupt), taken:  # by which servers are stopped
-        uvicorn.Server(config).run(sockets=[taken])
+        HTTPServer(config, backend).run(sockets=[taken])
 
 
 def _local_backend(options: ServingOptions) -> Any:

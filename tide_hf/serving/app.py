@@ -41,6 +41,9 @@ class Backend(Protocol):
     async def is_healthy(self) -> bool:
         """Whether requests can be answered."""
 
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and give those that are being answered some time."""
+
     async def close(self) -> None:
         """Give everything back."""
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import RequestError
-from .job import Job
+from .job import SHUTTING_DOWN, Job
 from .protocol import Accepted, ChatRequest, Delta, Event, Finished, Refused
 from .served_model import ServedModel
 
@@ -27,6 +27,7 @@ class Batcher:
         self.served = served
         self.waiting: list[Job] = []
         self.failures = 0
+        self._closing = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tide-decode")
         self._wake = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
@@ -52,6 +53,9 @@ class Batcher:
         except RequestError as error:
             yield Refused(str(error), error.status, error.code, error.param)
             return
+        if self._closing:
+            yield SHUTTING_DOWN
+            return
         if self._runner is None:
             self._runner = asyncio.create_task(self._run())
         self.waiting.append(job)
@@ -70,13 +74,22 @@ class Batcher:
         """Whether batches succeed."""
         return self.failures < MAX_FAILURES
 
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests: refuse what waits, and give what runs some time."""
+        self._closing = True
+        for job in self.waiting:
+            job.turn_away()
+            job.cancelled = True
+        if self._runner is not None:
+            self._wake.set()
+            await asyncio.wait([self._runner], timeout=seconds)
+
     async def close(self) -> None:
         """End what runs, and refuse what waits."""
+        await self.drain(0)
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
-        for job in self.waiting:
-            job.fail()
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
@@ -89,12 +102,14 @@ class Batcher:
                 running = self._take_batch()
                 if running:
                     await self._decode(running)
+                elif self._closing:
+                    return
                 else:
                     self._wake.clear()
         finally:
             for job in running:
                 job.cancelled = True
-                job.fail()
+                job.turn_away()
 
     async def _decode(self, batch: list[Job]) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._thread, self.served.run, batch)

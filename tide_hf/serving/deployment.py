@@ -118,6 +118,9 @@ class RayBackend:
         except (asyncio.TimeoutError, *LOST):
             return False
 
+    async def drain(self, seconds: float) -> None:
+        """Leave it to the HTTP server to give answers time: a replica that is deleted finishes nothing."""
+
     async def close(self) -> None:
         """Stop the replicas. A cluster that was started for them ends with this process."""
         await asyncio.to_thread(serve.delete, APP)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from .protocol import ChatRequest, Delta, Event, Finished, Refused
 from .text import TextPieces
 
+SHUTTING_DOWN = Refused("The server is shutting down. Try again later.", 503, "shutting_down")
+
 
 class Job:
     """One request on its way through the model.
@@ -59,14 +61,21 @@ class Job:
     def report(self, work: dict[str, int]) -> None:
         """Send what is left, and that it is over."""
         self._emit_text(self.pieces.finish())
-        reason = "length" if self.reason == "length" and not self.pieces.stopped else "stop"
+        reason = "stop" if self.reason == "stop" or self.pieces.stopped else "length"
         self.emit(Finished(reason, self.num_tokens, work))
         self.reported = True
 
     def fail(self) -> None:
         """Say that the model could not do it, unless it is over already."""
+        self._end(Refused("The model failed while it answered. The server's log says why.", 500, "model_error"))
+
+    def turn_away(self) -> None:
+        """Say that the server stops, unless it is over already."""
+        self._end(SHUTTING_DOWN)
+
+    def _end(self, event: Refused) -> None:
         if not self.reported:
-            self.emit(Refused("The model failed while it answered. The server's log says why.", 500, "model_error"))
+            self.emit(event)
 
     def _emit_text(self, text: str) -> None:
         if text:

@@ -129,7 +129,9 @@ class AnswerShape:
 
 def server_sent_event(data: dict[str, Any] | str) -> bytes:
     """One event of a stream."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = (
+        data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    )  # ASCII: some ends of lines are none to JSON
     return f"data: {text}\n\n".encode()
 
 

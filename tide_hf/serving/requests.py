@@ -122,7 +122,8 @@ def _messages(messages: Any) -> tuple[dict[str, str], ...]:
     checked = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if not isinstance(message, dict) or set(message) - {"role", "content", "name", "refusal"}:
+        said = {name for name, value in message.items() if value is not None} if isinstance(message, dict) else {""}
+        if said - {"role", "content", "name", "refusal"}:
             raise refuse(where, message, "an object with role and content alone")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:

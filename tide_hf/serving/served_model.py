@@ -28,6 +28,16 @@ from .text import TextPieces
 
 WORK = ("batches", "batch_rows", "tokens", "layers_executed", "layers_plain", "drafted", "accepted")
 LEAST_SHARED = 64  # tokens: to read fewer takes no longer than to keep caches
+SERVER_DECIDES = {  # whatever the model came with; what a call leaves open, `generate` takes from there
+    "use_cache": True,
+    "cache_implementation": None,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "prompt_lookup_num_tokens": None,
+}
 GREEDY_BELOW = 0.01  # temperatures that would overflow, and change nothing but ties
 
 
@@ -90,6 +100,7 @@ class ServedModel:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
+        model.generation_config.update(**SERVER_DECIDES)
         self.eos_tokens = end_tokens(model.generation_config.eos_token_id)
         self.text_config = model.config.get_text_config()
         self.context = getattr(self.text_config, "max_position_embeddings", None) or 2**31
@@ -165,7 +176,7 @@ class ServedModel:
             self.caches.keep(cache, tokens[0].tolist())
         self._count(len(jobs))
         for job in jobs:
-            if job.reason is not None and not job.reported:
+            if not job.reported and not job.cancelled:  # also of a row that `generate` ended for a reason of its own
                 work, self.unreported = dict(self.unreported), Counter()
                 job.report(work)
 
@@ -176,11 +187,14 @@ class ServedModel:
     def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> Any:
         config = copy.deepcopy(self.model.generation_config)
         if sampling.temperature is not None or sampling.top_p is not None:
-            temperature = 1.0 if sampling.temperature is None else sampling.temperature
-            config.top_k = (config.top_k or 0) if config.do_sample else 0
+            own = (config.temperature, config.top_p, config.top_k) if config.do_sample else (None, None, None)
+            temperature, top_p = (
+                next((value for value in said if value is not None), 1.0)
+                for said in zip((sampling.temperature, sampling.top_p), own, strict=False)
+            )
+            config.top_k = own[2] or 0
             config.do_sample = temperature >= GREEDY_BELOW
-            config.temperature = temperature if config.do_sample else None
-            config.top_p = (1.0 if sampling.top_p is None else sampling.top_p) if config.do_sample else None
+            config.temperature, config.top_p = (temperature, top_p) if config.do_sample else (None, None)
         if not config.do_sample:
             config.top_k = None
         config.max_length, config.max_new_tokens = None, max_new_tokens
