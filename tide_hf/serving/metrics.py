@@ -5,17 +5,16 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from .protocol import Finished
-from .served_model import WORK
 
-WORK_HELP = (
-    "Batches decoded.",
-    "Requests in them.",
-    "Tokens decoded, those of cancelled requests included.",
-    "Decoder layers executed, counted per row and pass, prompts included.",
-    "Decoder layers that plain decoding executes for as many tokens.",
-    "Draft tokens verified.",
-    "Draft tokens accepted.",
-)
+WORK = {  # what a served model counts
+    "batches": "Batches decoded.",
+    "batch_rows": "Requests in them.",
+    "tokens": "Tokens decoded, those of cancelled requests included.",
+    "layers_executed": "Decoder layers executed, counted per row and pass, prompts included.",
+    "layers_plain": "Decoder layers that plain decoding executes for as many tokens.",
+    "drafted": "Draft tokens verified.",
+    "accepted": "Draft tokens accepted.",
+}
 
 
 class Metrics:
@@ -33,7 +32,7 @@ class Metrics:
         self.prompt_tokens = self._counter("tide_prompt_tokens", "Tokens of accepted prompts.")
         self.completion_tokens = self._counter("tide_completion_tokens", "Tokens of complete answers.")
         self.resubmitted = self._counter("tide_resubmitted", "Requests given to another replica after one was lost.")
-        self.work = {name: self._counter(f"tide_{name}", text) for name, text in zip(WORK, WORK_HELP, strict=True)}
+        self.work = {name: self._counter(f"tide_{name}", text) for name, text in WORK.items()}
         self.totals = dict.fromkeys(WORK, 0)
         depth = Gauge("tide_depth_fraction", "Layers executed over those of plain decoding.", registry=self.registry)
         depth.set_function(lambda: self._ratio("layers_executed", "layers_plain"))

@@ -76,7 +76,7 @@ class Finished:
     Attributes:
         reason: `"stop"` (end of sequence or a stop string) or `"length"`.
         completion_tokens: New tokens, one that ends the sequence included.
-        work: Counts of the batches since the last report, by names in `served_model.WORK`; empty where none is new.
+        work: Counts of the batches since the last report, by names in `metrics.WORK`; empty where none is new.
     """
 
     reason: str

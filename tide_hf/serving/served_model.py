@@ -26,7 +26,6 @@ from .protocol import ChatRequest, Event, Sampling
 from .requests import refuse
 from .text import TextPieces
 
-WORK = ("batches", "batch_rows", "tokens", "layers_executed", "layers_plain", "drafted", "accepted")
 LEAST_SHARED = 64  # tokens: to read fewer takes no longer than to keep caches
 SERVER_DECIDES = {  # whatever the model came with; what a call leaves open, `generate` takes from there
     "use_cache": True,
@@ -203,9 +202,14 @@ class ServedModel:
 
     def _count(self, num_rows: int) -> None:
         stats = self.model.last_exit_stats
-        plain = stats.total_tokens * stats.num_layers
-        counts = (1, num_rows, stats.total_tokens, stats.layers_executed, plain, stats.drafted, stats.accepted)
-        self.unreported.update(dict(zip(WORK, counts, strict=True)))
+        counted = ("layers_executed", "drafted", "accepted")
+        self.unreported.update(
+            batches=1,
+            batch_rows=num_rows,
+            tokens=stats.total_tokens,
+            layers_plain=stats.total_tokens * stats.num_layers,
+            **{name: getattr(stats, name) for name in counted},
+        )
 
 
 def attach(model: Any, options: ServingOptions, rows: Sequence[int]) -> Any:
