@@ -77,6 +77,7 @@ def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_fol
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--prompt", " "], "the prompt is empty"),
         (["--mode", "early_exit"], "Pass --routers"),
         (["--routers", "no/such/routers"], "no routers at no/such/routers"),
         (["--device", "meta"], "there is no such device"),

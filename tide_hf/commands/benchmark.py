@@ -17,7 +17,7 @@ from ..contenders import tide_contenders
 from ..errors import MissingPackageError, describe
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run
-from .prompts import PROMPTS, check_room, read_prompts
+from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 
 CLONE = Path(__file__).parent.parent.parent  # where there is one, its examples stand beside the package
 PASSED_ON = ("model", "routers", "dtype", "device", "threads", "config", "output_dir")
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     if args.suite is not None:
         _run_suites(args)
         return
-    prompts = list(args.prompt or []) + (read_prompts(args.prompts) if args.prompts is not None else [])
+    prompts = given_prompts(args.prompt) + (read_prompts(args.prompts) if args.prompts is not None else [])
     prompts = prompts or list(PROMPTS)
     console = Console(stderr=args.json)
     loaded = load(args, Console(stderr=True))
