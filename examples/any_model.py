@@ -18,14 +18,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tide_hf import TIDEModelForCausalLM
 
 PROMPT = "Monday: bread, milk, eggs.\nTuesday: bread, milk, apples.\nWednesday: bread, milk,"
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def load(name: str, random: bool) -> tuple[Any, torch.Tensor]:
     """The model, and a prompt for it."""
     if random:
         special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=512, **SIZES, **special))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name, vocab_size=512, **SIZES, **HEADS, **special)
+        )
         return model.eval(), torch.randint(3, 512, (1, 8)).repeat(1, 3)
     prompt = AutoTokenizer.from_pretrained(name)(PROMPT, return_tensors="pt")["input_ids"]
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), prompt

@@ -56,11 +56,19 @@ def test_what_a_model_cannot_do_is_left_out_and_named(tiny_tokenizer, tmp_path, 
         (["--prompts", "EMPTY.txt"], "there are no prompts"),
         (["--prompts", "ROWS.jsonl"], "holds no prompt: got {'question': 'a'}"),
         (["--prompts", "BROKEN.jsonl"], "line 1"),
+        (["--prompt", "", "--raw"], "the prompt is empty"),
+        (["--prompt", "a", "--prompt", "\udcff"], "--prompt is no text"),
+        (["--config", "full"], "without --suite: got --config"),
+        (["--output-dir", "x"], "without --suite: got --output-dir"),
+        (["--suite", "decode", "--mode", "all"], "beside --suite: got --mode, --max-new-tokens, --repeats"),
+        (["--suite", "decode", "--json", "--raw", "--prompt", "a"], ", --prompt, --raw, --repeats, --json"),
+        (["--suite", "decode", "--engine", "compiled", "--exit-threshold", "1"], "--exit-threshold, --engine, --max"),
         (["--mode", "early_exit"], "there are no routers for the model"),
         (["--prompt", "a" * 2048], "the text is too long for the model"),
     ],
 )
-def test_errors_are_explained(tiny_model_folder, tmp_path, refused, arguments, message):
+def test_errors_are_explained(tiny_model_folder, tmp_path, monkeypatch, refused, arguments, message):
+    monkeypatch.setattr("tide_hf.commands.benchmark.CLONE", tmp_path)  # so that no suite can begin
     for name, content in {"EMPTY.txt": "", "ROWS.jsonl": '{"question": "a"}', "BROKEN.jsonl": "{"}.items():
         (tmp_path / name).write_text(content)
     files = [str(tmp_path / one) if one.split(".")[0].isupper() and "." in one else one for one in arguments]

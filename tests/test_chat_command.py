@@ -29,8 +29,7 @@ def typing(monkeypatch):
     def make(*lines):
         left = list(lines)
 
-        def read(prompt):
-            assert prompt == "> "
+        def read():
             line = left.pop(0) if left else EOFError()
             if isinstance(line, BaseException):
                 raise line
@@ -87,6 +86,8 @@ def test_in_a_terminal_errors_and_interrupts_cost_a_turn_and_not_the_conversatio
     assert "Stopped. The conversation is as it was before your message." in captured.err
     assert captured.err.count("full depth") == 2
     assert captured.err.count("/reset starts anew") == 2
+    assert captured.err.count("> ") == 7
+    assert "> " not in captured.out
 
 
 def test_the_terminal_ends_with_the_input_or_an_interrupt(command, typing):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -77,6 +78,7 @@ def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_fol
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--prompt", " "], "the prompt is empty"),
         (["--mode", "early_exit"], "Pass --routers"),
         (["--routers", "no/such/routers"], "no routers at no/such/routers"),
         (["--device", "meta"], "there is no such device"),
@@ -89,11 +91,23 @@ def test_an_error_is_explained_on_standard_error(tiny_model_folder, monkeypatch,
     refused(["demo", str(tiny_model_folder), *QUICK, *arguments], message)
 
 
-def test_debug_shows_the_traceback(tmp_path, capsys):
+def test_debug_shows_the_traceback(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", logger="tide_hf")  # which puts back what it was
     assert main(["demo", "--debug", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
     assert f"tide-hf: {tmp_path} cannot be loaded" in err
+
+
+@pytest.mark.parametrize(("options", "said"), [([], False), (["--debug"], True)])
+def test_debug_logs_what_goes_on_inside(tmp_path, options, said):
+    code = (
+        "import logging, sys; from tide_hf import cli; "
+        "cli._run = lambda args: logging.getLogger('tide_hf.some.where').info('begun'); cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "demo", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ("INFO:tide_hf.some.where:begun" in done.stderr, done.stdout) == (said, "")
 
 
 def test_an_interrupt_ends_quietly(monkeypatch):
@@ -130,6 +144,14 @@ def test_streams_that_are_closed_count_as_empty():
     command = f"'{sys.executable}' -m tide_hf.cli completion bash >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
     assert "Traceback" not in done.stderr
+
+
+def test_characters_that_the_output_does_not_know_are_replaced():
+    code = "from tide_hf import cli; cli._run = lambda args: print('a\u65e5\xe9'); cli.main(['demo'])"
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252"}
+    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=environment)
+    assert (done.stdout.split(), done.stderr) == ([b"a?\xe9"], b"")
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tiny_model_folder):

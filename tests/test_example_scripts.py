@@ -36,7 +36,7 @@ def test_any_model_from_a_folder(tiny_model_folder, capsys):
 
 
 def test_any_model_by_config_name(capsys):
-    families = ["gpt2", "gpt_neox", "phi", "llama"]
+    families = ["gpt2", "gpt_neox", "phi", "llama", "mistral"]
     any_model.main(["--random", *families, "--max-new-tokens", "6"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == families

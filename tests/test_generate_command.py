@@ -108,6 +108,23 @@ def test_errors_are_explained(tiny_model_folder, tmp_path, pipe_in, refused, arg
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("template", "message"), [("{% if %}", "chat template refuses the chat"), ("{{ '' }}", "got a prompt of no tokens")]
+)
+def test_a_template_that_gives_no_prompt_is_explained(tiny_model_folder, refused, template, message):
+    (tiny_model_folder / "chat_template.jinja").write_text(template)
+    refused(["generate", str(tiny_model_folder), "hello"], message)
+
+
+def test_a_folder_without_a_tokenizer_is_explained(tiny_model_folder, refused):
+    for file in tiny_model_folder.glob("tokenizer*"):
+        file.unlink()
+    refused(
+        ["generate", str(tiny_model_folder), "hello"],
+        "Expected a folder with a causal language model and its tokenizer",
+    )
+
+
 def test_a_terminal_without_a_prompt_is_not_waited_for(tiny_model_folder, pipe_in, monkeypatch, capsys):
     pipe_in(b"never read")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)

@@ -3,6 +3,7 @@
 import pytest
 
 from tide_hf.chat_prompts import encode_messages, encode_prompt, prompt_tokens
+from tide_hf.errors import ChatTemplateError
 from tide_hf.padding import end_tokens, left_padded, up_to_end
 
 
@@ -11,6 +12,24 @@ def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer,
     assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi", raw=True)) == "hi"
     monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
     assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi")) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ 1 + messages }}", "unsupported operand"),
+        ({"tool_use": "x"}, "multiple chat templates"),
+    ],
+)
+def test_a_template_that_refuses_is_told(tiny_tokenizer, monkeypatch, template, reason):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    with pytest.raises(
+        ChatTemplateError, match=f"the tokenizer's chat template refuses the chat: got '.*{reason}"
+    ) as caught:
+        encode_prompt(tiny_tokenizer, "hi")
+    assert reason in caught.value.reason
 
 
 def test_a_prompt_is_encoded_as_the_tokenizer_encodes_it(tiny_tokenizer):

@@ -83,3 +83,8 @@ def test_the_command(model_hub, on_hub, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     assert cli.main(["push", str(on_hub), "org/by-command"]) == 2
     assert "tide-hf: org/by-command cannot be uploaded to" in capsys.readouterr().err
+
+
+def test_a_licence_for_a_card_that_is_not_written_is_refused(refused):
+    command = ["push", "folder", "org/by-command", "--custom-generate", "--license", "mit"]
+    refused(command, "beside --custom-generate: got --license.")

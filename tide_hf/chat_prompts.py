@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import Tensor
 
+from .errors import ChatTemplateError, describe, first_line
 from .padding import left_padded
 
 
@@ -32,9 +34,33 @@ def message_tokens(
         tokenizer: The base model's; it has a chat template.
         messages: Each with "role" and "content".
         add_generation_prompt: Whether the assistant is to speak next.
+
+    Raises:
+        ChatTemplateError: As in `chat_text`.
     """
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    """The text of a chat; arguments as in `message_tokens`.
+
+    Raises:
+        ChatTemplateError: The template does not parse, or refuses the chat.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, TypeError, ValueError, LookupError) as error:  # the template is anybody's program
+        reason = first_line(error)
+        raise ChatTemplateError(
+            describe(
+                "the tokenizer's chat template refuses the chat",
+                got=f"'{reason}'",
+                expected="a template that can be read and takes these messages",
+                do="Mend or replace the template; tide-hf generate --raw does without it.",
+            ),
+            reason,
+        ) from error
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import logging
 import os
 import sys
 import traceback
@@ -32,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     args.parser, args.argv = parser, list(sys.argv[1:] if argv is None else argv)
+    if args.debug:
+        logging.basicConfig()  # to standard error
+        logging.getLogger(__package__).setLevel("INFO")
     try:
         _run(args)
         sys.stdout.flush()
@@ -64,10 +69,15 @@ def _of_system(error: OSError) -> str:
 
 
 def _open_streams() -> None:
-    """Put empty streams where a caller closed the standard ones, which Python then has as `None`."""
+    """Put empty streams where a caller closed the standard ones, which Python then has as `None`.
+
+    What standard output has no characters for becomes question marks, instead of an error amid an answer.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:

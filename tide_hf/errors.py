@@ -21,6 +21,19 @@ class ConfigurationError(TIDEError, ValueError):
     """A setting has a value that makes no sense for this model."""
 
 
+class ChatTemplateError(ConfigurationError):
+    """A tokenizer's chat template does not parse, or refuses a chat.
+
+    Args:
+        message: The error's.
+        reason: What the template says.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class BaseModelMismatchError(TIDEError, ValueError):
     """The routers were calibrated for another base model."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..chat_prompts import message_tokens
-from ..errors import CalibrationError, describe
+from ..errors import CalibrationError, ChatTemplateError, describe
 from .data import Document
 
 MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length: a forward pass pads all rows to the longest
@@ -102,9 +101,9 @@ class RowEncoder:
                 return self._text(self._encode(messages)[: self.max_length], chat)
             whole = self._encode(messages[: last + 1])
             prompt = self._encode(messages[:last], add_generation_prompt=True)
-        except TemplateError as error:
+        except ChatTemplateError as error:
             raise self._unusable(
-                "the chat template refuses a chat", got=str(error), expected="roles in the order that it knows"
+                "the chat template refuses a chat", got=error.reason, expected="roles in the order that it knows"
             ) from error
         if whole[: len(prompt)] != prompt:
             return self._text(whole[: self.max_length], chat)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat_prompts import chat_text
 from .continuing import continued
 
 SHARE = 0.25  # of all prompts: a guess, since half of them taught a block much about chats and cost it more on tasks
@@ -36,8 +37,7 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     messages = [{"role": "user", "content": PLACEHOLDER}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    before, found, behind = text.partition(PLACEHOLDER)
+    before, found, behind = chat_text(tokenizer, messages).partition(PLACEHOLDER)
     turn = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, behind)]
     return UserTurn(*turn) if found and all(turn) else None
 

@@ -6,11 +6,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..chat_prompts import prompt_tokens
-from ..errors import CalibrationError, describe, quoted
+from ..errors import CalibrationError, ChatTemplateError, describe
 from .data import Document
 from .own_prompts import SHARE as OWN_SHARE
 from .own_prompts import find_user_turn
@@ -68,11 +67,11 @@ def load_documents(
         turn = find_user_turn(tokenizer)
         num_own = round(OWN_SHARE * samples) if turn is not None else 0
         prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
-    except (TemplateError, TypeError, ValueError) as error:  # the template is anybody's; several without a default
+    except ChatTemplateError as error:
         raise CalibrationError(
             describe(
                 "the chat template refuses a user's message that stands alone",
-                got=quoted(error),
+                got=f"'{error.reason}'",
                 expected="a template that takes one",
                 do="Pass texts or chats of your own as dataset, or a tokenizer with another chat_template.",
             )

@@ -62,15 +62,19 @@ EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 
 
 def make_parser() -> CommandParser:
-    """The parser of the whole command line. It sets `command`, the command's name."""
+    """The parser of the whole command line. It sets `command`, the command's name, and `command_parser`."""
     common = CommandParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument(
+        "--debug", action="store_true", help="log what goes on inside, and show the traceback of an error"
+    )
     parser = CommandParser(prog="tide-hf", description="Token-informed depth for Hugging Face causal language models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (add_arguments, what, more) in COMMANDS.items():
         description = f"{what.capitalize()}. {more}".strip()
-        add_arguments(commands.add_parser(name, parents=[common], help=what, description=description))
+        command = commands.add_parser(name, parents=[common], help=what, description=description)
+        add_arguments(command)
+        command.set_defaults(command_parser=command)
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,9 @@ def add_mode_arguments(
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="what runs the layers; compiled and cuda_graph take up to a minute to be made ready, in chat and serve "
-        "before the first answer, elsewhere in the first that needs it (default: %(default)s)",
+        help="what runs the layers; making compiled and cuda_graph ready takes about a minute on 2 cores, and minutes "
+        "for larger batches: in chat and serve before the first answer, elsewhere in the first that needs it "
+        "(default: %(default)s)",
     )
 
 
@@ -148,6 +149,29 @@ def add_decoding_arguments(
     parser.add_argument(
         "--max-new-tokens", type=positive, default=max_new_tokens, help="most tokens an answer (default: %(default)s)"
     )
+
+
+def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
+    """Refuse options that the command would not look at.
+
+    Args:
+        args: The command's.
+        names: Of the options, as in `args`.
+        where: Beside or without which other option that is so, in words.
+
+    Raises:
+        ConfigurationError: One of them is not what it is by default.
+    """
+    unused = [name for name in names if getattr(args, name) != args.command_parser.get_default(name)]
+    if unused:
+        raise ConfigurationError(
+            describe(
+                f"an option would do nothing {where}",
+                got=", ".join("--" + name.replace("_", "-") for name in unused),
+                expected="options that change what the command does",
+                do="Leave that out.",
+            )
+        )
 
 
 def check_writable(file: Path, argument: str) -> None:

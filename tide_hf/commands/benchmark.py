@@ -15,20 +15,25 @@ from ..alternatives import assistant_early_exit, prompt_lookup, those_that_run
 from ..chat_prompts import encode_prompt
 from ..contenders import tide_contenders
 from ..errors import MissingPackageError, describe
+from .arguments import refuse_unused
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run
-from .prompts import PROMPTS, check_room, read_prompts
+from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 
 CLONE = Path(__file__).parent.parent.parent  # where there is one, its examples stand beside the package
-PASSED_ON = ("model", "routers", "dtype", "device", "threads", "config", "output_dir")
+OF_SUITES = ("config", "output_dir")
+PASSED_ON = ("model", "routers", "dtype", "device", "threads", *OF_SUITES)
+OF_PROMPTS = ("mode", "exit_threshold", "engine", "max_new_tokens", "prompt", "prompts", "raw", "repeats", "json")
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.suite is not None:
+        refuse_unused(args, OF_PROMPTS, "beside --suite")
         _run_suites(args)
         return
-    prompts = list(args.prompt or []) + (read_prompts(args.prompts) if args.prompts is not None else [])
+    refuse_unused(args, OF_SUITES, "without --suite")
+    prompts = given_prompts(args.prompt) + (read_prompts(args.prompts) if args.prompts is not None else [])
     prompts = prompts or list(PROMPTS)
     console = Console(stderr=args.json)
     loaded = load(args, Console(stderr=True))

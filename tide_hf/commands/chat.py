@@ -50,8 +50,16 @@ def _typed() -> Iterator[str]:
     with suppress(EOFError):
         while True:
             print(file=sys.stderr)
-            if line := input("> ").strip():
+            if line := _line().strip():
                 yield line
+
+
+def _line() -> str:
+    """A line from the terminal, asked for on it: where standard output is a file, it gets the answers alone."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()
 
 
 def _piped() -> Iterator[str]:

@@ -15,12 +15,13 @@ from ..chat_prompts import encode_prompt
 from ..contenders import tide_contenders
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run
-from .prompts import PROMPTS, check_room
+from .prompts import PROMPTS, check_room, given_prompts
 from .streaming import legend, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    prompts = given_prompts(args.prompt) or PROMPTS
     console = Console(stderr=args.json)
     loaded = load(args, console)
     modes = modes_to_run(args.mode, loaded.routers)
@@ -29,7 +30,6 @@ def run(args: argparse.Namespace) -> None:
     )
     record = setting(loaded, args.engine)
     print_setting(record, console)
-    prompts = args.prompt or PROMPTS
     inputs = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
     for encoded in inputs:
         check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             )
         )
     if prompt is not None:
-        text = decode(os.fsencode(prompt), "PROMPT")
+        text = _of_argument(prompt, "PROMPT")
     elif file is not None:
         text = decode(_read_file(file), str(file)).removesuffix("\n")
     elif sys.stdin.isatty():
@@ -57,11 +58,16 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         )
     else:
         text = decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
-    if not text.strip():
-        raise ConfigurationError(
-            describe("the prompt is empty", got=repr(text), expected="some text", do="Write what is to be answered.")
-        )
-    return text
+    return _not_empty(text)
+
+
+def given_prompts(prompts: Sequence[str] | None) -> list[str]:
+    """The prompts that --prompt gives, where it is given.
+
+    Raises:
+        ConfigurationError: One is empty, or not UTF-8.
+    """
+    return [_not_empty(_of_argument(prompt, "--prompt")) for prompt in prompts or ()]
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -110,7 +116,7 @@ def decode(data: bytes, source: str) -> str:
 
 
 def check_room(model: Any, num_tokens: int, max_new_tokens: int) -> None:
-    """Refuse what is longer than the model can read.
+    """Refuse a prompt without tokens, and what is longer than the model can read.
 
     Args:
         model: The model.
@@ -118,8 +124,10 @@ def check_room(model: Any, num_tokens: int, max_new_tokens: int) -> None:
         max_new_tokens: Most tokens that are to follow.
 
     Raises:
-        ConfigurationError: Together they are more than the model has positions.
+        ConfigurationError: There is no token, or together they are more than the model has positions.
     """
+    if num_tokens == 0:
+        raise _empty("a prompt of no tokens")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and num_tokens + max_new_tokens > limit:
         raise ConfigurationError(
@@ -130,6 +138,22 @@ def check_room(model: Any, num_tokens: int, max_new_tokens: int) -> None:
                 do="Shorten the prompt, lower --max-new-tokens, or, in a chat, start anew with /reset.",
             )
         )
+
+
+def _of_argument(prompt: str, name: str) -> str:
+    return decode(os.fsencode(prompt), name)
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise _empty(repr(text))
+    return text
+
+
+def _empty(got: str) -> ConfigurationError:
+    return ConfigurationError(
+        describe("the prompt is empty", got=got, expected="some text", do="Write what is to be answered.")
+    )
 
 
 def _read_file(file: Path) -> bytes:

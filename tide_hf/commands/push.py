@@ -6,6 +6,7 @@ import argparse
 
 from ..publishing import push_custom_generate, push_routers
 from ..routers.modeling_tide import TIDERouters
+from .arguments import refuse_unused
 
 
 def run(args: argparse.Namespace) -> None:
@@ -14,6 +15,7 @@ def run(args: argparse.Namespace) -> None:
     if hasattr(args, "commit_message"):
         options["commit_message"] = args.commit_message
     if args.custom_generate:
+        refuse_unused(args, ["license"], "beside --custom-generate")
         commit = push_custom_generate(args.folder, args.repo_id, **options)
     else:
         routers = TIDERouters.from_pretrained(args.folder)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING = 8  # tokens; no character is spread over more, so what is incomplete then will stay so
+
 
 class TokenTexts:
     """The text that each token of an answer adds. A character spread over several tokens is the last one's.
@@ -25,20 +28,27 @@ class TokenTexts:
     def add(self, token: int) -> str:
         """Take the next token; return what it adds."""
         self._tokens.append(token)
-        before, text = (self._decode(self._tokens[:end]) for end in (self._read, len(self._tokens)))
-        complete = not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(before)
-        self.shown.append(text[len(before) :] if complete else "")
-        if complete:
-            self._tokens = self._tokens[self._read :]
+        added = self._added()
+        if added.endswith(REPLACEMENT) and len(self._tokens) - self._read < MAX_PENDING:
+            added = ""  # a character of which more tokens are to come
+        else:
+            if added:  # behind tokens without text the next one would read as the first of all, without its space
+                del self._tokens[: self._read]
             self._read = len(self._tokens)
-        return self.shown[-1]
+        self.shown.append(added)
+        return added
 
     def finish(self) -> str:
         """Return what is left where the answer was cut off within a character; it is the last token's."""
-        rest = self._decode(self._tokens)[len(self._decode(self._tokens[: self._read])) :]
+        rest = self._added()
         if rest:
             self.shown[-1] += rest
+            self._read = len(self._tokens)
         return rest
+
+    def _added(self) -> str:
+        """The text that the tokens from `_read` on add, as they read behind those before."""
+        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._read])) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 
 from ..chat_prompts import message_tokens
 from ..decoding.kept_caches import KeptCaches
 from ..decoding.rows import RowCriterion
 from ..demo_model import load_demo_model
-from ..errors import ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
+from ..errors import ChatTemplateError, ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
 from ..loading import load_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..padding import end_tokens, left_padded
@@ -127,8 +126,8 @@ class ServedModel:
         options = self.options
         try:
             prompt = message_tokens(self.tokenizer, list(request.messages))
-        except TemplateError as error:
-            raise refuse("messages", str(error), "a conversation that the model's chat template allows") from error
+        except ChatTemplateError as error:
+            raise refuse("messages", error.reason, "a conversation that the model's chat template allows") from error
         room = self.context - len(prompt)
         if not 0 < len(prompt) <= options.max_prompt_tokens or room < 1:
             longest = min(options.max_prompt_tokens, self.context - 1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_PENDING = 8  # tokens; no character is spread over more, so what is incomplete then will stay so
+from ..display.token_texts import TokenTexts
 
 
 class TextPieces:
@@ -20,38 +19,22 @@ class TextPieces:
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
-        self.tokenizer = tokenizer
+        self.texts = TokenTexts(tokenizer)
         self.stop = stop
         self.stopped = False
-        self.tokens: list[int] = []
-        self.context = 0  # tokens from here on decide how the next one is spelled
-        self.spelled = 0  # tokens up to here are part of `held` or of what was handed out
         self.held = ""  # text that may be the beginning of a stop string
 
     def add(self, token: int) -> str:
         """Take a token; return the text that can go out with it, which may be empty."""
-        self.tokens.append(token)
-        text = self._spell(self.tokens)
-        if text.endswith(REPLACEMENT) and len(self.tokens) - self.spelled < MAX_PENDING:
-            return ""  # a character of which more tokens are to come
-        return self._hand_out(text)
+        return self._hand_out(self.texts.add(token))
 
     def finish(self) -> str:
         """What is left when no token follows."""
-        text = self._hand_out(self._spell(self.tokens)) if not self.stopped else ""
+        text = self._hand_out(self.texts.finish()) if not self.stopped else ""
         text, self.held = text + self.held, ""
         return text
 
-    def _spell(self, tokens: list[int]) -> str:
-        """The text that the tokens from `spelled` on add, as they read after those before."""
-        before = self._decode(tokens[self.context : self.spelled])
-        return self._decode(tokens[self.context :])[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
-
     def _hand_out(self, text: str) -> str:
-        self.context, self.spelled = self.spelled, len(self.tokens)
         self.held += text
         found = [at for stop in self.stop if (at := self.held.find(stop)) >= 0]
         if found:
