@@ -15,6 +15,7 @@ from ..calibration.sources import describe_source, random_rows
 from ..chat_prompts import prompt_tokens
 from ..errors import CalibrationError, ConfigurationError, describe
 from ..padding import end_tokens, left_padded, pad_token, up_to_end
+from ..structure import input_device
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -139,7 +140,7 @@ def answer_questions(
     counted: list[int] = []
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        inputs = left_padded([prompts[i] for i in rows], device=model.device)
+        inputs = left_padded([prompts[i] for i in rows], device=input_device(model))
         sequences = model.generate(
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_token(tokenizer), **options
         )

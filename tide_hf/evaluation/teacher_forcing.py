@@ -22,7 +22,7 @@ from ..calibration.hidden_states import capture
 from ..depth.skipping import on_device
 from ..generation import TIDEGenerationMixin
 from ..routers.modeling_tide import TIDERouters
-from ..structure import find_structure
+from ..structure import find_structure, input_device
 from ..unembed import Unembed
 
 
@@ -86,7 +86,8 @@ def exit_logits(
 
     Args:
         model: The base model, attached or not.
-        routers: Its routers, placed beside it (`attach` does that; else `routers.place(model.device, model.dtype)`).
+        routers: Its routers, placed beside it: `attach` does that, else `routers.place(input_device(model),
+            model.dtype)`.
         input_ids: (rows, length); padding on the right needs no mask.
         exit_threshold: Exit where `score >= exit_threshold`; above 1 gives the base model's own logits.
         **inputs: For the model's forward: `attention_mask`, `position_ids`.
@@ -98,7 +99,7 @@ def exit_logits(
     unembed = model._tide.unembed if isinstance(model, TIDEGenerationMixin) else Unembed(model, structure)
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with full_depth(model), capture(structure, routers.exit_layers) as states:
-        model(input_ids=input_ids.to(model.device), **inputs, use_cache=False, **options)
+        model(input_ids=input_ids.to(input_device(model)), **inputs, use_cache=False, **options)
     final = states.pop(structure.num_layers)
     indices = exit_indices(exit_scores(unembed, routers, states, final.device), exit_threshold)
     read = final.clone()
