@@ -96,7 +96,7 @@ def coverage_table(record: dict[str, Any]) -> TextTable:
     """One row per exit layer, one column per precision; none where the record is older than this table."""
     known = [(layer, row["coverage"]) for layer, row in rows_by_layer(record) if "coverage" in row]
     precisions = sorted(known[0][1], key=float, reverse=True) if known else []
-    rows = [[str(layer), *(_percent(coverage[precision]) for precision in precisions)] for layer, coverage in known]
+    rows = [[str(layer), *(_percent(coverage.get(precision)) for precision in precisions)] for layer, coverage in known]
     return TextTable(["exit layer", *(f"{float(precision):.0%} agree" for precision in precisions)], rows)
 
 
