@@ -34,6 +34,12 @@ def test_agreement_by_hand(metric):
     assert "depth_fraction" not in found
 
 
+def test_one_answer_is_not_certainty(metric):
+    found = metric.compute(predictions=[[5, 6, 7, 9]], references=[[5, 6, 7, 8]])
+    assert found["disagreement_per_answer"] == 0.25
+    assert found["disagreement_per_answer_interval"] == [0.0, 1.0]
+
+
 def test_depth_by_hand(metric):
     found = metric.compute(
         predictions=PREDICTIONS, references=REFERENCES, exit_layers=LAYERS, num_layers=8, confidence=0.8

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.report import Steps
+from ..calibration.resampling import Bootstrap
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_counts, check_share
 from ..choices import MATCHES, check_choice
@@ -20,7 +21,6 @@ from ..model import TIDEModelForCausalLM
 from ..routers.configuration_tide import check_exit_threshold
 from ..routers.modeling_tide import TIDERouters
 from ..structure import find_structure
-from .intervals import Bootstrap
 from .perplexity import read_texts, score_texts
 from .questions import Answers, Question, QuestionColumns, answer_questions, is_right, read_questions
 

@@ -32,7 +32,8 @@ Returns:
     agreement: share of the tokens that are the full model's, over all positions.
     agreement_interval: exact (Clopper-Pearson), as if tokens were independent.
     disagreement_per_answer: mean share of an answer's tokens that differ.
-    disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent.
+    disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent;
+        where all answers have the same share, as wide as their number leaves it.
     equal_answers: share of the answers that are the full model's, token for token.
     equal_answers_interval: exact (Clopper-Pearson).
     same_start: mean share of an answer's tokens before the first that differs.
