@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.data import full_depth
 from ..calibration.hidden_states import capture
+from ..calibration.threshold import exit_depths, exit_indices
 from ..depth.skipping import on_device
 from ..generation import TIDEGenerationMixin
 from ..routers.modeling_tide import TIDERouters
@@ -57,25 +58,6 @@ def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Ten
         point = on_device(routers[layer], states[layer])
         columns.append(unembed.route(point.router, states[layer]).to(device))
     return torch.stack(columns, dim=-1)
-
-
-def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
-    """Apply the rule of `early_exit`: the first exit layer whose score reaches the threshold.
-
-    Args:
-        scores: (..., E), the exit layers ascending.
-        exit_threshold: Exit where `score >= exit_threshold`.
-
-    Returns:
-        (...) positions in the list of exit layers, int64; E where no layer's score does.
-    """
-    reached = scores >= exit_threshold
-    return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
-
-
-def exit_depths(indices: Tensor, exit_layers: list[int], num_layers: int) -> Tensor:
-    """Turn what `exit_indices` returns into numbers of executed layers, int64."""
-    return torch.tensor([*exit_layers, num_layers], device=indices.device)[indices]
 
 
 @torch.no_grad()
