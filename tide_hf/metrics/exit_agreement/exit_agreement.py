@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import datasets
@@ -145,12 +146,13 @@ def _check_lengths(name: str, predictions: Sequence[Sequence[int]], others: Sequ
 
 
 def _checked_depth(layers: Sequence[int], num_layers: int | None) -> int:
-    if num_layers is None or not all(0 <= layer <= num_layers for layer in layers):
+    is_number = isinstance(num_layers, Integral) and num_layers >= 1
+    if num_layers is None or not (is_number and all(0 <= layer <= num_layers for layer in layers)):
         raise ConfigurationError(
             describe(
                 "exit_layers do not fit the model",
                 got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
-                expected="numbers of executed layers, at most num_layers",
+                expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
                 do="Pass num_layers=model.config.num_hidden_layers.",
             )
         )
