@@ -33,7 +33,11 @@ RECORD = {
         "3": {"agreement": 0.5, "cost": 0.5, "coverage": {"0.99": 0.1, "0.90": 0.5}},
     },
     "threshold": {"tolerance": 0.01, "confidence": 0.95, "chosen": 0.9},
-    "tolerances": [TOLERANCE, TOLERANCE | {"exit_threshold": 0.9, "disagreement": 0.01, "interval": [0.0, 0.1]}],
+    "tolerances": [
+        {"tolerance": 0.005},
+        TOLERANCE,
+        TOLERANCE | {"exit_threshold": 0.9, "disagreement": 0.01, "interval": [0.0, 0.1]},
+    ],
 }
 BLOCK = {"model_type": "llama", "num_hidden_layers": 2}
 
@@ -85,7 +89,7 @@ def test_any_value_in_any_field(field, value):
         {"calibration": {"threshold": {"tolerance": "a", "confidence": None, "chosen": 0.5}}},
         {"calibration": {"tolerances": 7}},
         {"calibration": {"tolerances": [{}]}},
-        {"calibration": {"tolerances": [TOLERANCE | {"depth_fraction": None}]}},
+        {"calibration": {"tolerances": [TOLERANCE | {"depth_fraction": []}]}},
         {"calibration": {"tolerances": [TOLERANCE | {"disagreement": "little"}]}},
         {"calibration": {"tolerances": [TOLERANCE | {"interval": [0.1]}]}},
         {"calibration": {"tolerances": [TOLERANCE | {"interval": 0.1}]}},

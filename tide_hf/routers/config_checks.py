@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ConfigurationError, describe, short
@@ -25,7 +25,7 @@ LARGEST_BLOCK_COUNT = 2**12  # of layers or experts in block_config
 LARGEST_COUNT = 2**63  # of documents
 LONGEST_NAME = 1024
 LAYER_FIGURES = ("router_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost")
-TOLERANCE_FIGURES = {"tolerance", "exit_threshold", "disagreement", "interval", "depth_fraction"}
+TOLERANCE_FIGURES = ("exit_threshold", "disagreement", "depth_fraction")
 
 
 def check_positive(name: str, value: object) -> None:
@@ -136,7 +136,7 @@ def _are_layers(layers: Any) -> bool:
 
 def _is_row(row: Any) -> bool:
     valid = isinstance(row, dict) and _is_share(row.get("agreement")) and _is_count(row.get("documents_before", 0))
-    return valid and all(row.get(name) is None or _is_number(row[name]) for name in LAYER_FIGURES)
+    return valid and _has_numbers(row, optional=LAYER_FIGURES)
 
 
 def _is_coverage(coverage: Any) -> bool:
@@ -146,8 +146,7 @@ def _is_coverage(coverage: Any) -> bool:
 
 
 def _is_threshold(threshold: Any) -> bool:
-    names = ("tolerance", "confidence", "chosen")
-    return isinstance(threshold, dict) and all(_is_number(threshold.get(name)) for name in names)
+    return isinstance(threshold, dict) and _has_numbers(threshold, ("tolerance", "confidence", "chosen"))
 
 
 def _are_tolerances(rows: Any) -> bool:
@@ -155,13 +154,14 @@ def _are_tolerances(rows: Any) -> bool:
 
 
 def _is_tolerance(row: Any) -> bool:
-    if not (isinstance(row, dict) and set(row) >= TOLERANCE_FIGURES):
+    if not (isinstance(row, dict) and _has_numbers(row, ("tolerance",), optional=TOLERANCE_FIGURES)):
         return False
-    interval = row["interval"]
-    if interval is not None and not (isinstance(interval, list) and len(interval) == 2):
-        return False
-    known = [row["tolerance"], row["depth_fraction"], *(interval or [])]
-    known += [row[name] for name in ("exit_threshold", "disagreement") if row[name] is not None]
+    interval = row.get("interval")
+    return interval is None or (isinstance(interval, list) and len(interval) == 2 and all(map(_is_number, interval)))
+
+
+def _has_numbers(row: dict[str, Any], needed: Sequence[str] = (), optional: Sequence[str] = ()) -> bool:
+    known = [row.get(name) for name in needed] + [row[name] for name in optional if row.get(name) is not None]
     return all(map(_is_number, known))
 
 
@@ -180,10 +180,10 @@ def _is_count(value: object) -> bool:
 # Parts of a calibration record that something reads: what each may be, and how that is told. Older records lack some.
 RECORD_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exit_layers": (_are_layers, "for each exit layer an agreement from 0 to 1, and numbers for the other figures"),
-    "block": (_is_row, "an agreement from 0 to 1, and a whole number of documents"),
+    "block": (_is_row, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
     "num_documents": (_is_count, "a whole number of documents"),
     "threshold": (_is_threshold, "numbers for tolerance, confidence and chosen"),
-    "tolerances": (_are_tolerances, f"rows with {', '.join(sorted(TOLERANCE_FIGURES))}, in numbers where known"),
+    "tolerances": (_are_tolerances, "rows with a tolerance, and numbers for the other figures"),
 }
 
 
