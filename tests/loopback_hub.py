@@ -39,9 +39,11 @@ class LoopbackHub:
     Attributes:
         repos: `repos["models", "org/name"]`.
         asked: The paths of all requests, in order.
+        metadata_answer: What it says of the metadata of any card, and with what status.
     """
 
     def __init__(self):
+        self.metadata_answer = {"errors": [], "warnings": []}, 200
         self.repos, self.asked, self.address = {}, [], None
 
     def add(self, repo_id, folder, kind="models", **options):
@@ -86,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         match self.parts():
             case ["api", "validate-yaml"]:
-                self.send({"errors": [], "warnings": []})
+                self.send(*self.server.hub.metadata_answer)
             case _ if not self.has_token():
                 self.fail(401, "Unauthorized")
             case ["api", "repos", "create"]:

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, benchmark, provenance
 from tide_hf.chat_prompts import encode_prompt
@@ -181,9 +183,31 @@ def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):
     json.dumps(record)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    assert provenance.commit(tmp_path) is None
     assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
     assert provenance.cpu_name(tmp_path / "none")
+
+
+def test_a_commit_is_told_of_a_file_that_git_tracks_alone(tmp_path):
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
+
+    tracked, ignored = tmp_path / "app.py", tmp_path / "venv" / "provenance.py"
+    ignored.parent.mkdir()
+    for file in (tracked, ignored):
+        file.write_text("")
+    assert provenance.commit(tracked) is None  # no repository
+    git("init", "-q")
+    git("add", "app.py")
+    assert provenance.commit(tracked) is None  # no commit
+    git("commit", "-q", "-m", "somebody else's")
+    assert provenance.commit(ignored) is None
+    assert provenance.commit(tracked) == git("rev-parse", "HEAD").stdout.strip()
+
+
+def test_an_offloaded_model_runs_where_its_tokens_go(tiny_llama):
+    offloaded = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    assert provenance.provenance(offloaded)["device"] == "cpu"
 
 
 def test_a_command_is_told_without_the_folders_of_this_machine(tmp_path, monkeypatch):

@@ -90,3 +90,10 @@ def test_a_template_that_refuses_and_a_tokenizer_without_one(tokenizer):
     both = [{"text": text, "messages": chat} for text, chat in zip(TEXTS, CHATS, strict=True)]
     assert sorted(texts_of(both, own)) == TEXTS
     assert all("<user>" in text for text in texts_of(both, tokenizer))
+
+
+def test_a_column_without_a_value_is_passed_over(tokenizer):
+    rows = [{"text": TEXTS[0], "messages": None}, {"text": None, "messages": CHATS[0]}]
+    assert sorted(texts_of(rows, tokenizer)) == sorted([TEXTS[0], *texts_of(CHATS[:1], tokenizer)])
+    with pytest.raises(CalibrationError, match=r"a row is empty .*: got None"):
+        read([{"text": None, "messages": None}], tokenizer)

@@ -1,7 +1,9 @@
 """A routers' config may be anybody's: whatever its fields hold, it is used or refused with an error of ours."""
 
 import json
+import operator
 from contextlib import suppress
+from functools import reduce
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_hf import TIDEError, TIDERouters
+from tide_hf.calibration.tables import tables_of
+from tide_hf.commands.inspect import _router_lines
 from tide_hf.errors import ConfigurationError
+from tide_hf.inspection import router_facts
 from tide_hf.routers.configuration_tide import TIDEConfig
 
 GOOD = TIDERouters.for_model(
@@ -21,6 +26,19 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
+TOLERANCE = {"tolerance": 0.01, "exit_threshold": None, "disagreement": None, "interval": None, "depth_fraction": 1.0}
+RECORD = {
+    "exit_layers": {
+        "1": {"agreement": 0.5, "router_auc": 0.5, "coverage": {"0.99": 0.1}},
+        "3": {"agreement": 0.5, "cost": 0.5, "coverage": {"0.99": 0.1, "0.90": 0.5}},
+    },
+    "threshold": {"tolerance": 0.01, "confidence": 0.95, "chosen": 0.9},
+    "tolerances": [
+        {"tolerance": 0.005},
+        TOLERANCE,
+        TOLERANCE | {"exit_threshold": 0.9, "disagreement": 0.01, "interval": [0.0, 0.1]},
+    ],
+}
 BLOCK = {"model_type": "llama", "num_hidden_layers": 2}
 
 
@@ -58,6 +76,23 @@ def test_any_value_in_any_field(field, value):
         {"calibration": {"exit_layers": {"../1": {"agreement": 0.5}}}},
         {"calibration": {"exit_layers": {"1": {"agreement": "high"}}}},
         {"calibration": {"exit_layers": {"1": {"agreement": 7}}}},
+        {"calibration": 7},
+        {"calibration": [{"exit_layers": {}}]},
+        {"calibration": {"exit_layers": {"01": {"agreement": 0.5}}}},
+        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "router_auc": "x"}}}},
+        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "cost": 10**400}}}},
+        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "coverage": 3}}}},
+        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "coverage": {"most": 0.5}}}}},
+        {"calibration": {"threshold": None}},
+        {"calibration": {"threshold": [1]}},
+        {"calibration": {"threshold": {}}},
+        {"calibration": {"threshold": {"tolerance": "a", "confidence": None, "chosen": 0.5}}},
+        {"calibration": {"tolerances": 7}},
+        {"calibration": {"tolerances": [{}]}},
+        {"calibration": {"tolerances": [TOLERANCE | {"depth_fraction": []}]}},
+        {"calibration": {"tolerances": [TOLERANCE | {"disagreement": "little"}]}},
+        {"calibration": {"tolerances": [TOLERANCE | {"interval": [0.1]}]}},
+        {"calibration": {"tolerances": [TOLERANCE | {"interval": 0.1}]}},
         {"calibration": {"num_documents": "many"}},
         {"calibration": {"num_documents": -1}},
         {"calibration": {"block": {"agreement": 0.5, "documents_before": 2**64}}},
@@ -77,6 +112,24 @@ def test_values_that_are_refused(fields):
     with pytest.raises(ConfigurationError, match=r": got (.|\n)*\. Expected .*\. ") as refused:
         TIDEConfig.from_dict(changed(**fields))
     assert len(str(refused.value)) < 2000
+
+
+def places(value, place=()):
+    """The places of all values inside a value, its own among them."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place, *(found for name, one in inner for found in places(one, (*place, name)))]
+
+
+@settings(max_examples=400, deadline=None)
+@given(place=st.sampled_from(places(RECORD)[1:]), value=JSON)
+def test_a_record_is_refused_or_can_be_shown(place, value):
+    record = json.loads(json.dumps(RECORD))
+    reduce(operator.getitem, place[:-1], record)[place[-1]] = value
+    with suppress(TIDEError):
+        config = TIDEConfig.from_dict(changed(calibration=record, exit_threshold=0.9))
+        facts = router_facts(TIDERouters(config))
+        tables_of(facts, 4)
+        _router_lines(facts)
 
 
 @pytest.mark.parametrize("text", ["3", "null", "[1]", '"text"', "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}"])

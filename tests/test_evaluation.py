@@ -1,9 +1,11 @@
 """Early exit over a given text against decoding token by token; perplexity and quality by hand."""
 
+import copy
 import json
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from families import VOCAB, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -146,6 +148,30 @@ def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tok
     assert (record["perplexity"]["num_documents"], record["exact_match"]["num_questions"]) == (5, 5)
 
 
+def test_an_offloaded_model_gives_the_same_and_the_routers_stay_as_they_are(tiny_llama, tiny_tokenizer):
+    model, offloaded = tiny_llama(), cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    assert offloaded.device.type == "meta"
+    routers = random_routers(model)
+    early = [
+        exit_logits(one, copy.deepcopy(routers), random_ids(1, 9), exit_threshold=0.5) for one in (model, offloaded)
+    ]
+    torch.testing.assert_close(early[1].logits, early[0].logits)
+    routers.bfloat16()
+    questions = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(3)]
+    options = QualityOptions(text=["a text", "another"], questions=questions, thresholds=(0.5,), max_new_tokens=4)
+    plain, away = (measure_quality(one, tiny_tokenizer, routers, options) for one in (model, offloaded))
+    assert json.dumps(away) == json.dumps(plain)
+    assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in routers.parameters())
+
+
+def test_an_attached_model_is_no_base_to_compare_with(tiny_llama, tiny_tokenizer):
+    routers = random_routers(tiny_llama())
+    attached = TIDEModelForCausalLM.attach(tiny_llama(), routers, mode="early_exit", exit_threshold=0.0)
+    questions = [{"question": "1 + 1?", "answer": "2"}]
+    with pytest.raises(ConfigurationError, match=r"nothing to compare with: got a model with TIDE attached\. Expected"):
+        measure_quality(attached, tiny_tokenizer, routers, QualityOptions(questions=questions))
+
+
 def test_exact_match_by_hand(tiny_llama, tiny_tokenizer, monkeypatch):
     def answer(model, tokenizer, questions, *, exit_threshold=None, **_):
         assert isinstance(model, TIDEModelForCausalLM) == (exit_threshold is not None)
@@ -183,6 +209,8 @@ def test_a_recurrent_model_runs_whole(tiny_tokenizer):
     [
         ({"text": None}, "there is nothing to measure on: got neither texts nor questions"),
         ({"thresholds": (-1.0,)}, "exit_threshold is no usable number"),
+        ({"thresholds": 0.9}, r"thresholds are no list: got 0\.9\. Expected a list of exit thresholds"),
+        ({"thresholds": iter([0.9])}, "thresholds are no list"),
         ({"match": "loosely"}, "unknown match: got 'loosely'"),
         ({"confidence": 95}, "confidence makes no sense"),
         ({"samples": 0}, "samples makes no sense"),

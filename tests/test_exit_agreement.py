@@ -34,6 +34,12 @@ def test_agreement_by_hand(metric):
     assert "depth_fraction" not in found
 
 
+def test_one_answer_is_not_certainty(metric):
+    found = metric.compute(predictions=[[5, 6, 7, 9]], references=[[5, 6, 7, 8]])
+    assert found["disagreement_per_answer"] == 0.25
+    assert found["disagreement_per_answer_interval"] == [0.0, 1.0]
+
+
 def test_depth_by_hand(metric):
     found = metric.compute(
         predictions=PREDICTIONS, references=REFERENCES, exit_layers=LAYERS, num_layers=8, confidence=0.8
@@ -73,6 +79,11 @@ def test_its_example_runs(metric):
         ({"exit_layers": [[1, 2, 3, 4]], "num_layers": 8}, "predictions and exit_layers cannot be compared"),
         ({"exit_layers": LAYERS}, "exit_layers do not fit the model: got layers 2 to 8 with num_layers=None"),
         ({"exit_layers": LAYERS, "num_layers": 7}, "exit_layers do not fit the model"),
+        (
+            {"exit_layers": LAYERS, "num_layers": "8"},
+            r"got layers 2 to 8 with num_layers='8'\. Expected .*a whole number",
+        ),
+        ({"exit_layers": [[0] * 4, [0] * 2], "num_layers": 0}, "got layers 0 to 0 with num_layers=0"),
         ({"confidence": 95}, "confidence makes no sense: got 95"),
     ],
 )

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tide_hf.evaluation.intervals import Bootstrap
+from tide_hf.calibration.figures import mean_interval
+from tide_hf.calibration.resampling import Bootstrap
 
 
 def test_the_bootstrap_knows_the_binomial_and_pairs_items():
@@ -32,3 +33,20 @@ def test_where_nothing_varies_the_interval_is_still_not_empty():
     share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(-1.0, 1.0))
     assert share["interval"] == [pytest.approx(-exact), pytest.approx(exact)]
     assert bootstrap.figure(lambda sums: sums["right"] / sums["items"])["interval"] is None
+
+
+@pytest.mark.parametrize(("layer", "num_layers"), [(4, 30), (16, 30), (12, 28)])
+def test_rounding_is_no_variation(layer, num_layers):
+    tokens = torch.randint(5, 60, (40,), generator=torch.Generator().manual_seed(0))
+    depth = torch.stack([torch.full((int(count),), layer).double().div(num_layers).sum() for count in tokens])
+    bootstrap = Bootstrap({"tokens": tokens, "depth": depth}, confidence=0.95)
+    low, high = bootstrap.figure(lambda sums: sums["depth"] / sums["tokens"], limits=(0.0, 1.0))["interval"]
+    assert high - low > 0.1
+    assert bootstrap.figure(lambda sums: (sums["depth"] / sums["tokens"]).exp())["interval"] is None
+
+
+@pytest.mark.parametrize(("loss", "count"), [(0.0, 20), (0.25, 3), (0.25, 1), (1.0, 3)])
+def test_a_mean_that_does_not_vary_is_uncertain_by_what_one_item_in_n_moves(loss, count):
+    slack = 1 - 0.025 ** (1 / count)
+    expected = (max(0.0, loss - slack), min(1.0, loss + slack))
+    assert mean_interval(torch.full((count,), loss).double(), 0.95) == pytest.approx(expected)

@@ -62,10 +62,11 @@ def test_a_router_pt_with_code_in_it_is_refused_and_the_code_does_not_run(model,
         {"router_layers": {1: {}}, "bottleneck_dim": 16},
         {"hidden_dim": 32},
         {**published(), "router_layers": {"a": {}}},
+        {**published(), "bottleneck_dim": float("inf")},
         [1, 2],
         torch.zeros(3),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_router_pt_of_the_wrong_shape(model, tmp_path, state):
     torch.save(state, tmp_path / "router.pt")

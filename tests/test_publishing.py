@@ -64,6 +64,22 @@ def test_pushes_that_are_refused(model_hub, hub_routers, tmp_path):
     assert ("models", "org/new-tide") not in model_hub.repos
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            ({"errors": [{"message": '"tags" is bad'}]}, 400),
+            r'does not take .*: got .*"tags" is bad.*Expected a commit',
+        ),
+        ((b"<html>of a proxy</html>", 502), "cannot be uploaded to: got .*Expected the Hub within reach"),
+    ],
+)
+def test_push_of_a_card_that_the_hub_does_not_take(model_hub, hub_routers, answer, message):
+    model_hub.metadata_answer = answer
+    with pytest.raises(HubError, match=f"org/new-tide {message}"):
+        hub_routers.push_to_hub("org/new-tide", token=TOKEN)
+
+
 def test_push_where_the_hub_is_away(hub_routers, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubError, match="org/new-tide cannot be uploaded to"):

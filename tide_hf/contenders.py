@@ -50,6 +50,23 @@ def weight_sharing_copy(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
+def check_plain(model: Any) -> None:
+    """Refuse a model with TIDE attached, which is not what others can be compared with.
+
+    Raises:
+        ConfigurationError: It has.
+    """
+    if isinstance(model, TIDEModelForCausalLM):
+        raise ConfigurationError(
+            describe(
+                "there is nothing to compare with",
+                got="a model with TIDE attached",
+                expected="the plain base model",
+                do="Call TIDEModelForCausalLM.detach(model) first.",
+            )
+        )
+
+
 def tide_contenders(
     model: Any,
     routers: TIDERouters | None,
@@ -70,15 +87,7 @@ def tide_contenders(
     Returns:
         The contenders, plain `generate` first.
     """
-    if isinstance(model, TIDEModelForCausalLM):
-        raise ConfigurationError(
-            describe(
-                "there is nothing to compare with",
-                got="a model with TIDE attached",
-                expected="the plain base model",
-                do="Call TIDEModelForCausalLM.detach(model) first.",
-            )
-        )
+    check_plain(model)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
     threshold = usable_threshold(routers, exit_threshold)
     return [Contender("generate", model), *(tide_contender(attached, mode, threshold) for mode in modes)]

@@ -17,6 +17,8 @@ import torch
 
 import tide_hf
 
+from .structure import input_device
+
 PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
 
 
@@ -28,7 +30,7 @@ def provenance(model: Any) -> dict[str, Any]:
         "revision": getattr(model.config, "_commit_hash", None),
         "weights_origin": getattr(model, "weights_origin", None),
         "dtype": str(model.dtype).removeprefix("torch."),
-        **machine(model.device),
+        **machine(input_device(model)),
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -56,14 +58,20 @@ def _without_folders(word: str) -> str:
     return f"{option}{equals}{path.name}" if is_place else word
 
 
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The git commit of the source tree that `folder` belongs to; `None` where it is installed from a wheel."""
+def commit(file: Path = Path(__file__)) -> str | None:
+    """The git commit of the source tree that `file` belongs to; `None` where it is installed from a wheel.
+
+    An environment may stand in a repository of somebody else's, whose commit says nothing: git has to track the file.
+    """
     git = shutil.which("git")
     if git is None:
         return None
-    command = [git, "-C", str(folder), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
+    for arguments in (["ls-files", "--error-unmatch", file.name], ["rev-parse", "HEAD"]):
+        command = [git, "-C", str(file.parent), *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return None
+    return result.stdout.strip()
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

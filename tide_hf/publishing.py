@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,22 @@ def _upload(
             revision=revision,
             create_pr=create_pr,
         )
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, JSONDecodeError) as error:
         raise HubError(
             describe(
                 f"{repo_id} cannot be uploaded to",
                 got=quoted(error),
                 expected="the Hub within reach, and a token that may write there",
                 do="Check the name and the network, and log in with: hf auth login",
+            )
+        ) from error
+    except ValueError as error:  # of HfApi, which has the Hub look at the card's metadata before it uploads
+        raise HubError(
+            describe(
+                f"{repo_id} does not take what is to be uploaded",
+                got=f"'{' '.join(str(error).split())}'",
+                expected="a commit message, and a README.md whose metadata the Hub accepts",
+                do="Correct what it names; the metadata of routers is made of their config.json.",
             )
         ) from error
 

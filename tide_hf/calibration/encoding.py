@@ -60,9 +60,9 @@ class RowEncoder:
     def _column(self, row: Mapping[str, object]) -> object:
         chats_first = self.tokenizer.chat_template is not None  # a text column beside messages has another's template
         names = ("messages", "text") if chats_first else ("text", "messages")
-        for name in names:
-            if name in row:
-                return row[name]
+        there = [row[name] for name in names if name in row]
+        if there:
+            return next((value for value in there if value is not None), None)
         raise CalibrationError(
             describe(
                 f"no column to read ({self.source})",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure
-from .resampling import resampled_sums
+from .resampling import Bootstrap
 from .threshold import Decisions, ThresholdChoice, choose_again
 from .training import area_under_curve, expected_calibration_error
 
@@ -117,11 +117,9 @@ def tolerance_rows(decisions: Decisions, choice: ThresholdChoice) -> list[dict[s
 
 
 def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
-    """Interval of the mean loss of a document, by resampling documents.
+    """Interval of the mean loss of a document, by resampling documents; see [`Bootstrap`].
 
-    Positions of one document are not independent, so the document is the unit. Where no document has any loss,
-    resampling would claim to be certain: the upper end is then Clopper and Pearson's for the share of documents with
-    a loss, which the mean cannot exceed.
+    Positions of one document are not independent, so the document is the unit.
 
     Args:
         losses: (documents,) in [0, 1], float64.
@@ -130,12 +128,8 @@ def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
     Returns:
         Lower and upper end.
     """
-    miss = (1 - confidence) / 2
-    count = len(losses)
-    if not bool(losses.any()):
-        return 0.0, 1 - miss ** (1 / count)
-    means = resampled_sums(losses[:, None])[:, 0] / count
-    lower, upper = means.quantile(torch.tensor([miss, 1 - miss], dtype=losses.dtype)).tolist()
+    bootstrap = Bootstrap({"loss": losses, "documents": torch.ones_like(losses)}, confidence)
+    lower, upper = bootstrap.figure(lambda sums: sums["loss"] / sums["documents"], limits=(0.0, 1.0))["interval"]
     return lower, upper
 
 

@@ -96,7 +96,7 @@ def coverage_table(record: dict[str, Any]) -> TextTable:
     """One row per exit layer, one column per precision; none where the record is older than this table."""
     known = [(layer, row["coverage"]) for layer, row in rows_by_layer(record) if "coverage" in row]
     precisions = sorted(known[0][1], key=float, reverse=True) if known else []
-    rows = [[str(layer), *(_percent(coverage[precision]) for precision in precisions)] for layer, coverage in known]
+    rows = [[str(layer), *(_percent(coverage.get(precision)) for precision in precisions)] for layer, coverage in known]
     return TextTable(["exit layer", *(f"{float(precision):.0%} agree" for precision in precisions)], rows)
 
 
@@ -105,14 +105,14 @@ def tolerance_table(record: dict[str, Any]) -> TextTable:
     confidence = (record.get("threshold") or {}).get("confidence", 0.95)
     rows = []
     for row in record.get("tolerances", []):
-        interval = [_percent(end, 2) for end in row["interval"] or ()]
+        interval = [_percent(end, 2) for end in row.get("interval") or ()]
         rows.append(
             [
                 _percent(row["tolerance"]),
-                "none" if row["exit_threshold"] is None else f"{row['exit_threshold']:g}",
-                _percent(row["disagreement"], 2),
+                "none" if row.get("exit_threshold") is None else f"{row['exit_threshold']:g}",
+                _percent(row.get("disagreement"), 2),
                 " to ".join(interval) or MISSING,
-                _percent(row["depth_fraction"]),
+                _percent(row.get("depth_fraction")),
             ]
         )
     return TextTable(["tolerance", "certified threshold", "disagreement", f"{confidence:.0%} interval", "depth"], rows)

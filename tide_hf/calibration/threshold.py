@@ -13,11 +13,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import ConfigurationError, describe
 from ..routers.configuration_tide import NEVER_EXIT
 
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
+
+
+def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
+    """Apply the rule of `early_exit`: the first exit layer whose score reaches the threshold.
+
+    Args:
+        scores: (..., E), the exit layers ascending.
+        exit_threshold: Exit where `score >= exit_threshold`.
+
+    Returns:
+        (...) positions in the list of exit layers, int64; E where no layer's score does.
+    """
+    reached = scores >= exit_threshold
+    return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
+
+
+def exit_depths(indices: Tensor, exit_layers: Sequence[int], num_layers: int) -> Tensor:
+    """Turn what `exit_indices` returns into numbers of executed layers, int64."""
+    return torch.tensor([*exit_layers, num_layers], device=indices.device)[indices]
 
 
 @dataclass(frozen=True)
@@ -44,32 +64,22 @@ class Decisions:
         scores, agrees = self.scores[:, columns], self.agrees[:, columns]
         return replace(self, exit_layers=list(exit_layers), scores=scores, agrees=agrees)
 
-    def exits_at(self, threshold: float) -> tuple[Tensor, Tensor]:
-        """Apply the rule of `early_exit`: the first exit layer whose score reaches `threshold`.
-
-        Returns:
-            (N,) whether a position leaves, and (N,) the index of the exit layer where it does.
-        """
-        reached = self.scores >= threshold
-        return reached.any(dim=1), reached.int().argmax(dim=1)
-
     def disagreement_per_document(self, threshold: float) -> Tensor:
         """Share of each document's positions at which another token comes out, (documents,) float64."""
-        leaves, index = self.exits_at(threshold)
-        wrong = leaves & ~self.agrees.gather(1, index[:, None])[:, 0]
+        index = exit_indices(self.scores, threshold)
+        right = functional.pad(self.agrees, (0, 1), value=True).gather(1, index[:, None])[:, 0]
         _, document = self.document_ids.unique(return_inverse=True)
-        return torch.bincount(document, weights=wrong.double()) / torch.bincount(document)
+        return torch.bincount(document, weights=(~right).double()) / torch.bincount(document)
 
     def depth_fraction(self, threshold: float) -> float:
         """Mean depth at which tokens are read, over the number of layers."""
-        leaves, index = self.exits_at(threshold)
-        depth = torch.where(leaves, torch.tensor(self.exit_layers)[index], self.num_layers)
-        return float(depth.double().mean()) / self.num_layers
+        depths = exit_depths(exit_indices(self.scores, threshold), self.exit_layers, self.num_layers)
+        return float(depths.double().mean()) / self.num_layers
 
     def exit_rates(self, threshold: float) -> dict[int, float]:
         """Share of the positions that leave at each exit layer."""
-        leaves, index = self.exits_at(threshold)
-        return {layer: float((leaves & (index == i)).double().mean()) for i, layer in enumerate(self.exit_layers)}
+        index = exit_indices(self.scores, threshold)
+        return {layer: float((index == i).double().mean()) for i, layer in enumerate(self.exit_layers)}
 
 
 @dataclass(frozen=True)

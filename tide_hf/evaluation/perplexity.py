@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.data import Document, full_depth, plan_batches, token_batch
 from ..calibration.hidden_states import SLICE_ELEMENTS, StateBatch, StateReader
+from ..calibration.resampling import Bootstrap
 from ..calibration.sources import read_documents
+from ..calibration.threshold import exit_depths, exit_indices
 from ..depth.skipping import on_device
 from ..routers.modeling_tide import TIDERouters
-from ..structure import find_structure
+from ..structure import find_structure, input_device
 from ..unembed import Unembed
-from .intervals import Bootstrap
-from .teacher_forcing import exit_depths, exit_indices, exit_scores
+from .teacher_forcing import exit_scores
 
 ARRAYS_PER_LOGIT = 2  # logits and log-probabilities
 
@@ -111,7 +113,7 @@ def score_texts(
 
     Args:
         model: The base model, attached or not.
-        routers: Its routers.
+        routers: Its routers; they are not touched.
         documents: From `read_texts`.
         batch_size: Most documents a forward pass.
         advance: Told the number of documents done.
@@ -121,7 +123,7 @@ def score_texts(
     """
     structure = find_structure(model)
     unembed = Unembed(model, structure)
-    routers.place(model.device, model.dtype)
+    routers = copy.deepcopy(routers).place(input_device(model), model.dtype)  # the caller's may be in use elsewhere
     reader = StateReader(model, structure, unembed, routers.exit_layers)
     parts = []
     plan = plan_batches(documents, batch_size)

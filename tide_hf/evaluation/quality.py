@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +11,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.report import Steps
+from ..calibration.resampling import Bootstrap
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_counts, check_share
 from ..choices import MATCHES, check_choice
-from ..contenders import weight_sharing_copy
-from ..errors import ConfigurationError, describe
+from ..contenders import check_plain, weight_sharing_copy
+from ..errors import ConfigurationError, describe, short
 from ..model import TIDEModelForCausalLM
 from ..routers.configuration_tide import check_exit_threshold
 from ..routers.modeling_tide import TIDERouters
 from ..structure import find_structure
-from .intervals import Bootstrap
 from .perplexity import read_texts, score_texts
 from .questions import Answers, Question, QuestionColumns, answer_questions, is_right, read_questions
 
@@ -71,6 +72,15 @@ class QualityOptions:
                     do="Pass --text FILE or --questions FILE, or the name of a Hub data set.",
                 )
             )
+        if not isinstance(self.thresholds, Collection):  # an iterator would be empty after this check
+            raise ConfigurationError(
+                describe(
+                    "thresholds are no list",
+                    got=short(self.thresholds),
+                    expected="a list of exit thresholds",
+                    do="Pass thresholds=(0.9, 0.8), say.",
+                )
+            )
         for threshold in self.thresholds:
             check_exit_threshold(threshold)
         check_choice("match", self.match, MATCHES)
@@ -91,7 +101,7 @@ def measure_quality(
     Args:
         model: The base model, not attached; it is not touched.
         tokenizer: Its tokenizer.
-        routers: Its routers.
+        routers: Its routers; they are not touched either.
         options: What to measure.
         steps: Shows the progress; default: nothing is shown.
 
@@ -102,9 +112,10 @@ def measure_quality(
     Raises:
         CalibrationError: The data cannot be read.
         BaseModelMismatchError: The routers belong to another model.
-        ConfigurationError: A setting makes no sense.
+        ConfigurationError: A setting makes no sense, or TIDE is attached to the model.
     """
     options.check()
+    check_plain(model)
     steps = steps if steps is not None else Steps(enabled=False)
     routers.check_base_model(model)
     calibrated = [routers.config.exit_threshold] if routers.config.exit_threshold <= 1 else []
@@ -157,7 +168,7 @@ def _measure_exact_match(
 ) -> dict[str, Any]:
     questions = read_questions(options.questions, options.columns, samples=options.samples, seed=options.seed)
     mode = "post_hoc" if find_structure(model).is_recurrent else "early_exit"  # a recurrent state cannot be skipped
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=mode)
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), copy.deepcopy(routers), mode=mode)
     advance = steps.begin("Answering questions", len(questions) * (1 + len(thresholds)))
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size}
     base = answer_questions(model, tokenizer, questions, **limits, advance=advance)

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 from ..calibration.data import full_depth
 from ..calibration.hidden_states import capture
+from ..calibration.threshold import exit_depths, exit_indices
 from ..depth.skipping import on_device
 from ..generation import TIDEGenerationMixin
 from ..routers.modeling_tide import TIDERouters
-from ..structure import find_structure
+from ..structure import find_structure, input_device
 from ..unembed import Unembed
 
 
@@ -59,25 +60,6 @@ def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Ten
     return torch.stack(columns, dim=-1)
 
 
-def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
-    """Apply the rule of `early_exit`: the first exit layer whose score reaches the threshold.
-
-    Args:
-        scores: (..., E), the exit layers ascending.
-        exit_threshold: Exit where `score >= exit_threshold`.
-
-    Returns:
-        (...) positions in the list of exit layers, int64; E where no layer's score does.
-    """
-    reached = scores >= exit_threshold
-    return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
-
-
-def exit_depths(indices: Tensor, exit_layers: list[int], num_layers: int) -> Tensor:
-    """Turn what `exit_indices` returns into numbers of executed layers, int64."""
-    return torch.tensor([*exit_layers, num_layers], device=indices.device)[indices]
-
-
 @torch.no_grad()
 def exit_logits(
     model: PreTrainedModel, routers: TIDERouters, input_ids: Tensor, *, exit_threshold: float, **inputs: Any
@@ -86,7 +68,8 @@ def exit_logits(
 
     Args:
         model: The base model, attached or not.
-        routers: Its routers, placed beside it (`attach` does that; else `routers.place(model.device, model.dtype)`).
+        routers: Its routers, placed beside it: `attach` does that, else `routers.place(input_device(model),
+            model.dtype)`.
         input_ids: (rows, length); padding on the right needs no mask.
         exit_threshold: Exit where `score >= exit_threshold`; above 1 gives the base model's own logits.
         **inputs: For the model's forward: `attention_mask`, `position_ids`.
@@ -98,7 +81,7 @@ def exit_logits(
     unembed = model._tide.unembed if isinstance(model, TIDEGenerationMixin) else Unembed(model, structure)
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with full_depth(model), capture(structure, routers.exit_layers) as states:
-        model(input_ids=input_ids.to(model.device), **inputs, use_cache=False, **options)
+        model(input_ids=input_ids.to(input_device(model)), **inputs, use_cache=False, **options)
     final = states.pop(structure.num_layers)
     indices = exit_indices(exit_scores(unembed, routers, states, final.device), exit_threshold)
     read = final.clone()

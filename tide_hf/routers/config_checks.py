@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ConfigurationError, describe, short
@@ -23,6 +24,8 @@ SAVED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 LARGEST_BLOCK_COUNT = 2**12  # of layers or experts in block_config
 LARGEST_COUNT = 2**63  # of documents
 LONGEST_NAME = 1024
+LAYER_FIGURES = ("router_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost")
+TOLERANCE_FIGURES = ("exit_threshold", "disagreement", "depth_fraction")
 
 
 def check_positive(name: str, value: object) -> None:
@@ -109,26 +112,61 @@ def check_block_config(block_layer: int | None, config: Any) -> None:
 
 
 def check_record(record: Any) -> None:
-    """Refuse a record whose agreements are none, which the drafting policy starts from, or whose counts are none."""
+    """Refuse a record that the drafting policy, which starts from its agreements, or its tables would trip over."""
     if record is None:
         return
-    layers = record.get("exit_layers", {}) if isinstance(record, dict) else record
-    valid = isinstance(record, dict) and isinstance(layers, dict)
-    if valid:
-        rows = [*layers.values(), *([record["block"]] if "block" in record else [])]
-        valid = all(re.fullmatch("[0-9]{1,4}", str(layer)) for layer in layers)
-        valid = valid and all(isinstance(row, dict) and _is_share(row.get("agreement")) for row in rows)
-        valid = valid and _is_count(record.get("num_documents", 0))
-        valid = valid and all(_is_count(row.get("documents_before", 0)) for row in rows)
-    if not valid:
-        raise ConfigurationError(
-            describe(
-                "the calibration record cannot be used",
-                got=short(layers),
-                expected="an agreement from 0 to 1 for each exit layer, and whole numbers of documents",
-                do="Make new routers with tide_hf.calibrate().",
-            )
-        )
+    if not isinstance(record, dict):
+        raise _bad_record("", record, "a JSON object")
+    for name, (is_valid, expected) in RECORD_PARTS.items():
+        if name in record and not is_valid(record[name]):
+            raise _bad_record(f" ({name})", record[name], expected)
+
+
+def _bad_record(part: str, got: object, expected: str) -> ConfigurationError:
+    do = "Make new routers with tide_hf.calibrate()."
+    problem = f"the calibration record cannot be used{part}"
+    return ConfigurationError(describe(problem, got=short(got), expected=expected, do=do))
+
+
+def _are_layers(layers: Any) -> bool:
+    if not isinstance(layers, dict) or not all(re.fullmatch("[1-9][0-9]{0,3}", str(layer)) for layer in layers):
+        return False
+    return all(_is_row(row) and _is_coverage(row.get("coverage", {})) for row in layers.values())
+
+
+def _is_row(row: Any) -> bool:
+    valid = isinstance(row, dict) and _is_share(row.get("agreement")) and _is_count(row.get("documents_before", 0))
+    return valid and _has_numbers(row, optional=LAYER_FIGURES)
+
+
+def _is_coverage(coverage: Any) -> bool:
+    return isinstance(coverage, dict) and all(
+        re.fullmatch(r"[01]\.[0-9]{1,4}", str(precision)) and _is_number(share) for precision, share in coverage.items()
+    )
+
+
+def _is_threshold(threshold: Any) -> bool:
+    return isinstance(threshold, dict) and _has_numbers(threshold, ("tolerance", "confidence", "chosen"))
+
+
+def _are_tolerances(rows: Any) -> bool:
+    return isinstance(rows, list) and all(map(_is_tolerance, rows))
+
+
+def _is_tolerance(row: Any) -> bool:
+    if not (isinstance(row, dict) and _has_numbers(row, ("tolerance",), optional=TOLERANCE_FIGURES)):
+        return False
+    interval = row.get("interval")
+    return interval is None or (isinstance(interval, list) and len(interval) == 2 and all(map(_is_number, interval)))
+
+
+def _has_numbers(row: dict[str, Any], needed: Sequence[str] = (), optional: Sequence[str] = ()) -> bool:
+    known = [row.get(name) for name in needed] + [row[name] for name in optional if row.get(name) is not None]
+    return all(map(_is_number, known))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_share(value: object) -> bool:
@@ -137,6 +175,16 @@ def _is_share(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
+
+
+# Parts of a calibration record that something reads: what each may be, and how that is told. Older records lack some.
+RECORD_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "exit_layers": (_are_layers, "for each exit layer an agreement from 0 to 1, and numbers for the other figures"),
+    "block": (_is_row, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
+    "num_documents": (_is_count, "a whole number of documents"),
+    "threshold": (_is_threshold, "numbers for tolerance, confidence and chosen"),
+    "tolerances": (_are_tolerances, "rows with a tolerance, and numbers for the other figures"),
+}
 
 
 def check_inherited(config: dict[str, Any]) -> None:

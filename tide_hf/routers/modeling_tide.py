@@ -138,7 +138,7 @@ class TIDERouters(PreTrainedModel):
             published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
             published.pop(find_structure(base_model).num_layers, None)  # it may have one behind the last layer
             bottleneck = int(state["bottleneck_dim"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise bad_router_pt(path, f"a file without usable {error}") from error
         routers = cls.for_model(
             base_model,

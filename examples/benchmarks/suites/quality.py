@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tide_hf.calibration.data import Document
-from tide_hf.evaluation.intervals import Bootstrap
+from tide_hf.calibration.resampling import Bootstrap
 from tide_hf.evaluation.perplexity import TextScores, score_texts
 from tide_hf.evaluation.questions import Question, QuestionColumns, answer_questions, is_right, read_questions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import datasets
@@ -32,7 +33,8 @@ Returns:
     agreement: share of the tokens that are the full model's, over all positions.
     agreement_interval: exact (Clopper-Pearson), as if tokens were independent.
     disagreement_per_answer: mean share of an answer's tokens that differ.
-    disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent.
+    disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent;
+        where all answers have the same share, as wide as their number leaves it.
     equal_answers: share of the answers that are the full model's, token for token.
     equal_answers_interval: exact (Clopper-Pearson).
     same_start: mean share of an answer's tokens before the first that differs.
@@ -144,12 +146,13 @@ def _check_lengths(name: str, predictions: Sequence[Sequence[int]], others: Sequ
 
 
 def _checked_depth(layers: Sequence[int], num_layers: int | None) -> int:
-    if num_layers is None or not all(0 <= layer <= num_layers for layer in layers):
+    is_number = isinstance(num_layers, Integral) and num_layers >= 1
+    if num_layers is None or not (is_number and all(0 <= layer <= num_layers for layer in layers)):
         raise ConfigurationError(
             describe(
                 "exit_layers do not fit the model",
                 got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
-                expected="numbers of executed layers, at most num_layers",
+                expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
                 do="Pass num_layers=model.config.num_hidden_layers.",
             )
         )
