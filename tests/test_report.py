@@ -200,6 +200,9 @@ def test_convergence_cuts_long_texts_and_wants_some(tiny_llama, tiny_tokenizer):
     assert cut == convergence_by_layer(model, tiny_tokenizer, ["abcdefgh"])
     with pytest.raises(CalibrationError, match=r"convergence cannot be measured: got no text\. Expected at least one"):
         convergence_by_layer(model, tiny_tokenizer, [""])
+    few = tiny_model("gpt2", vocab_size=260, max_position_embeddings=24)
+    with pytest.raises(CalibrationError, match=r"model has positions for: got 30 tokens\. Expected at most 24"):
+        convergence_by_layer(few, tiny_tokenizer, ["a" * 30])
 
 
 def test_a_block_head_has_a_table_of_its_own():

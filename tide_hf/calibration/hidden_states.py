@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CalibrationError, describe, quoted
-from ..structure import DecoderStructure, input_device
+from ..structure import DecoderStructure, input_device, last_position
 from ..unembed import Unembed, greedy_tokens
 from .data import TokenBatch
 
@@ -98,9 +98,19 @@ class StateReader:
         """Yield the states of `batches`, one by one; nothing outlives its batch.
 
         Raises:
-            CalibrationError: A state is NaN or infinite.
+            CalibrationError: A state is NaN or infinite, or a document longer than the model has positions for.
         """
+        most = last_position(self.model.config.get_text_config())
         for batch in batches:
+            if most is not None and batch.input_ids.shape[1] > most:
+                raise CalibrationError(
+                    describe(
+                        "a document is longer than the model has positions for",
+                        got=f"{batch.input_ids.shape[1]} tokens",
+                        expected=f"at most {most}",
+                        do="Pass a smaller max_length, or leave long prompts out.",
+                    )
+                )
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
             with torch.no_grad(), capture(self.structure, self.exit_layers) as captured:
                 self.model(**{name: ids.to(input_device(self.model)) for name, ids in inputs.items()}, **self._options)
