@@ -70,6 +70,14 @@ def test_the_probe_leaves_training_mode_alone():
     assert model.training
 
 
+def test_the_probe_leaves_what_was_not_in_training_alone():
+    model = tiny_model("llama").train()
+    model.model.layers[0].eval()
+    check_parity(model, find_structure(model))
+    assert model.model.layers[1].mlp.training
+    assert not model.model.layers[0].mlp.training
+
+
 def test_a_model_without_decoder_layers():
     model = tiny_model("llama")
     model.model.layers = nn.ModuleList()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from .errors import UnsupportedModelError, describe
 from .structure import DecoderStructure
 
 
-def check_uncompiled(model: nn.Module, structure: DecoderStructure) -> None:
+def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
     """Refuse a model in which something that TIDE has to decide about was compiled.
 
     Args:

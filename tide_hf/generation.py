@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -80,7 +80,7 @@ class TIDEGenerationMixin:
         attachment.check_mode(mode)
         attachment.check_head(self)
         check_adapters(self, attachment.structure)
-        check_uncompiled(cast(nn.Module, self), attachment.structure)
+        check_uncompiled(self, attachment.structure)
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()

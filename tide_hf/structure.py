@@ -8,6 +8,8 @@ tuple, add its `model_type` to `TUPLE_LAYERS`; if it does something to the logit
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -116,6 +118,18 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         hidden_size=config.hidden_size,
         vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have shapes of their own
     )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model be in evaluation mode; each of its modules gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

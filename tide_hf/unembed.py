@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .errors import UnsupportedModelError, describe
 from .ops import PLAIN, Ops
 from .reference_ops import which_norm
-from .structure import DecoderStructure, input_device
+from .structure import DecoderStructure, evaluating, input_device
 
 HASH_ROWS = 256
 SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
@@ -196,13 +196,8 @@ def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
     last: list[Any] = []
     probe = torch.arange(PROBE_LENGTH, device=input_device(model))[None]
     handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
-    was_training = model.training
-    model.eval()
-    try:
+    with handle, evaluating(model):
         expected = model(input_ids=probe % structure.vocab_size, use_cache=False).logits.float()
-    finally:
-        handle.remove()
-        model.train(was_training)
     if isinstance(last[0], tuple) != structure.returns_tuple:
         raise _no_parity(
             model, f"layers that return {type(last[0]).__name__}", "the kind that structure.TUPLE_LAYERS says"

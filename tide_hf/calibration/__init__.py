@@ -17,7 +17,7 @@ from ..cpu.linear_gate import faster_passes
 from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
-from ..unembed import Unembed, check_parity, weights_hash
+from ..unembed import check_parity, weights_hash
 from .arguments import check_arguments, check_for_model, check_positions
 from .block_stage import BlockStart, block_start, place_block
 from .budget import Budget
@@ -141,7 +141,7 @@ def calibrate(
         structure = find_structure(model)
         check_precision(model, structure)
         check_parity(model, structure)
-        check_for_model(structure, Unembed(model, structure), exit_strategy, translator_rank)
+        check_for_model(structure, exit_strategy, translator_rank)
         start = block_start(start_from, model, exit_strategy) if start_from is not None else None
         routers = _fresh_routers(model, structure, exit_strategy, start, exit_layers, **sizes)
         text = load_documents(dataset, tokenizer, **plan)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from ..choices import LABELS, STRATEGIES, check_choice
 from ..errors import ConfigurationError, UnsupportedModelError, describe, short
 from ..structure import DecoderStructure, last_position
-from ..unembed import Unembed
 from .distillation import can_distil
 from .text import Text
 from .threshold import check_counts, check_minutes, check_share
@@ -60,9 +59,7 @@ def check_arguments(
         raise _unusable("notes", error, "what JSON can hold", "Turn the values into text or numbers.") from error
 
 
-def check_for_model(
-    structure: DecoderStructure, unembed: Unembed, exit_strategy: str, translator_rank: int | None
-) -> None:
+def check_for_model(structure: DecoderStructure, exit_strategy: str, translator_rank: int | None) -> None:
     """Refuse exit heads that this model cannot have.
 
     Raises:
@@ -72,7 +69,7 @@ def check_for_model(
     if translator_rank is not None and translator_rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
         raise _unusable("translator_rank", translator_rank, expected, "Leave it out for full rank.")
-    if exit_strategy == "block" and not can_distil(unembed):
+    if exit_strategy == "block" and not can_distil(structure):
         raise UnsupportedModelError(
             describe(
                 "a block head cannot be trained here",

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError, describe
 from ..generation import TIDEGenerationMixin
+from ..structure import evaluating
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
 MOST = {"tune": 150, "certify": 500}  # documents, beyond which more text does more good to heads
@@ -70,16 +71,14 @@ class TokenBatch:
 @contextmanager
 def full_depth(model: PreTrainedModel) -> Iterator[None]:
     """Let `model` be what it was before TIDE was attached, in evaluation mode; restore both afterwards."""
-    attached, training = type(model), [module for module in model.modules() if module.training]
+    attached = type(model)
     if isinstance(model, TIDEGenerationMixin):
         model.__class__ = model._tide.base_class  # the gates let everything pass while no run is active
-    model.eval()
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         model.__class__ = attached
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..routers.exit_points import ExitHead
+from ..structure import DecoderStructure
 from ..unembed import Unembed, is_plain_linear
 from .fitting import round_weights
 from .hidden_states import StateBatch
@@ -75,9 +76,8 @@ class FrequentUnembed:
         return self._unembed(hidden_states).float().log_softmax(dim=-1)
 
 
-def can_distil(unembed: Unembed) -> bool:
+def can_distil(structure: DecoderStructure) -> bool:
     """Whether norm, projection and head can be differentiated: neither packed (8 bit) nor offloaded."""
-    structure = unembed.structure
     others = [part for part in (structure.norm, structure.projection) if part is not None]
     weights: list[Any] = [weight for part in others for weight in part.parameters()]
     readable = all(weight.is_floating_point() and weight.device.type != "meta" for weight in weights)

@@ -232,7 +232,7 @@ class Pipeline:
         device, dtype = self.routers.device, self.model.dtype
         tune = store.sample("tune", [layer], TUNE_CAPACITY, self.settings.seed)
         states = tune.hidden_states[layer].to(device, dtype)
-        drafts = DraftUnembed(self.unembed, tokens) if can_distil(self.unembed) else DraftUnembed(self.unembed)
+        drafts = DraftUnembed(self.unembed, tokens) if can_distil(self.structure) else DraftUnembed(self.unembed)
         moments = collect_moments(store.batches("fit", [layer]), layer, device)
         penalty = fit_head(head, moments, states, tune.top_tokens, drafts)
         looked = perf_counter()
@@ -240,7 +240,7 @@ class Pipeline:
         closed_form = draft_agreement(head, states, tune.top_tokens, everything)
         now = perf_counter()
         facts = {"method": "ridge", "penalty": penalty, "ridge_agreement": closed_form}
-        if not can_distil(self.unembed):
+        if not can_distil(self.structure):
             return facts
         afterwards = self._seconds_after_heads(store, (now - looked) / len(tune)) + (now - started) * (heads_left - 1)
         deadline = self.budget.distillation_deadline(afterwards, heads_left)

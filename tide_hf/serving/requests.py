@@ -10,6 +10,7 @@ from ..errors import RequestError, describe
 from .protocol import ChatRequest, Sampling
 
 ROLES = ("system", "developer", "user", "assistant")
+MESSAGE_FIELDS = ("role", "content", "name", "refusal")
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 100  # characters
 MAX_SEED = 2**63 - 1
@@ -122,8 +123,9 @@ def _messages(messages: Any) -> tuple[dict[str, str], ...]:
     checked = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        said = {name for name, value in message.items() if value is not None} if isinstance(message, dict) else {""}
-        if said - {"role", "content", "name", "refusal"}:
+        if not isinstance(message, dict) or any(
+            value is not None and name not in MESSAGE_FIELDS for name, value in message.items()
+        ):
             raise refuse(where, message, "an object with role and content alone")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:

@@ -185,12 +185,11 @@ class ServedModel:
     def _generation_config(self, sampling: Sampling, max_new_tokens: int) -> Any:
         config = copy.deepcopy(self.model.generation_config)
         if sampling.temperature is not None or sampling.top_p is not None:
-            own = (config.temperature, config.top_p, config.top_k) if config.do_sample else (None, None, None)
-            temperature, top_p = (
-                next((value for value in said if value is not None), 1.0)
-                for said in zip((sampling.temperature, sampling.top_p), own, strict=False)
-            )
-            config.top_k = own[2] or 0
+            if not config.do_sample:  # what else it says of sampling is of no account
+                config.temperature = config.top_p = config.top_k = None
+            temperature = _first(sampling.temperature, config.temperature)
+            top_p = _first(sampling.top_p, config.top_p)
+            config.top_k = config.top_k or 0
             config.do_sample = temperature >= GREEDY_BELOW
             config.temperature, config.top_p = (temperature, top_p) if config.do_sample else (None, None)
         if not config.do_sample:
@@ -201,13 +200,14 @@ class ServedModel:
 
     def _count(self, num_rows: int) -> None:
         stats = self.model.last_exit_stats
-        counted = ("layers_executed", "drafted", "accepted")
         self.unreported.update(
             batches=1,
             batch_rows=num_rows,
             tokens=stats.total_tokens,
+            layers_executed=stats.layers_executed,
             layers_plain=stats.total_tokens * stats.num_layers,
-            **{name: getattr(stats, name) for name in counted},
+            drafted=stats.drafted,
+            accepted=stats.accepted,
         )
 
 
@@ -265,6 +265,11 @@ class _Rows(RowCriterion):
         if others_go and job.reason is not None and not job.reported:
             job.report({})
         return True
+
+
+def _first(asked: float | None, own: float | None) -> float:
+    """What the client says, else what the model's config does, else what changes nothing."""
+    return asked if asked is not None else own if own is not None else 1.0
 
 
 def _width(jobs: Sequence[Job]) -> int:

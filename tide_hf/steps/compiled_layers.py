@@ -79,13 +79,13 @@ class CompiledLayers:
             return gate.native(*args, **kwargs)
         for linear in self._linears[layer]:
             linear.prepare(num_tokens)
-        for tensor in (stored.keys, stored.values):
-            torch._dynamo.mark_static(tensor, HEADS_AND_SIZE)
         call = placed(None, place, args, kwargs)
         graphs, start = _graphs_compiled(), perf_counter()
         try:
             if isinstance(stored, FixedLayer):
                 where = stored.cursor
+                for tensor in (stored.keys, stored.values):  # in K/V that grow, the new ones' sizes say as much
+                    torch._dynamo.mark_static(tensor, HEADS_AND_SIZE)
                 tensors = (stored.keys, stored.values, where.slots, where.start)
                 output = self._compiled_fixed(twin, *call, place, *tensors)
             else:
