@@ -64,9 +64,9 @@ def test_the_command_line_section_names_every_command_and_option():
         assert f"`{option}" in section
 
 
-def rows_of(section, first):
+def rows_of(section, first, page=README):
     """The rows of the table in a section whose first column is called so: lists of cells."""
-    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     lines = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
