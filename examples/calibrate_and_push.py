@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
     settings = {"samples": args.samples, "tolerance": args.tolerance, "max_minutes": args.max_minutes}
     routers = calibrate(model, tokenizer, **settings, output_dir=args.output_dir)
-    print(f"Routers and card are in {args.output_dir}; early_exit exits at {routers.config.exit_threshold:g}.")
+    threshold = routers.config.exit_threshold
+    exits = f"early_exit exits at {threshold:g}" if threshold <= 1 else "no threshold was certified for early_exit"
+    print(f"Routers and card are in {args.output_dir}; {exits}.")
     if args.push:
         print(routers.push_to_hub(args.push, private=True).commit_url)
 

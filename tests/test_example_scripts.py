@@ -100,7 +100,9 @@ def test_calibrate_and_push(tiny_model_folder, tmp_path, monkeypatch, capsys):
     routers, options = pushed["org/tide"]
     assert routers.config.exit_layers == found.config.exit_layers
     assert options == {"private": True}
-    assert "https://hub/commit" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no threshold was certified for early_exit" in out  # a few texts certify nothing
+    assert "https://hub/commit" in out
 
 
 def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):
