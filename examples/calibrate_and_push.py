@@ -21,7 +21,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="Hub name or folder")
     parser.add_argument("output_dir", help="folder for routers, card and unfinished work")
     parser.add_argument("--samples", type=int, default=600, help="texts to write (default: %(default)s)")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="share of tokens that may differ in early_exit")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.02,
+        help="share of tokens that may differ in early_exit (default: %(default)s)",
+    )
     parser.add_argument("--max-minutes", type=float, help="time to stay within")
     parser.add_argument("--push", metavar="REPO", help="Hub repository for the routers and their card")
     args = parser.parse_args(argv)
