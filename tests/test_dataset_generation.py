@@ -75,6 +75,21 @@ def test_an_answer_ends_where_a_passed_config_ends_it(parts, tmp_path):
     assert numbers[0] <= 3 < numbers[1]  # so that padding followed the first
 
 
+@pytest.mark.parametrize("said_by", ["option", "config", "model"])
+def test_an_answer_ends_at_a_stop_string(parts, tmp_path, said_by):
+    given = ["sea", "a"]  # of the answers one has an r, as its second token
+    whole = read(generate_dataset(*parts, given, tmp_path / "whole", **OPTIONS))
+    assert ["r" in row["answer"] for row in whole] == [True, False]
+    options = OPTIONS | {"stop_strings": ["r"]} if said_by == "option" else dict(OPTIONS)
+    if said_by == "config":
+        options = {"generation_config": GenerationConfig(stop_strings="r", **OPTIONS)}
+    elif said_by == "model":
+        parts[0].generation_config.stop_strings = ["r"]
+    stopped, other = read(generate_dataset(*parts, given, tmp_path / "stopped", **options))
+    assert (stopped["num_new_tokens"], other) == (2, whole[1])
+    assert stopped["answer"] == whole[0]["answer"].partition("r")[0] + "r"
+
+
 def run(launcher, *arguments):
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -214,6 +214,14 @@ def test_a_model_may_come_with_settings_that_are_the_servers_to_choose(make_serv
         assert ask(client(url), "hello", max_tokens=8).choices[0].message.content == expected
 
 
+def test_a_model_may_come_with_strings_that_end_its_answers(make_served):
+    served = make_served()
+    with serving(served) as (url, _, _):
+        whole = ask(client(url), "hello", max_tokens=8).choices[0].message.content
+        served.model.generation_config.stop_strings = [whole[2]]
+        assert ask(client(url), "hello", max_tokens=8).choices[0].message.content == whole[: whole.index(whole[2]) + 1]
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

@@ -8,13 +8,12 @@ import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 from .adapters import base_inside
 from .answers import batch_answers, batches_of_like_length
@@ -23,14 +22,14 @@ from .calibration.files import read_rows
 from .calibration.processes import Processes
 from .calibration.work_folder import WorkFolder
 from .chat_prompts import message_tokens
-from .errors import ChatTemplateError, DatasetError, UnsupportedOptionError, describe, quoted, short
+from .errors import ChatTemplateError, DatasetError, UnsupportedOptionError, describe, quoted
 from .model import TIDEModelForCausalLM
+from .option_descriptions import recognisable
 from .padding import end_tokens, pad_token
 from .structure import input_device
 from .unembed import weights_hash
 
 ADDED = ("answer", "num_new_tokens")  # to each row
-DEEPEST = 9  # objects within objects, where options are described
 ONE_ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "streamer": None}
 
 
@@ -63,8 +62,8 @@ def generate_dataset(
         shard_size: Rows a file, which is also what is lost when a process is killed.
         seed: Of sampling. Each file has draws of its own, so they do not depend on who makes it.
         progress: Show a progress bar, where there is a terminal.
-        **generate_options: For `model.generate`: `max_new_tokens`, `do_sample`, `tide_mode` and the rest. What they
-            leave open is as the model's own generation config has it.
+        **generate_options: For `model.generate`: `max_new_tokens`, `do_sample`, `stop_strings`, `tide_mode` and the
+            rest. What they leave open is as the model's own generation config has it.
 
     Returns:
         The files, in order. Their rows are those of the data set with `answer` (text) and `num_new_tokens` added.
@@ -110,13 +109,26 @@ def _answer(
     """Answer the prompts of one file, those of like length together."""
     pad, ends = pad_token(tokenizer), end_tokens(_setting(model, options, "eos_token_id"))
     options = options | ONE_ANSWER  # whatever the model's own config says
+    stop_strings = _setting(model, options, "stop_strings")
+    if stop_strings:
+        options["tokenizer"] = tokenizer  # `generate` asks for it then
+    stops = StopStringCriteria(tokenizer, stop_strings) if stop_strings else None
     answers: list[dict[str, Any]] = [{} for _ in prompts]
     for batch in batches_of_like_length(prompts, batch_size):
         new_tokens = batch_answers(model, [prompts[position] for position in batch], ends, pad=pad, **options)
-        for position, answer in zip(batch, new_tokens, strict=True):
+        for position, tokens in zip(batch, new_tokens, strict=True):
+            answer = tokens if stops is None else _up_to_stop(stops, prompts[position], tokens)
             text = tokenizer.decode(answer, skip_special_tokens=True)
             answers[position] = dict(zip(ADDED, (text, len(answer)), strict=True))
     return answers
+
+
+def _up_to_stop(stops: StopStringCriteria, prompt: list[int], answer: list[int]) -> list[int]:
+    """An answer without the padding behind a stop string, by the rule that ended it."""
+    for length in range(1, len(answer)):
+        if stops(torch.tensor([prompt + answer[:length]]), None).item():
+            return answer[:length]
+    return answer
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[int]:
@@ -204,8 +216,8 @@ def _fingerprint(model: Any, prompts: list[list[int]], options: dict[str, Any]) 
         "dtype": str(base.dtype),
         "weights_hash": weights_hash(base),
         "data_hash": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        "generate_options": {name: _recognisable(name, value) for name, value in sorted(options.items())},
-        "generation_config": _recognisable("model.generation_config", model.generation_config),
+        "generate_options": {name: recognisable(name, value) for name, value in sorted(options.items())},
+        "generation_config": recognisable("model.generation_config", model.generation_config),
     }
     if isinstance(model, TIDEModelForCausalLM):
         attachment = base._tide
@@ -222,50 +234,3 @@ def _setting(model: Any, options: dict[str, Any], name: str) -> Any:
     configs = (options.get("generation_config"), model.generation_config)
     said = (getattr(config, name, None) for config in configs)
     return options[name] if name in options else next((value for value in said if value is not None), None)
-
-
-def _recognisable(name: str, value: Any) -> Any:
-    """Describe an option, unless that says where it is in memory, and so nothing to another process."""
-    described = _described(value)
-    if " at 0x" in str(described):
-        raise UnsupportedOptionError(
-            describe(
-                "generate_dataset() could not tell when it goes on whether an option is the same",
-                got=f"{name}={short(value)}",
-                expected="a value, a function at the top of a module, or an object with attributes that are such",
-                do="Write the function or class at the top of a module, and keep in its attributes only what it is "
-                "made with.",
-            )
-        )
-    return described
-
-
-def _described(value: Any, depth: int = 0) -> Any:
-    """A value for JSON, the same in every process: an object is its class and attributes."""
-    if isinstance(value, GenerationConfig):
-        value = value.to_diff_dict()
-        value = {name: value[name] for name in value if name[0] != "_" and name != "transformers_version"}
-    if depth < DEEPEST and not isinstance(value, (Tensor, nn.Module, type, FunctionType)):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(value, Mapping):
-            return {str(name): _described(one, depth + 1) for name, one in value.items()}
-        if isinstance(value, (list, tuple, set, frozenset)):
-            ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-            return [_described(one, depth + 1) for one in ordered]
-        if attributes or (attributes is not None and type(value).__repr__ is object.__repr__):
-            return {_name(type(value)): _described(attributes, depth + 1)}
-    return _in_words(value)
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {value.tolist()}"  # on any device
-    if isinstance(value, nn.Module):
-        return f"{_name(type(value))} {weights_hash(value)}"
-    if isinstance(value, (type, FunctionType)) and "<" not in value.__qualname__:  # lambdas have one name
-        return _name(value)
-    return repr(value)
-
-
-def _name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"

@@ -168,6 +168,7 @@ class ServedModel:
                 **left_padded([job.prompt for job in jobs], device=model.device),
                 generation_config=self._generation_config(sampling, _longest_answer(jobs)),
                 stopping_criteria=[_Rows(jobs, self.eos_tokens)],
+                tokenizer=self.tokenizer,  # asked for where the model's own config has stop_strings
                 **({} if cache is None else {CACHE: cache}),
             )
         if cache is not None:
