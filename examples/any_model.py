@@ -38,7 +38,9 @@ def generate(model: Any, prompt: torch.Tensor, max_new_tokens: int) -> tuple[lis
     """The new tokens, and tokens per second; the first call warms up."""
     for _ in range(2):
         start = perf_counter()
-        output = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)
+        output = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
+        )
         seconds = perf_counter() - start
     tokens = output[0, prompt.shape[1] :].tolist()
     return tokens, len(tokens) / seconds
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="Hub names or folders; with --random, config names")
     parser.add_argument("--random", action="store_true", help="small models with random weights")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
     for name in args.models:
         model, prompt = load(name, args.random)

@@ -17,10 +17,10 @@ PROMPTS = ["Name three colours.", "Why does bread rise?", "Count from one to ten
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", nargs="*", default=PROMPTS)
+    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="default: three built-in prompts")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hub name or folder")
     parser.add_argument("--routers", help="Hub name or folder (default: those shipped for the model)")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)

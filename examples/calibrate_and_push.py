@@ -21,7 +21,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="Hub name or folder")
     parser.add_argument("output_dir", help="folder for routers, card and unfinished work")
     parser.add_argument("--samples", type=int, default=600, help="texts to write (default: %(default)s)")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="share of tokens that may differ in early_exit")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.02,
+        help="share of tokens that may differ in early_exit (default: %(default)s)",
+    )
     parser.add_argument("--max-minutes", type=float, help="time to stay within")
     parser.add_argument("--push", metavar="REPO", help="Hub repository for the routers and their card")
     args = parser.parse_args(argv)
@@ -29,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
     settings = {"samples": args.samples, "tolerance": args.tolerance, "max_minutes": args.max_minutes}
     routers = calibrate(model, tokenizer, **settings, output_dir=args.output_dir)
-    print(f"Routers and card are in {args.output_dir}; early_exit exits at {routers.config.exit_threshold:g}.")
+    threshold = routers.config.exit_threshold
+    exits = f"early_exit exits at {threshold:g}" if threshold <= 1 else "no threshold was certified for early_exit"
+    print(f"Routers and card are in {args.output_dir}; {exits}.")
     if args.push:
         print(routers.push_to_hub(args.push, private=True).commit_url)
 

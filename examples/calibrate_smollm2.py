@@ -1,5 +1,10 @@
-"""Makes the routers in model_cards/HuggingFaceTB--SmolLM2-135M-Instruct: `python examples/calibrate_smollm2.py`."""
+"""Makes the routers in model_cards/HuggingFaceTB--SmolLM2-135M-Instruct: `python examples/calibrate_smollm2.py`.
 
+It writes to that folder. Killed, it goes on where it was when it is started again.
+"""
+
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,10 +15,16 @@ from tide_hf.demo_model import load_demo_model
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
 
-if __name__ == "__main__":
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)  # knows --help, and refuses all else
     model, tokenizer = load_demo_model(NAME, dtype=torch.float32)
     settings = {"samples": 18000, "max_length": 96, "batch_size": 192, "exit_strategy": "block"}
     settings["exit_layers"] = [16, 24, 28]
     model.config._name_or_path = NAME  # which the routers name as their base, wherever the weights came from
     notes = {"weights": getattr(model, "weights_origin", None), "command": "python examples/calibrate_smollm2.py"}
     calibrate(model, tokenizer, **settings, notes=notes, output_dir=FOLDER)
+
+
+if __name__ == "__main__":
+    main()

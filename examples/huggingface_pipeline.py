@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hub name or folder")
     parser.add_argument("--routers", help="Hub name or folder (default: those shipped for the model)")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
     # With the Hub in reach: TIDEModelForCausalLM.from_pretrained(model, routers=...) and AutoTokenizer.

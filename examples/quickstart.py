@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("prompt", nargs="?", default="Write a Python function that adds two numbers, and call it.")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hub name or folder")
     parser.add_argument("--routers", help="Hub name or folder (default: those shipped for the model)")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
     # Or AutoModelForCausalLM and AutoTokenizer: this one also finds the default model where the Hub is out of reach.

@@ -17,14 +17,16 @@ from tide_hf.commands.prompts import PROMPTS
 from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.loading import shipped_routers
 
+THRESHOLDS = [0.97, 0.94, 0.88, 0.83, 0.7]
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hub name or folder")
     parser.add_argument("--routers", help="Hub name or folder (default: those shipped for the model)")
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.97, 0.94, 0.88, 0.83, 0.7])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=THRESHOLDS, help="default: %(default)s")
     parser.add_argument("--prompt", action="append", help="may be repeated (default: three built-in prompts)")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)

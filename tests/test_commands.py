@@ -1,14 +1,15 @@
 """The commands and their arguments: what is refused, and that nothing heavy is loaded to say so."""
 
+import inspect
 import subprocess
 import sys
 from importlib import import_module
 
 import pytest
 
-from tide_hf import evaluation
+from tide_hf import calibrate, evaluation
 from tide_hf.cli import main
-from tide_hf.commands import COMMANDS, make_parser
+from tide_hf.commands import CALIBRATE_OPTIONS, COMMANDS, make_parser
 
 HEAVY = ("torch", "transformers", "rich")
 PROBE = f"""
@@ -51,12 +52,27 @@ def test_importing_the_package_loads_no_torch():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_can_be_run_and_has_a_help_text(command, capsys):
+def test_every_command_can_be_run_and_has_a_help_text(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
     assert callable(import_module(f"tide_hf.commands.{command}").run)
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    assert f"usage: tide-hf {command}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: tide-hf {command}" in out
+    what = COMMANDS[command][1]
+    assert what[1:] in out  # names keep their capitals: Hub, HTTP, OpenAI
+
+
+def test_calibrate_s_help_tells_the_defaults_of_the_function(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    parameters = inspect.signature(calibrate).parameters
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    said = capsys.readouterr().out
+    for name, (_, default, text) in CALIBRATE_OPTIONS.items():
+        assert parameters[name].default == default
+        assert (f"{text} (default: {default})" if default is not None else text) in said
 
 
 def test_evaluate_has_the_defaults_of_the_function():

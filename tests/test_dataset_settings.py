@@ -34,7 +34,8 @@ def test_answers_by_other_settings_are_not_mixed(parts, tmp_path, changed, messa
     options = {"prompts": prompts(), **LAYOUT, **OPTIONS}
     generate_dataset(*parts, output_dir=tmp_path, **options)
     with pytest.raises(
-        DatasetError, match=f"the unfinished work of another data set: got .*{message}.*start it as it was"
+        DatasetError,
+        match=f"the work of another data set, or one by other settings: got .*{message}.*start it as it was",
     ):
         generate_dataset(*parts, output_dir=tmp_path, **options | changed)
 

@@ -1,13 +1,16 @@
 """``tide-hf evaluate``: what it prints, what it writes, and how it fails."""
 
+import io
 import json
 import sys
 
 import pytest
 import torch
 from axes import Axes
+from rich.console import Console
 
 from tide_hf import TIDERouters
+from tide_hf.calibration.tables import TextTable, rich_table
 from tide_hf.cli import main
 from tide_hf.evaluation.plots import PANELS, draw_curve, save_quality_plot
 from tide_hf.evaluation.tables import quality_tables
@@ -145,3 +148,13 @@ def test_what_the_plot_shows(tmp_path):
     assert drawn["perplexity"].drawn("axhline")[0] == (1.0,)
     save_quality_plot({"perplexity": record["perplexity"]}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_narrow_terminal_wraps_figures_and_cuts_none():
+    headings = ["threshold", "perplexity", "interval", "over base", "interval", "agreement", "depth"]
+    row = ["0.93", "1352.18", "1233.7 to 1799.5", "1.000", "0.954 to 1.358", "100.0%", "100.0%"]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(rich_table("Perplexity", TextTable(headings, [row])))
+    said = console.file.getvalue()
+    assert "…" not in said
+    assert all(part in said for cell in row for part in cell.split(" to "))

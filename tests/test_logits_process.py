@@ -5,7 +5,13 @@ import torch
 from families import FAMILIES, VOCAB, prompt, tiny_model
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import BaseModelMismatchError, ConfigurationError, UnsupportedOptionError
+from tide_hf.errors import (
+    BaseModelMismatchError,
+    ConfigurationError,
+    RoutersNotFoundError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -39,6 +45,24 @@ def test_close_removes_the_hooks():
     assert model.model.layers[0]._forward_hooks
     processor.close()
     assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+def test_routers_may_be_named(tmp_path):
+    model = tiny_model("llama")
+    random_routers(model).save_pretrained(tmp_path)
+    with TIDELogitsProcessor(model, tmp_path) as named, TIDELogitsProcessor(model, str(tmp_path)) as same:
+        assert named.routers.exit_layers == same.routers.exit_layers == [1, 3]
+    with pytest.raises(RoutersNotFoundError):
+        TIDELogitsProcessor(model, tmp_path / "none")
+
+
+def test_an_attached_model_is_refused():
+    model = tiny_model("llama")
+    routers = random_routers(model)
+    TIDEModelForCausalLM.attach(model, routers)
+    with pytest.raises(UnsupportedModelError, match="is for models without TIDE: got a model that TIDE is attached to"):
+        TIDELogitsProcessor(model, routers)
+    TIDELogitsProcessor(TIDEModelForCausalLM.detach(model), routers).close()
 
 
 def test_bad_input():

@@ -64,9 +64,9 @@ def test_the_command_line_section_names_every_command_and_option():
         assert f"`{option}" in section
 
 
-def rows_of(section, first):
+def rows_of(section, first, page=README):
     """The rows of the table in a section whose first column is called so: lists of cells."""
-    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     lines = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
@@ -92,3 +92,32 @@ def test_the_configuration_reference_names_every_field_option_and_argument_with_
     assert {name: attach[name].default for name in arguments if name in attach} | {
         "routers_revision": None
     } == arguments
+
+
+def anchors_of(page):
+    """What the headings of a page are called in links, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "examples/engines.md",
+        "examples/serving.md",
+        "examples/benchmarks/README.md",
+        "examples/benchmarks/MEASURED.md",
+        "hub_kernels/README.md",
+    ],
+)
+def test_links_within_the_repository_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        name, _, anchor = link.partition("#")
+        if not link.startswith("http"):
+            there = (ROOT / page).parent / name if name else ROOT / page
+            assert there.exists(), link
+            assert not anchor or anchor in anchors_of(there), link

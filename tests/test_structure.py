@@ -64,6 +64,15 @@ def test_parity_refuses_what_it_cannot_reproduce():
     assert not structure.layers[-1]._forward_hooks
 
 
+def test_the_probe_says_that_nothing_in_it_is_padding():
+    """Its tokens may be a model's pad token, of which transformers would warn whoever attaches."""
+    model = tiny_model("gpt2")
+    seen = []
+    model.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["attention_mask"]), with_kwargs=True)
+    check_parity(model, find_structure(model))
+    assert seen[0].all()
+
+
 def test_the_probe_leaves_training_mode_alone():
     model = tiny_model("llama").train()
     check_parity(model, find_structure(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from .adapters import base_inside, check_wrapper
-from .errors import UnsupportedOptionError, describe
+from .errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .model import TIDEModelForCausalLM
 from .routers.configuration_tide import check_exit_threshold
 from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
@@ -26,17 +28,35 @@ class TIDELogitsProcessor(LogitsProcessor):
 
     Args:
         model: The base model, not attached, or a `PeftModel` around it.
-        routers: Its routers.
+        routers: Its routers: a folder, a Hub repository or [`TIDERouters`].
         exit_threshold: Exit where `score >= exit_threshold`; default: the calibrated value.
 
     Raises:
         BaseModelMismatchError: The routers belong to another model.
         ConfigurationError: The threshold is no usable number.
+        RoutersFileError, RoutersNotFoundError: The routers cannot be read.
+        UnsupportedModelError: The model is not supported, or is attached.
     """
 
-    def __init__(self, model: PreTrainedModel, routers: TIDERouters, exit_threshold: float | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        routers: TIDERouters | str | os.PathLike[str],
+        exit_threshold: float | None = None,
+    ) -> None:
         check_wrapper(model)
         model = base_inside(model)
+        if isinstance(model, TIDEModelForCausalLM):
+            raise UnsupportedModelError(
+                describe(
+                    "TIDELogitsProcessor is for models without TIDE",
+                    got="a model that TIDE is attached to, whose passes are not those of plain decoding",
+                    expected="a model that is not attached",
+                    do="Call generate(tide_mode='post_hoc'), or TIDEModelForCausalLM.detach(model) first.",
+                )
+            )
+        if not isinstance(routers, TIDERouters):
+            routers = TIDERouters.from_pretrained(routers)
         routers.check_base_model(model)
         structure = find_structure(model)
         self.unembed = Unembed(model, structure)

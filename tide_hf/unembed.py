@@ -197,7 +197,9 @@ def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
     probe = torch.arange(PROBE_LENGTH, device=input_device(model))[None]
     handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
     with handle, evaluating(model):
-        expected = model(input_ids=probe % structure.vocab_size, use_cache=False).logits.float()
+        mask = torch.ones_like(probe)  # since one of the tokens may be the pad token, of which transformers warns
+        output = model(input_ids=probe % structure.vocab_size, attention_mask=mask, use_cache=False)
+        expected = output.logits.float()
     if isinstance(last[0], tuple) != structure.returns_tuple:
         raise _no_parity(
             model, f"layers that return {type(last[0]).__name__}", "the kind that structure.TUPLE_LAYERS says"

@@ -68,8 +68,8 @@ def calibrate(
         model: A causal language model of transformers, or a `PeftModel` around one, whose adapter is then part of
             the model.
         tokenizer: Its tokenizer.
-        dataset: `None` lets the model answer the package's own prompts, which gives the kind of text that it will see
-            when it decodes. Or one of:
+        dataset: `None` lets the model answer the package's own prompts and, where it has a chat template, prompts that
+            it writes itself, which gives the kind of text that it will see when it decodes. Or one of:
 
             - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
             - a local file: .txt (documents are separated by blank lines; where there are none, each line is one),

@@ -122,7 +122,7 @@ def rich_table(title: str, table: TextTable) -> Table:
     """For a terminal of 80 columns."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for heading in table.headings:
-        shown.add_column("\n".join(heading.split()), justify="right", no_wrap=True)
+        shown.add_column("\n".join(heading.split()), justify="right", overflow="fold")  # no figure loses digits
     for row in table.rows:
         shown.add_row(*row)
     return shown

@@ -185,10 +185,11 @@ class WorkFolder:
             differences = ", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names)
             raise CalibrationError(
                 describe(
-                    f"{self.folder} holds the unfinished work of another {self.task}",
+                    f"{self.folder} holds the work of another {self.task}, or one by other settings",
                     got=differences,
                     expected="the same model, data and settings, to go on with it",
-                    do=f"Delete {self.folder}, pass another output_dir, or start it as it was started then.",
+                    do=f"Pass another output_dir, start it as it was started then, or delete {self.folder} if what is "
+                    "there is of no use.",
                 )
             )
 

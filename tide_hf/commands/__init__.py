@@ -32,21 +32,26 @@ SHELLS = ("bash", "zsh")
 CHAT_HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is sent."
 DATA = "a .txt, .jsonl, .json or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
 
-# Name, type or choices, and help of what is handed on to `calibrate()`, and only where it is given.
-CALIBRATE_OPTIONS: dict[str, tuple[Any, str]] = {
-    "dataset": (str, "what to calibrate on (default: text that the model itself writes)"),
-    "samples": (positive, "documents to use"),
-    "max_length": (positive, "longest document in tokens; of self-written ones, longest answer"),
-    "labels": (LABELS, "what a router predicts"),
-    "exit_strategy": (STRATEGIES, "kind of exit head"),
-    "exit_layers": (layer_list, "numbers of executed layers after which a token may leave, such as 8,16"),
-    "start_from": (str, "routers whose block head is trained further, instead of a new one"),
-    "tolerance": (share, "largest share of tokens that may differ in early_exit, such as 0.02"),
-    "confidence": (share, "probability with which the tolerance is kept, such as 0.95"),
-    "draft_vocab_size": (positive, "heads draft only among so many of the most frequent tokens"),
-    "max_minutes": (amount, "most minutes to take"),
-    "batch_size": (positive, "documents a forward pass"),
-    "seed": (int, "of everything random"),
+# Name, type or choices, default (that of `calibrate()`) and help of what is handed on to it, where it is given.
+CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "dataset": (str, None, "what to calibrate on (default: text that the model itself writes)"),
+    "samples": (positive, 600, "documents to use"),
+    "max_length": (positive, 64, "longest document in tokens; of self-written ones, longest answer"),
+    "labels": (LABELS, "agreement", "what a router predicts"),
+    "exit_strategy": (STRATEGIES, "linear", "kind of exit head"),
+    "exit_layers": (
+        layer_list,
+        None,
+        "numbers of executed layers after which a token may leave, such as 8,16 (default: every fourth is tried, and "
+        "those are kept that can be of use)",
+    ),
+    "start_from": (str, None, "routers whose block head is trained further, instead of a new one"),
+    "tolerance": (share, 0.02, "largest share of tokens that may differ in early_exit"),
+    "confidence": (share, 0.95, "probability with which the tolerance is kept"),
+    "draft_vocab_size": (positive, 8192, "heads draft only among so many of the most frequent tokens"),
+    "max_minutes": (amount, None, "most minutes to take (default: as many as it needs)"),
+    "batch_size": (positive, 64, "documents a forward pass"),
+    "seed": (int, 0, "of everything random"),
 }
 
 # Name, type, default (that of `evaluation.QualityOptions`) and help of what is handed on to `measure_quality()`.
@@ -71,7 +76,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (add_arguments, what, more) in COMMANDS.items():
-        description = f"{what.capitalize()}. {more}".strip()
+        description = f"{what[0].upper()}{what[1:]}. {more}".strip()  # capitalize() would write "the hub"
         command = commands.add_parser(name, parents=[common], help=what, description=description)
         add_arguments(command)
         command.set_defaults(command_parser=command)
@@ -146,9 +151,10 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 def _calibrate(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, routers=False)
     parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help="where the routers go")
-    for name, (kind, text) in CALIBRATE_OPTIONS.items():
+    for name, (kind, default, text) in CALIBRATE_OPTIONS.items():
         settings = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": name.upper()}
-        parser.add_argument(_flag(name), default=argparse.SUPPRESS, help=text, **settings)
+        shown = text if default is None else f"{text} (default: {default})"
+        parser.add_argument(_flag(name), default=argparse.SUPPRESS, help=shown, **settings)
     parser.add_argument(
         "--no-progress",
         dest="progress",
@@ -251,7 +257,7 @@ COMMANDS = {
     "calibrate": (
         _calibrate,
         "make routers for a model and write them, with their card, to a folder",
-        "Options that are left out take the defaults of tide_hf.calibrate().",
+        "As tide_hf.calibrate() does.",
     ),
     "inspect": (
         _inspect,

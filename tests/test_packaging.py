@@ -1,0 +1,55 @@
+"""What is built for PyPI holds all that is needed, and nothing else."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from zipfile import ZipFile
+
+import pytest
+from repository import ROOT, SHIPPED
+
+pytest.importorskip("setuptools", minversion="77")
+
+BUILD = (
+    "import setuptools.build_meta as backend; print(backend.build_sdist('dist')); print(backend.build_wheel('dist'))"
+)
+IGNORED = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.egg-info", "results")
+
+
+def files_in(folder):
+    return {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Names in the source archive and in the wheel, which is built from what the archive holds."""
+    source = tmp_path_factory.mktemp("source") / "clone"
+    shutil.copytree(ROOT, source, ignore=IGNORED)
+    build(source)
+    with tarfile.open(next((source / "dist").glob("*.tar.gz"))) as archive:
+        archive.extractall(source.parent / "unpacked", filter="data")
+    (unpacked,) = (source.parent / "unpacked").iterdir()
+    build(unpacked)
+    with ZipFile(next((unpacked / "dist").glob("*.whl"))) as wheel:
+        return {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}, set(wheel.namelist())
+
+
+def build(folder):
+    (folder / "dist").mkdir()
+    subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_wheel_holds_the_package_and_the_shipped_routers(built):
+    _, wheel = built
+    routers = {
+        f"tide_hf/model_cards/{SHIPPED.name}/{name}" for name in ("README.md", "config.json", "model.safetensors")
+    }
+    inside = {name for name in wheel if ".dist-info/" not in name}
+    assert inside == files_in(ROOT / "tide_hf") | routers
+
+
+def test_the_source_archive_holds_what_the_readme_speaks_of(built):
+    source, _ = built
+    assert source >= files_in(ROOT / "tests") | files_in(SHIPPED / "plots")
+    assert {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "tests/constraints.txt", "examples/quickstart.py"} <= source
