@@ -33,8 +33,8 @@ KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the 
 EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
 OPS = "ops"  # the file that makes ops of them, for any dtype
 CPU_INFO = Path("/proc/cpuinfo")
-# No compiler, or no place for what Inductor makes; a compiler whose messages are no UTF-8, as Inductor has it; a library
-# that does not export what is in it, as on Windows.
+# No compiler, or no place for what Inductor makes; a compiler whose messages are no UTF-8, as Inductor has it; and a
+# library that does not export what is in it, as on Windows.
 UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
 
 logger = logging.getLogger(__name__)
