@@ -232,9 +232,9 @@ def unembed_hash(head: nn.Module) -> str | None:
         weight = weight.full_tensor()
     width = weight.shape[1]
     direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
-    signs = torch.tensor([1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)])
-    rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64).long()
-    bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ signs > 0).tolist()
+    signs = [1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)]
+    rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64, device="cpu").long()
+    bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ torch.tensor(signs, device="cpu") > 0).tolist()
     return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
 
 
