@@ -131,12 +131,13 @@ class DraftUnembed:
         best, top = logits.max(dim=-1)
         return self._tokens(top), best - logits.logsumexp(dim=-1)
 
-    def _find_source(self) -> tuple[int, ...] | None:
+    def _find_source(self) -> tuple[tuple[int, ...], ...] | None:
         """Where the copied rows come from; `None` where none were copied."""
         if self.token_ids is None:
             return None
-        weight: Any = self.unembed.structure.head.weight
-        return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        head: Any = self.unembed.structure.head
+        parts = [part for part in (head.weight, getattr(head, "bias", None)) if part is not None]
+        return tuple((id(part), part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.normalize(hidden_states)
