@@ -75,6 +75,20 @@ def test_no_two_threads_load_at_once(monkeypatch):
     assert alone == [True] * (len(KERNELS) + 1)  # the ops are one library
 
 
+@pytest.mark.parametrize("lacking", ["load", "run"])
+def test_what_a_compiler_makes_may_be_of_no_use(lacking, monkeypatch, caplog):
+    def loading(_text, device_type):
+        if lacking == "load":
+            b"\xff".decode()  # what the compiler says, which Inductor takes for UTF-8
+        return SimpleNamespace(_name="/nowhere/library.so", use=LIBRARY.use)
+
+    monkeypatch.setattr(kernels, "_ops", None)
+    monkeypatch.setattr(CppCodeCache, "load_async", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(CppCodeCache, "load", loading)
+    assert not compiled("stored_rows", torch.float32)
+    assert "PyTorch's own operations do what stored_rows.cpp does, which cannot be compiled" in caplog.text
+
+
 def test_one_that_cannot_be_compiled_leaves_the_others(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "KERNELS", (*KERNELS, "broken"))
     text_of = kernels._text_of
@@ -120,6 +134,25 @@ class TestKept:
         with caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
             assert compiled("stored_rows", torch.float32)
         assert "is not kept for later processes" in caplog.text
+
+    def test_one_that_can_neither_be_loaded_nor_removed_is_done_without(self, monkeypatch):
+        def refusing(*_args, **_kwargs):
+            raise PermissionError(13, "Permission denied")
+
+        path = kernels.kept_path("stored_rows", torch.float32)
+        path.parent.mkdir()
+        path.write_bytes(b"no library")
+        monkeypatch.setattr(Path, "unlink", refusing)  # the folder is someone else's
+        assert not is_loaded("stored_rows", torch.float32)
+        assert path.read_bytes() == b"no library"
+
+    def test_a_folder_that_cannot_be_looked_into_holds_none(self, monkeypatch, tmp_path):
+        home = tmp_path / ("long" * 100)  # stands in for one that is closed to this user, which none is to root
+        with pytest.raises(OSError, match="too long"):
+            home.stat()
+        monkeypatch.setenv("TIDE_HF_HOME", str(home))
+        assert not is_loaded("stored_rows", torch.float32)
+        assert compiled("stored_rows", torch.float32)
 
     @pytest.mark.parametrize("change", ["cpu", "version", "text", "dtype", "bits"])
     def test_it_is_for_one_cpu_and_one_pytorch(self, change, monkeypatch, tmp_path):

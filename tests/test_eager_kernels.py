@@ -80,11 +80,21 @@ def test_the_other_modes_use_them_as_well(tiny_llama, there, mode):
 def test_nothing_is_compiled_and_nothing_is_used_that_is_not_wanted(tiny_llama, monkeypatch, settings):
     monkeypatch.setattr(kernels, "_compile", pytest.fail)
     if settings:
-        monkeypatch.setattr(kernels, "_loaded", {(name, torch.float32): True for name in EAGER_KERNELS})
+        monkeypatch.setattr(kernels, "_loaded", {("stored_rows", torch.float32): True})
     model = TIDEModelForCausalLM.attach(tiny_llama(), **settings)
     for batch in (prompts(), prompts(2, pads=1), prompts(length=LONG_PROMPT)):
         model.generate(**batch, **OPTIONS)
     assert StoredWeight not in kept_forms(model)
+
+
+@pytest.mark.parametrize("use_kernels", ["auto", False])
+def test_rows_that_share_heads_use_kernels_only_where_they_may(tiny_llama, there, monkeypatch, attended, use_kernels):
+    asked = []
+    monkeypatch.setattr(shared_heads, "attend_many", lambda *given: asked.append(given))
+    model = TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=use_kernels)
+    model.generate(**prompts(2, pads=1, length=LONG_PROMPT), **OPTIONS)
+    assert LONG_PROMPT in attended
+    assert bool(asked) == (use_kernels == "auto")
 
 
 @pytest.mark.parametrize(

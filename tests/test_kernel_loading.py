@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from loopback_hub import loopback_hub
 from repository import ROOT
 
-from tide_hf import ops
+from tide_hf import kernel_loading, ops
 from tide_hf.errors import KernelError
 
 pytest.importorskip("triton")
@@ -42,15 +43,29 @@ def refusal(**arguments):
 
 
 def test_an_old_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     assert "Tesla V100 has compute capability 7.0, and they need 7.5 or later" in refusal(device="cuda")
     assert ops.load_kernels(device="cuda").reason.startswith("Tesla V100")
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(device != "cuda"))
+    assert f"PyTorch finds no {device} on this machine" in refusal(device=device)
+
+
+def test_what_a_gpu_ran_is_unpickled_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    there = ops.Ops(None, "as there", (REPO, None, torch.device("cuda", 0)))
+    assert pickle.loads(pickle.dumps(there)).reason == "PyTorch finds no cuda:0 on this machine"
+
+
 def test_a_build_for_other_gpus_is_refused(monkeypatch, tampered):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
     edit_metadata(tampered, backend={"type": "cuda", "archs": ["9.0", "10.0"]})
     tampered.rename(tampered.with_name("torch-cuda"))
@@ -89,6 +104,11 @@ def test_without_the_package_it_says_how_to_get_it(local_kernels, monkeypatch):
     assert "pip install 'tide-hf[kernels]'" in refusal()
 
 
+def test_a_package_that_is_too_old_is_named(local_kernels, monkeypatch):
+    monkeypatch.setattr(kernel_loading, "version", {"kernels": "0.16.2"}.get)
+    assert "the package kernels is 0.16.2, and 0.17 or later is needed" in refusal()
+
+
 @on_cpu
 def test_a_missing_variant_is_named(tampered):
     edit_metadata(tampered, backend={"type": "cuda"})
@@ -107,6 +127,13 @@ def test_metadata_that_lists_other_files(tampered):
     digest["files"]["routing.py"] = digest["files"]["norms.py"]
     edit_metadata(tampered, digest=digest)
     assert "routing.py in " in refusal()
+
+
+@pytest.mark.parametrize("algorithm", ["shake_128", "md5", 256])
+def test_metadata_that_lists_files_otherwise(tampered, algorithm):
+    digest = json.loads((tampered / "metadata.json").read_text())["digest"]
+    edit_metadata(tampered, digest=digest | {"algorithm": algorithm})
+    assert f"lists files by {algorithm!r}, and not by sha256" in refusal()
 
 
 @pytest.mark.parametrize("name", ["routing.py", "added.py"])

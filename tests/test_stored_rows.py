@@ -131,6 +131,6 @@ class TestInSteps:
         names = {op.name() for op in graphs.ops}  # no Python between kernels
         assert names == {f"tide_hf::{name}" for name in ("layer", "stored_rows", "few_queries")}
         attention = model.model.layers[0].self_attn
-        addresses = [getattr(attention, f"{name}_proj").weight.data_ptr() for name in "qkv"]
-        joined = weight_forms._known[(StoredWeight, *addresses)]
-        assert [stored.data_ptr() for stored in joined._stored] == addresses
+        weights = [getattr(attention, f"{name}_proj").weight for name in "qkv"]
+        joined = weight_forms._known[weight_forms._key_of(weights, StoredWeight)]
+        assert [stored.data_ptr() for stored in joined._stored] == [weight.data_ptr() for weight in weights]

@@ -9,14 +9,18 @@ import os
 import re
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from huggingface_hub.errors import HTTPError  # of httpx, which huggingface_hub renamed once
+from packaging.version import Version
 
 OLDEST_CAPABILITY = (7, 5)  # Turing
+OLDEST_CLIENT = "0.17"  # whose every call can be told which repository is trusted
+DIGEST = "sha256"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ def obstacle(device: torch.device, in_interpreter: bool) -> str | None:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the model is on {'an AMD GPU' if device.type == 'cuda' else device.type}, and they need an NVIDIA GPU"
+    if (device.index or 0) >= torch.cuda.device_count():  # such as where a model from another machine is unpickled
+        return f"PyTorch finds no {device} on this machine"
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         name, needed = torch.cuda.get_device_name(device), ".".join(map(str, OLDEST_CAPABILITY))
@@ -67,6 +73,9 @@ def fetch(repo: str, revision: str | None) -> LoadedKernels | str:
     except ImportError:
         return "the package kernels is not installed (pip install 'tide-hf[kernels]')"
     try:
+        if Version(version("kernels")) < Version(OLDEST_CLIENT):
+            found = f"the package kernels is {version('kernels')}, and {OLDEST_CLIENT} or later is needed"
+            return f"{found} (pip install -U 'tide-hf[kernels]')"
         local = _local_folder(repo)
         if local is None:
             if revision is None:
@@ -99,10 +108,10 @@ def check_files(variant: Path) -> None:
         algorithm, listed = digest["algorithm"], dict(digest["files"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read, or lists no files ({error!r})") from error
+    if algorithm != DIGEST:
+        raise ValueError(f"{path} lists files by {algorithm!r}, and not by {DIGEST}")
     present = {
-        file.relative_to(variant).as_posix(): base64.b64encode(
-            hashlib.new(algorithm, file.read_bytes()).digest()
-        ).decode()
+        file.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(file.read_bytes()).digest()).decode()
         for file in variant.rglob("*")
         if file.is_file() and file.parent.name != "__pycache__" and not file.name.startswith("metadata.json")
     }

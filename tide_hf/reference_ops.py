@@ -189,8 +189,8 @@ def which_norm(norm: Any, hidden_states: Tensor) -> tuple[str, float] | None:
     if eps is None:
         return None
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        probe = torch.randn(4, hidden_states.shape[-1], generator=generator)
+        generator = torch.Generator("cpu").manual_seed(0)
+        probe = torch.randn(4, hidden_states.shape[-1], generator=generator, device="cpu")
         probe = probe.to(hidden_states)
         expected = norm(probe).double()
         differences = {}

@@ -131,12 +131,13 @@ class DraftUnembed:
         best, top = logits.max(dim=-1)
         return self._tokens(top), best - logits.logsumexp(dim=-1)
 
-    def _find_source(self) -> tuple[int, ...] | None:
+    def _find_source(self) -> tuple[tuple[int, ...], ...] | None:
         """Where the copied rows come from; `None` where none were copied."""
         if self.token_ids is None:
             return None
-        weight: Any = self.unembed.structure.head.weight
-        return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        head: Any = self.unembed.structure.head
+        parts = [part for part in (head.weight, getattr(head, "bias", None)) if part is not None]
+        return tuple((id(part), part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.normalize(hidden_states)
@@ -234,9 +235,9 @@ def unembed_hash(head: nn.Module) -> str | None:
         weight = weight.full_tensor()
     width = weight.shape[1]
     direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
-    signs = torch.tensor([1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)])
-    rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64).long()
-    bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ signs > 0).tolist()
+    signs = [1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)]
+    rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64, device="cpu").long()
+    bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ torch.tensor(signs, device="cpu") > 0).tolist()
     return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
 
 

@@ -61,8 +61,8 @@ def _seconds_of(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) ->
 @torch.no_grad()
 def _measure(form: type[WeightForm] | None, dtype: torch.dtype, rows: int) -> float:
     count = PROBED_WEIGHTS if rows < COMPUTED_ROWS else FEW_WEIGHTS
-    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype) for _ in range(count)]
-    input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype)
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype, device="cpu") for _ in range(count)]
+    input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype, device="cpu")
     if form is None:
         return least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
     taken = [form(weight) for weight in weights]

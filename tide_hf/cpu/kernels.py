@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -31,6 +33,9 @@ KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the 
 EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
 OPS = "ops"  # the file that makes ops of them, for any dtype
 CPU_INFO = Path("/proc/cpuinfo")
+# No compiler, or no place for what Inductor makes; a compiler whose messages are no UTF-8, as Inductor has it; and a
+# library that does not export what is in it, as on Windows.
+UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
 
 logger = logging.getLogger(__name__)
 
@@ -115,14 +120,20 @@ def _load_kept(name: str, dtype: torch.dtype) -> bool:
 def _kept(name: str, dtype: torch.dtype | None = None) -> Any:
     """A library that an earlier process has compiled; `None` where there is none of use."""
     path = kept_path(name, dtype)
-    if not path.is_file():
+    if not _is_there(path):
         return None
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         logger.info("%s is of no use here: %s", path, first_line(error))
-        path.unlink(missing_ok=True)  # so that it is compiled again
+        with suppress(OSError):  # of a folder that is someone else's
+            path.unlink(missing_ok=True)  # so that it is compiled again
         return None
+
+
+def _is_there(path: Path) -> bool:
+    """Whether it is a file; none is in a folder that is closed to this user, where `Path.is_file` raises an error."""
+    return os.path.isfile(path)
 
 
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
@@ -131,12 +142,12 @@ def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
         _compile_all(together, dtype)
         _ops = _ops or _kept(OPS) or _cache().load(_text_of(OPS), device_type="cpu")
         kernel = _cache().load(_text_of(name, dtype), device_type="cpu")
-    except (RuntimeError, OSError, ImportError) as error:  # of Inductor: no compiler, or no place for what it makes
+        _use(name, dtype, kernel)
+    except UNCOMPILABLE as error:
         _loaded[name, dtype] = None
         reason = first_line(error)
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
     else:
-        _use(name, dtype, kernel)
         _keep(_ops, kept_path(OPS))
         _keep(kernel, kept_path(name, dtype))
 
@@ -151,7 +162,7 @@ def _use(name: str, dtype: torch.dtype, kernel: Any) -> None:
 def _keep(library: Any, path: Path) -> None:
     """Copy a library, if it is not there yet; a folder that cannot be written to keeps nothing."""
     try:
-        if not path.is_file():
+        if not _is_there(path):
             write_whole(path, Path(library._name).read_bytes())
     except OSError as error:
         logger.info("%s is not kept for later processes: %s", path.name, error)
@@ -162,8 +173,8 @@ def _compile_all(names: set[str], dtype: torch.dtype) -> None:
 
     What cannot be compiled says so when it is loaded.
     """
-    missing = [_text_of(name, dtype) for name in names if not kept_path(name, dtype).is_file()]
-    if _ops is None and not kept_path(OPS).is_file():
+    missing = [_text_of(name, dtype) for name in names if not _is_there(kept_path(name, dtype))]
+    if _ops is None and not _is_there(kept_path(OPS)):
         missing.insert(0, _text_of(OPS))  # which takes the longest
     with ThreadPoolExecutor(len(missing) or 1) as pool:
         for text in missing:

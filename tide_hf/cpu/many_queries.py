@@ -63,7 +63,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def _measure(dtype: torch.dtype) -> bool:
-    one = torch.full(PROBED_SHAPE, 0.5, dtype=dtype)
+    one = torch.full(PROBED_SHAPE, 0.5, dtype=dtype, device="cpu")
     by_pytorch = least_seconds(lambda: scaled_dot_product_attention(one, one, one, is_causal=True), REPEATS)
     return least_seconds(lambda: _attended(one, one, one, None, 1.0), REPEATS) < by_pytorch
 

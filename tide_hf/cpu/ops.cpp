@@ -38,10 +38,15 @@ const void* contiguous_data(const char* name, const Tensor& tensor, const Tensor
   return tensor.const_data_ptr();
 }
 
-const void* bias_data(const char* name, const std::optional<Tensor>& bias, const Tensor& like, int64_t size) {
-  if (!bias.has_value()) return nullptr;
+// A bias may be strided. It is kept until the kernel has run.
+Tensor contiguous_bias(const char* name, const std::optional<Tensor>& bias, int64_t size) {
+  if (!bias.has_value()) return {};
   TORCH_CHECK(bias->numel() == size, name, ": a bias of another size");
-  return contiguous_data(name, *bias, like);
+  return bias->contiguous();
+}
+
+const void* bias_data(const char* name, const Tensor& bias, const Tensor& like) {
+  return bias.defined() ? contiguous_data(name, bias, like) : nullptr;
 }
 
 Tensor empty_rows(const Tensor& input, int64_t size_out) {
@@ -51,7 +56,7 @@ Tensor empty_rows(const Tensor& input, int64_t size_out) {
 }
 
 // input (..., in) by weights (out, in) each, and a bias (sum of out): (..., sum of out).
-Tensor stored_rows(const Tensor& given, at::TensorList weights, const std::optional<Tensor>& bias) {
+Tensor stored_rows(const Tensor& given, at::TensorList weights, const std::optional<Tensor>& given_bias) {
   const char* name = StoredRows::kName;
   const Tensor input = given.contiguous();
   StoredRows call{};
@@ -64,9 +69,9 @@ Tensor stored_rows(const Tensor& given, at::TensorList weights, const std::optio
     rows_of.push_back(weight.size(0));
     call.size_out += weight.size(0);
   }
-  const Tensor output = empty_rows(input, call.size_out);
+  const Tensor output = empty_rows(input, call.size_out), bias = contiguous_bias(name, given_bias, call.size_out);
   call.input = input.const_data_ptr(), call.weights = data.data(), call.rows_of = rows_of.data();
-  call.bias = bias_data(name, bias, input, call.size_out), call.output = output.mutable_data_ptr();
+  call.bias = bias_data(name, bias, input), call.output = output.mutable_data_ptr();
   call.threads = at::get_num_threads();
   Kernel<StoredRows>::run(call, input);
   return output;
@@ -74,7 +79,8 @@ Tensor stored_rows(const Tensor& given, at::TensorList weights, const std::optio
 
 // input (..., in), of at most eight rows, by weights (out, lines, 64) with scales (out, lines), and a bias (out):
 // (..., out).
-Tensor rounded_rows(const Tensor& given, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias) {
+Tensor rounded_rows(const Tensor& given, const Tensor& weight, const Tensor& scales,
+                    const std::optional<Tensor>& given_bias) {
   const char* name = RoundedRows::kName;
   const Tensor input = given.contiguous();
   RoundedRows call{};
@@ -84,9 +90,9 @@ Tensor rounded_rows(const Tensor& given, const Tensor& weight, const Tensor& sca
   TORCH_CHECK(weight.is_contiguous() && weight.size(2) == 64 && call.lines == (call.size + 63) / 64 &&
                   scales.is_contiguous() && scales.numel() == call.size_out * call.lines,
               name, ": weights of another size");
-  const Tensor output = empty_rows(input, call.size_out);
+  const Tensor output = empty_rows(input, call.size_out), bias = contiguous_bias(name, given_bias, call.size_out);
   call.input = input.const_data_ptr(), call.weight = weight.const_data_ptr<uint8_t>();
-  call.scales = scales.const_data_ptr<float>(), call.bias = bias_data(name, bias, input, call.size_out);
+  call.scales = scales.const_data_ptr<float>(), call.bias = bias_data(name, bias, input);
   call.output = output.mutable_data_ptr(), call.threads = at::get_num_threads();
   Kernel<RoundedRows>::run(call, input);
   return output;

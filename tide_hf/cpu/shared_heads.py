@@ -34,6 +34,7 @@ UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the sco
 _changing = Lock()
 _users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # calls, of several threads, that need it now
 _filled: ContextVar[Tensor | None] = ContextVar("filled", default=None)
+_may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in a pass over many queries
 
 
 @contextmanager
@@ -47,12 +48,15 @@ def filled_up_to(end: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def shared_heads(model: PreTrainedModel, block: BlockHead | None = None) -> Iterator[None]:
+def shared_heads(
+    model: PreTrainedModel, block: BlockHead | None = None, may_use_kernels: bool = True
+) -> Iterator[None]:
     """Let a model on a CPU that attends by `sdpa` attend in this way, until the last of those that ask for it has done.
 
     Args:
         model: Any model; one that attends otherwise, or knows no other ways to, stays as it is.
         block: A block that runs with it, if any.
+        may_use_kernels: Whether many queries may have a kernel of their own.
     """
     is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
     if model.device.type != "cpu" or not is_sdpa:
@@ -61,9 +65,11 @@ def shared_heads(model: PreTrainedModel, block: BlockHead | None = None) -> Iter
     with _changing:
         _users[model] = _users.get(model, 0) + 1
         _set(model, block, NAME)
+    token = _may_use_kernels.set(may_use_kernels)
     try:
         yield
     finally:
+        _may_use_kernels.reset(token)
         with _changing:
             _users[model] -= 1
             if not _users[model]:
@@ -89,7 +95,8 @@ def attend(
     found = None
     if is_usual(kwargs):
         scale, end, is_masked = kwargs.get("scaling"), _filled.get(), attention_mask is not None
-        if end is None and (is_masked or _sees_back(module, kwargs)) and not _is_watched(query, key, value):
+        may_be_many = end is None and _may_use_kernels.get() and (is_masked or _sees_back(module, kwargs))
+        if may_be_many and not _is_watched(query, key, value):
             found = attend_many(query, key, value, attention_mask, scale)
         if found is None and attention_mask is not None:
             found = attend_joined(query, key, value, attention_mask, scale, end)

@@ -76,6 +76,8 @@ class PackedWeight(WeightForm):
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
+        if bias is not None:
+            bias = bias.contiguous()  # the op reads one number after the other, whatever the stride is
         return self._product(input, self._packed, bias, "none", [], "")
 
     def _take(self, weights: list[Tensor]) -> None:
@@ -132,7 +134,7 @@ class RoundedWeight(WeightForm):
 
     def _take(self, weights: list[Tensor]) -> None:
         self._product: Any = rounded_product_of(weights[0].dtype)
-        weight = _joined(weights).float()
+        weight = _joined(weights).float().contiguous()
         lines = functional.pad(weight, (0, -weight.shape[1] % LINE)).view(weight.shape[0], -1, LINE)
         self.scales = (lines.abs().amax(dim=-1) / LARGEST_ROUNDED).clamp_min(SMALLEST_SCALE)
         rounded = (lines / self.scales[..., None]).round().clamp(-LARGEST_ROUNDED, LARGEST_ROUNDED)
@@ -161,7 +163,7 @@ class StoredWeight(WeightForm):
 FORMS: tuple[type[WeightForm], ...] = (PackedWeight, RoundedWeight, StoredWeight, WidenedWeight)
 UNCOMPILED: tuple[type[WeightForm], ...] = (PackedWeight, WidenedWeight)
 
-# By form and addresses; models may share them.
+# By form, addresses and layouts; models may share them.
 _known: WeakValueDictionary[tuple[Any, ...], WeightForm] = WeakValueDictionary()
 
 
@@ -175,7 +177,8 @@ def in_form(form: type[WeightForm], *weights: Tensor) -> WeightForm:
 
 
 def _key_of(weights: Sequence[Tensor], form: type[WeightForm]) -> tuple[Any, ...]:
-    return (form, *[weight.data_ptr() for weight in weights])
+    """Views of one weight may start at one address: some of its rows, or a square one that is turned."""
+    return (form, *[(weight.data_ptr(), weight.shape, weight.stride()) for weight in weights])
 
 
 def _one_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: int = 0) -> Tensor:

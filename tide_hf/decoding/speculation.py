@@ -142,10 +142,11 @@ class SelfSpeculativeDecoder:
     def _attention(self) -> AbstractContextManager[None]:
         """How an eager call attends: on CPUs, rows under a mask and long prompts need not copy K/V that heads share."""
         rows, length = self.input_ids.shape
-        is_long = length >= LONG_PROMPT and self.attachment.use_kernels is not False and has_kernel(self.model.dtype)
+        may_use_kernels = self.attachment.use_kernels is not False
+        is_long = length >= LONG_PROMPT and may_use_kernels and has_kernel(self.model.dtype)
         if self.engine != EAGER or not (rows > 1 or is_long):
             return nullcontext()
-        return shared_heads(self.model, self.attachment.block_head)
+        return shared_heads(self.model, self.attachment.block_head, may_use_kernels)
 
     def _experts(self) -> AbstractContextManager[None]:
         """How experts run in rounds: on GPUs as `generate` has them run when it decodes, which copies their weights.

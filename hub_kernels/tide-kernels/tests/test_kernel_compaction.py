@@ -1,5 +1,7 @@
 """`exit_compact`, `exit_scatter` and `exit_project`: copies are exact, the norm is held against float64."""
 
+import mmap
+
 import pytest
 import reference64
 import torch
@@ -46,6 +48,24 @@ def test_compact_strided(ops, device):
     hidden_states, exit_mask = states(19, 33, torch.float16, device), MASKS["mixed"](19).to(device)
     check(ops, strided(hidden_states), exit_mask)
     check(ops, hidden_states, torch.stack([exit_mask, ~exit_mask], dim=1)[:, 0])
+
+
+def far_apart(device):
+    """Rows whose last column is more than 2^31 values behind the first; what is between them takes no memory."""
+    stride, numel = 2**30 + 5, 2**31 + 64
+    if device.type == "cuda":
+        stored = torch.zeros(numel, dtype=torch.uint8, device=device)
+    else:
+        stored = torch.frombuffer(mmap.mmap(-1, numel), dtype=torch.uint8)
+    return stored.as_strided((2, 3), (7, stride))
+
+
+def test_columns_may_be_far_apart(ops, device):
+    rows = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.uint8, device=device)
+    out = far_apart(device)
+    ops.exit_scatter(rows, torch.tensor([1, 0], device=device), out)
+    assert out.tolist() == [[4, 5, 6], [1, 2, 3]]
+    check(ops, out, torch.tensor([True, False], device=device))
 
 
 @pytest.mark.parametrize("size", [0, *SIZES])
@@ -107,5 +127,13 @@ def test_what_cannot_be_is_refused(kernel_module, device):
         kernel_module.exit_compact(rows, torch.zeros(4, dtype=torch.bool, device=device))
     with pytest.raises(ValueError, match="as the rows"):
         kernel_module.exit_scatter(rows, indices, rows.half())
+    with pytest.raises(ValueError, match="bool"):
+        kernel_module.exit_compact(rows, torch.zeros(3, dtype=torch.int32, device=device))
+    limit = torch.tensor([2], device=device)
+    for given in ((rows, indices.int(), rows), (rows, indices, rows, limit)):
+        with pytest.raises(ValueError, match="int64 indices, an int32 limit"):
+            kernel_module.exit_scatter(*given)
+    with pytest.raises(ValueError, match="int64 indices, an int32 limit"):
+        kernel_module.exit_project(rows, indices, rows, torch.ones(5, device=device), eps=1e-5, limit=limit)
     with pytest.raises(ValueError, match="out"):
         kernel_module.exit_project(rows, indices, rows, torch.ones(4, device=device), eps=1e-5)

@@ -67,6 +67,27 @@ def test_of_equal_tokens_the_first(ops, device):
     torch.testing.assert_close(log_probability.cpu(), expected.expand(2))
 
 
+@pytest.mark.parametrize("vocab_size", [6, 70, 200])
+def test_of_logits_that_are_no_numbers_the_first(ops, device, vocab_size):
+    """As PyTorch has it; and never a token that is not in the vocabulary."""
+    hidden_states, head_weight = inputs(3, 16, vocab_size, torch.float32, device)
+    hidden_states[1] = float("nan")
+    top, log_probability = ops.draft_top1(hidden_states, head_weight)
+    assert log_probability.isnan().tolist() == [False, True, False]
+    assert top[1] == 0
+    head_weight[5] = float("nan")
+    top, log_probability = ops.draft_top1(hidden_states, head_weight)
+    assert log_probability.isnan().all()
+    assert top.tolist() == [5, 0, 5]
+
+
+def test_a_block_of_tokens_that_cannot_be(ops, is_kernel, device):
+    hidden_states, head_weight = inputs(3, 16, 200, torch.float32, device)
+    head_bias = torch.zeros(200, device=device)
+    head_bias[64:128] = float("-inf")
+    check(ops, is_kernel, hidden_states, head_weight, head_bias)
+
+
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 17])
 def test_accept_drafts(ops, device, num_drafts):
     generator = torch.Generator().manual_seed(num_drafts)

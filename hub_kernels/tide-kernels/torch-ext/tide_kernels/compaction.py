@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .registration import nothing, on_device_of, register, require, require_rows
+from .registration import nothing, on_device_of, register, require, require_places, require_rows
 
 CHUNK = 1024  # rows whose staying is counted together
 ROWS = 16  # rows that one program moves; divides CHUNK
@@ -61,7 +61,7 @@ def _compact_kernel(
     stayed_before = before + tl.cumsum(stays.to(tl.int32), axis=0) - stays.to(tl.int32)
     places = tl.where(stays, stayed_before, staying + rows - stayed_before)
 
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     ok = row_ok[:, None] & (cols < size)[None, :]
     x = tl.load(hidden_states + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=ok)
     tl.store(rows_out + places[:, None] * size + cols[None, :], x, mask=ok)
@@ -95,7 +95,7 @@ def _scatter_kernel(
         num_rows = tl.minimum(num_rows, tl.load(limit))
     row_ok = rows < num_rows
     places = tl.load(indices + rows * index_stride, mask=row_ok, other=0)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     ok = row_ok[:, None] & (cols < size)[None, :]
     x = tl.load(rows_in + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=ok)
     tl.store(out + places[:, None] * out_row_stride + cols[None, :] * out_col_stride, x, mask=ok)
@@ -182,9 +182,10 @@ def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tens
         (N, D) rows; (N,) int64 place each came from; (2,) int32 numbers of rows that stay and that exit.
 
     Raises:
-        ValueError: Shapes do not fit.
+        ValueError: Shapes do not fit, or the mask is not of bool.
     """
     require_rows("exit_compact", hidden_states, exit_mask)
+    require(exit_mask.dtype == torch.bool, "exit_compact", f"a mask of {exit_mask.dtype}", "bool")
     return _exit_compact(hidden_states, exit_mask)
 
 
@@ -204,6 +205,7 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
         ValueError: Shapes or dtypes do not fit.
     """
     require_rows("exit_scatter", rows, indices)
+    require_places("exit_scatter", indices, limit)
     require(out.dtype == rows.dtype, "exit_scatter", f"out of {out.dtype}", f"{rows.dtype}, as the rows")
     require(out.dim() == 2 and out.shape[1] == rows.shape[1], "exit_scatter", f"out {tuple(out.shape)}", "(N, D)")
     _exit_scatter(rows, indices, out, limit)

@@ -39,14 +39,14 @@ def row_statistics(
     mean = tl.zeros((ROWS,), tl.float32)
     if NORM == 3:
         for start in range(0, size, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
+            cols = start + tl.arange(0, BLOCK).to(tl.int64)
             ok = row_ok[:, None] & (cols < size)[None, :]
             x = tl.load(pointers[:, None] + cols[None, :] * col_stride, mask=ok, other=0.0).to(tl.float32)
             mean += tl.sum(x, axis=1)
         mean = mean / size
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, size, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+        cols = start + tl.arange(0, BLOCK).to(tl.int64)
         ok = row_ok[:, None] & (cols < size)[None, :]
         x = tl.load(pointers[:, None] + cols[None, :] * col_stride, mask=ok, other=0.0).to(tl.float32)
         centred = tl.where(ok, x - mean[:, None], 0.0)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .norms import NORMS, normalized, rounded, row_statistics
-from .registration import nothing, on_device_of, register, require, require_rows
+from .registration import nothing, on_device_of, register, require, require_places, require_rows
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _project_kernel(
     pointers = rows_in + rows * row_stride
     mean, scale = row_statistics(pointers, row_ok, col_stride, size, eps, NORM, 1, BLOCK)
     for start in range(0, size, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+        cols = start + tl.arange(0, BLOCK).to(tl.int64)
         col_ok = cols < size
         ok = row_ok[:, None] & col_ok[None, :]
         x = tl.load(pointers[:, None] + cols[None, :] * col_stride, mask=ok, other=0.0)
@@ -121,6 +121,7 @@ def exit_project(
         ValueError: Shapes or dtypes do not fit, or there is no such norm.
     """
     require_rows("exit_project", rows, indices)
+    require_places("exit_project", indices, limit)
     require(norm in NORMS, "exit_project", f"norm={norm!r}", f"one of {NORMS}")
     require(out.dtype == rows.dtype, "exit_project", f"out of {out.dtype}", f"{rows.dtype}, as the rows")
     fits = out.dim() == 2 and out.shape[1] == rows.shape[1] == norm_weight.numel()

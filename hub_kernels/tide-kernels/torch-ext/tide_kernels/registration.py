@@ -53,6 +53,12 @@ def require(condition: bool, op: str, got: str, expected: str) -> None:
         raise ValueError(f"{op}: got {got}. Expected {expected}.")
 
 
+def require_places(op: str, indices: torch.Tensor, limit: torch.Tensor | None) -> None:
+    """Refuse places and a limit of other dtypes than they are read in."""
+    dtypes = (indices.dtype, torch.int32 if limit is None else limit.dtype)
+    require(dtypes == (torch.int64, torch.int32), op, f"{dtypes[0]} and {dtypes[1]}", "int64 indices, an int32 limit")
+
+
 def nothing(*_args: object) -> None:
     """The fake of an op that only writes to its arguments."""
 

@@ -63,7 +63,7 @@ def _norm_route_kernel(
     else:
         products = tl.zeros((ROWS, RANKS, BLOCK), tl.float32)
     for start in range(0, size, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+        cols = start + tl.arange(0, BLOCK).to(tl.int64)
         col_ok = cols < size
         ok = row_ok[:, None] & col_ok[None, :]
         x = tl.load(pointers[:, None] + cols[None, :] * col_stride, mask=ok, other=0.0)

@@ -43,7 +43,7 @@ def _block_top1_kernel(
     row_ok, token_ok = rows < num_rows, tokens < vocab_size
     logits = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(0, size, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+        cols = start + tl.arange(0, BLOCK).to(tl.int64)
         col_ok = (cols < size)[None, :]
         at = rows[:, None] * row_stride + cols[None, :] * col_stride
         x = tl.load(hidden_states + at, mask=row_ok[:, None] & col_ok, other=0.0)
@@ -54,9 +54,11 @@ def _block_top1_kernel(
         logits = tl.dot(x, tl.trans(w), logits, input_precision="ieee")
     if HAS_BIAS:
         logits += tl.load(head_bias + tokens, mask=token_ok, other=0.0).to(tl.float32)[None, :]
+    logits = tl.where(logits == logits, logits, float("inf"))  # noqa: PLR0124 (NaN is the highest, as in PyTorch)
     logits = tl.where(token_ok[None, :], logits, float("-inf"))
     highest, place = tl.max(logits, axis=1, return_indices=True)
-    total = tl.sum(tl.exp(logits - highest[:, None]), axis=1)
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # not -inf - -inf
+    total = tl.sum(tl.exp(logits - base[:, None]), axis=1)
     at = rows * num_blocks + tl.program_id(0)
     tl.store(best + at, highest, mask=row_ok)
     tl.store(best_token + at, tl.program_id(0) * TOKENS + place, mask=row_ok)

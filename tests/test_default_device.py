@@ -1,0 +1,45 @@
+"""What is measured and probed on the CPU is made there, whatever device new tensors go to by default."""
+
+import pytest
+import torch
+from torch import nn
+
+from tide_hf.cpu import many_queries
+from tide_hf.cpu.form_choice import _measure
+from tide_hf.cpu.kernels import load_op
+from tide_hf.cpu.weight_forms import PackedWeight
+from tide_hf.reference_ops import which_norm
+from tide_hf.unembed import unembed_hash
+
+ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read from it
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+def test_forms_of_weights_are_measured_on_the_cpu():
+    with ELSEWHERE:
+        assert _measure(PackedWeight, torch.float32, 1) > 0
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+def test_attention_is_measured_on_the_cpu(monkeypatch):
+    devices, attended = [], many_queries._attended
+    assert load_op("many_queries", torch.float32, many_queries._like) is not None
+    monkeypatch.setattr(
+        many_queries, "_attended", lambda query, *rest: devices.append(query.device.type) or attended(query, *rest)
+    )
+    with ELSEWHERE:
+        many_queries._measure(torch.float32)
+    assert set(devices) == {"cpu"}
+
+
+def test_a_norm_is_known():
+    norm = nn.LayerNorm(8)
+    with ELSEWHERE:
+        assert which_norm(norm, torch.zeros(1, 8, device="cpu")) == ("layer", norm.eps)
+
+
+def test_a_heads_fingerprint_is_the_same():
+    head = nn.Linear(8, 300)
+    expected = unembed_hash(head)
+    with ELSEWHERE:
+        assert unembed_hash(head) == expected

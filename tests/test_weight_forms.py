@@ -1,0 +1,49 @@
+"""Forms of weights: whatever layout weights and biases have, products are those of linear."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tide_hf.cpu import weight_forms
+from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight, in_form
+
+SIZE, SIZE_OUT = 64, 32
+
+pytestmark = [
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"),
+    pytest.mark.usefixtures("fresh_kernels"),
+]
+
+
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bias_may_have_any_layout(form, layout):
+    dtype = torch.float16 if form is WidenedWeight else torch.float32
+    weight, state = torch.randn(SIZE_OUT, SIZE).to(dtype), torch.randn(3, SIZE).to(dtype)
+    one = torch.randn(SIZE_OUT, 2).to(dtype)
+    bias = one[:, 0] if layout == "strided" else one[:1, 0].expand(SIZE_OUT)
+    read = form(weight)
+    assert torch.equal(read.apply(state, bias), read.apply(state, bias.contiguous()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_may_be_turned(form):
+    weight, state = torch.randn(SIZE, SIZE_OUT).t(), torch.randn(3, SIZE)
+    found, exact = form(weight).apply(state, None), functional.linear(state, weight)
+    if form is RoundedWeight:
+        assert torch.equal(found, form(weight.contiguous()).apply(state, None))
+    else:
+        torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
+@pytest.mark.parametrize("part", ["some rows", "turned"])
+def test_weights_at_one_address_are_told_apart(form, part):
+    weight, state = torch.randn(SIZE, SIZE), torch.randn(3, SIZE)
+    other = weight[:8] if part == "some rows" else weight.t()
+    kept = [in_form(form, one) for one in (weight, other)]
+    for one in (weight, other):
+        found = torch.ops.tide_hf.linear(state, one, None, kept[0].number)
+        torch.testing.assert_close(found, functional.linear(state, one), atol=1e-4, rtol=1e-5)
+    del kept
+    assert weight_forms._key_of([weight], form) not in weight_forms._known
