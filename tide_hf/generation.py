@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -194,9 +195,15 @@ class TIDEGenerationMixin:
         return _new_attached, (self._tide.base_class,), self.__dict__
 
 
-def attached_class(base_class: type) -> type:
+def attached_class(base_class: Any) -> type:
     """The class of an attached `base_class`: the mixin in front, under the base's own name."""
-    names = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__}
+
+    @wraps(base_class.__init__)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__class__ = base_class  # a new model of this class, as of `type(model)(config)`, has nothing attached
+        base_class.__init__(self, *args, **kwargs)
+
+    names = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__, "__init__": init}
     return type(base_class.__name__, (TIDEGenerationMixin, base_class), names)
 
 
