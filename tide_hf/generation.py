@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
 from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
-from .compilation import check_uncompiled
+from .compilation import check_uncompiled, leave_uncompiled
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import EAGER
 from .decoding.rows import max_length_of
@@ -82,6 +82,7 @@ class TIDEGenerationMixin:
         attachment.check_head(self)
         check_adapters(self, attachment.structure)
         check_uncompiled(self, attachment.structure)
+        leave_uncompiled(generation_config)
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()
@@ -102,7 +103,6 @@ class TIDEGenerationMixin:
             stats = decoder.stats
         else:
             run = _exit_run(attachment, mode, generation_config, model_kwargs, self.config.get_text_config())
-            generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
             with attachment.running(engine, run, gates), active(run):
                 result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **common, **model_kwargs})
             sequences = result if isinstance(result, Tensor) else result.sequences
