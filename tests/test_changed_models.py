@@ -6,6 +6,7 @@ from families import prompt, tiny_model
 from test_adapters import adapted, attached, disturb
 from test_captured_steps import attach as attach_captured
 from test_compiled_steps import attach_without_compiler
+from torch.nn.modules.module import register_module_forward_hook
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.cpu import linear_gate
@@ -147,3 +148,20 @@ def test_a_head_that_has_lost_tokens_is_refused():
     model.resize_token_embeddings(64, mean_resizing=False)
     with pytest.raises(UnsupportedModelError, match=r"got 64 tokens\. Expected 96 tokens\. Detach TIDE"):
         answer(model)
+
+
+@pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])
+def test_hooks_on_all_modules_that_come_and_go_behind_steps(attach):
+    def shift_mlps(module, _args, output):
+        return output + SHIFT if type(module).__name__ == "LlamaMLP" else None
+
+    model = tiny_model("llama")
+    plain = answer(model)
+    with register_module_forward_hook(shift_mlps):
+        shifted = answer(model)
+    assert not torch.equal(plain, shifted)
+    attach(model)
+    assert torch.equal(answer(model), plain)
+    with register_module_forward_hook(shift_mlps):
+        assert torch.equal(answer(model), shifted)
+    assert torch.equal(answer(model), plain)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from families import tiny_model
 from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.compilation import _say_that_it_is_not_used
 from tide_hf.errors import UnsupportedModelError
 
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
@@ -81,3 +83,19 @@ def test_a_wrapper_of_torch_compile_is_looked_through(tiny_llama):
     assert model.last_exit_stats.mode == "self_speculative"
     TIDEModelForCausalLM.detach(wrapper)
     assert not hasattr(model, "_tide")
+
+
+@pytest.mark.parametrize("mode", ["self_speculative", "post_hoc"])
+def test_what_a_call_asks_to_compile_runs_as_it_is_and_is_told(tiny_llama, mode, caplog):
+    """`generate` would compile what reads a prompt in pieces, so that nobody would see or count its layers."""
+    model, counter = tiny_llama(), CompileCounter()
+    options = {**OPTIONS, "cache_implementation": "static", "prefill_chunk_size": 4}
+    expected = model.generate(IDS, **options)
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2]), mode=mode, exit_threshold=2.0)
+    settings = CompileConfig(backend=counter, fullgraph=False, mode=None)
+    settings._compile_all_devices = True  # as on a GPU
+    _say_that_it_is_not_used.cache_clear()
+    for _ in range(2):
+        assert torch.equal(model.generate(IDS, compile_config=settings, **options), expected)
+    assert counter.frame_count == 0
+    assert caplog.text.count("TIDE does not use compile_config") == 1

@@ -1,6 +1,7 @@
 """Attach and detach: the same object, its own class, and nothing left behind."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -169,3 +170,21 @@ def test_an_accelerate_hook_stays_in_place(family):
 def test_every_attention_family_is_listed_once():
     assert len(FAMILIES) == 28
     assert len(ATTENTION) + len(RECURRENT) == 28
+
+
+def test_a_new_model_of_an_attached_models_class_has_nothing_attached(tmp_path):
+    """As code makes them that knows a model by its class: `type(model)(config)`, `type(model).from_pretrained(...)`."""
+    model = tiny_model("llama")
+    expected, base_class, signature = model.generate(prompt(), **OPTIONS), type(model), inspect.signature(type(model))
+    TIDEModelForCausalLM.attach(model)
+    model.save_pretrained(tmp_path)
+    made = [type(model)(model.config).eval(), type(model)._from_config(model.config).eval()]
+    for one in made:
+        one.load_state_dict(model.state_dict())
+    for one in (*made, type(model).from_pretrained(tmp_path)):
+        assert type(one) is base_class
+        assert not isinstance(one, TIDEModelForCausalLM)
+        assert torch.equal(one.generate(prompt(), **OPTIONS), expected)
+    assert inspect.signature(type(model)) == signature
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+    assert model.last_exit_stats is not None

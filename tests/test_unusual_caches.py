@@ -3,13 +3,14 @@
 import pytest
 import torch
 from drafters import HeadDrafter, use_drafter
-from families import prompt, tiny_model
+from families import _COMMON, FAMILIES, VOCAB, prompt, tiny_model
 from test_block_head import routers_for
-from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor
+from test_compiled_steps import attach as attach_compiled
+from transformers import CONFIG_MAPPING, DynamicCache, EncoderDecoderCache, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import UnsupportedOptionError
+from tide_hf.errors import UnsupportedModelError, UnsupportedOptionError
 from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -175,3 +176,63 @@ def test_a_draft_leaves_an_offloaded_cache_as_a_pass_finds_it():
     assert torch.equal(model.generate(prompt(), **OPTIONS, **{CACHE: cache}), expected)
     assert model.last_exit_stats.drafted > 0
     assert [layer for layer, _ in cache.found] == [coming for _, coming in cache.found]
+
+
+SHARED = {
+    **FAMILIES["gemma3_text"],
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "global_head_dim": 16,
+}
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers has none")
+@pytest.mark.parametrize("strategy", ["propagate", "zero_pad"])
+def test_k_and_v_that_layers_share_are_not_filled_in(strategy, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "gemma4_text", SHARED)
+    model = tiny_model("gemma4_text")
+    expected = model.generate(prompt(), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[2, 4], kv_cache_strategy=strategy)
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    with pytest.raises(UnsupportedOptionError, match=rf"got .*{strategy}.*, and 3 layers without .* = 'recompute'"):
+        model.generate(prompt(), exit_threshold=0.0, **OPTIONS)
+    routers.config.kv_cache_strategy = "recompute"
+    assert model.generate(prompt(), exit_threshold=0.0, **OPTIONS).shape == expected.shape
+    assert torch.equal(model.generate(prompt(), exit_threshold=2.0, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("attach", [TIDEModelForCausalLM.attach, attach_compiled])
+def test_a_window_that_the_cache_alone_keeps_to(attach, monkeypatch):
+    """Moshi's masks let a pass over several tokens see more than its window."""
+    settings = {**_COMMON, "sliding_window": 24, "ffn_dim": 48}
+    monkeypatch.setitem(FAMILIES, "moshi", {n: v for n, v in settings.items() if n != "intermediate_size"})
+    model = tiny_model("moshi")
+    options = {**OPTIONS, "max_new_tokens": 24 - 9}
+    expected = model.generate(prompt(), **options)
+    attach(model)
+    use_drafter(model, "mixed", expected[:, 9:].tolist(), 5)
+    assert torch.equal(model.generate(prompt(), **options), expected)
+    options["max_new_tokens"] += 1
+    with pytest.raises(UnsupportedOptionError, match=r"moshi attends .* got 25 tokens .* at most 24, its sliding"):
+        model.generate(prompt(), **options)
+    more, cache = expected[:, -4:], DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(expected[:, :-4], **{CACHE: cache})
+    mask = torch.ones(1, 24, dtype=torch.long)
+    with pytest.raises(UnsupportedOptionError, match="moshi attends"):
+        model.generate(more, attention_mask=mask, **{CACHE: cache}, **{**OPTIONS, "max_new_tokens": 1})
+
+
+def test_a_recurrent_state_in_a_cache_of_its_own_kind(monkeypatch):
+    """MiniMax does not call itself stateful."""
+    monkeypatch.setitem(FAMILIES, "minimax", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2})
+    model = tiny_model("minimax")
+    expected = model.generate(prompt(), **OPTIONS)
+    with pytest.raises(UnsupportedModelError, match="keeps a recurrent state, which tide_mode='self_speculative'"):
+        TIDEModelForCausalLM.attach(model)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc", exit_threshold=2.0)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)

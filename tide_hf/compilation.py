@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 from .errors import UnsupportedModelError, describe
 from .structure import DecoderStructure
+
+logger = logging.getLogger(__name__)
 
 
 def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
@@ -33,6 +37,22 @@ def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
                     "engine='cuda_graph' on GPUs. Or do without TIDE.",
                 )
             )
+
+
+def leave_uncompiled(generation_config: Any) -> None:
+    """Keep `generate` from compiling passes, of which the model decides what they run while they run.
+
+    Args:
+        generation_config: Of this call.
+    """
+    if generation_config.compile_config is not None and not generation_config.disable_compile:
+        _say_that_it_is_not_used()
+    generation_config.disable_compile = True
+
+
+@cache
+def _say_that_it_is_not_used() -> None:
+    logger.warning("TIDE does not use compile_config: what it compiles is said by engine= or tide_engine=")
 
 
 def _is_compiled(module: Any) -> bool:

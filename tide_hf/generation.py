@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,13 +11,13 @@ from transformers.cache_utils import Cache
 
 from .adapters import check_adapters
 from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
-from .compilation import check_uncompiled
+from .compilation import check_uncompiled, leave_uncompiled
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import EAGER
 from .decoding.rows import max_length_of
 from .decoding.speculation import SelfSpeculativeDecoder
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
-from .depth.kv_cache import cache_is_returned, fill_skipped, fill_zeros, find_cache
+from .depth.kv_cache import cache_is_returned, check_window, fill_for, find_cache
 from .depth.recompute import RecomputeRun
 from .depth.skipping import active, active_run
 from .engines.captured_decoding import decoder_for
@@ -81,6 +82,7 @@ class TIDEGenerationMixin:
         attachment.check_head(self)
         check_adapters(self, attachment.structure)
         check_uncompiled(self, attachment.structure)
+        leave_uncompiled(generation_config)
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()
@@ -100,8 +102,7 @@ class TIDEGenerationMixin:
             learn(decoder)
             stats = decoder.stats
         else:
-            run = _exit_run(attachment, mode, generation_config, model_kwargs)
-            generation_config.disable_compile = True  # how deep a pass goes is decided while it runs
+            run = _exit_run(attachment, mode, generation_config, model_kwargs, self.config.get_text_config())
             with attachment.running(engine, run, gates), active(run):
                 result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **common, **model_kwargs})
             sequences = result if isinstance(result, Tensor) else result.sequences
@@ -127,7 +128,7 @@ class TIDEGenerationMixin:
         self, engine: str, input_ids: Tensor, common: dict[str, Any], model_kwargs: dict[str, Any]
     ) -> SelfSpeculativeDecoder:
         """The decoder of a `self_speculative` call, once the call is known to be one that it can decode."""
-        _check_rope(self.config.get_text_config(), input_ids, common["generation_config"].max_length, model_kwargs)
+        _check_length(self.config.get_text_config(), input_ids, common["generation_config"].max_length, model_kwargs)
         rows = input_ids.shape[0]
         user = "tide_mode='self_speculative'" + (f" with {rows} sequences" if rows > 1 else "")
         find_cache(model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
@@ -194,9 +195,15 @@ class TIDEGenerationMixin:
         return _new_attached, (self._tide.base_class,), self.__dict__
 
 
-def attached_class(base_class: type) -> type:
+def attached_class(base_class: Any) -> type:
     """The class of an attached `base_class`: the mixin in front, under the base's own name."""
-    names = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__}
+
+    @wraps(base_class.__init__)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__class__ = base_class  # a new model of this class, as of `type(model)(config)`, has nothing attached
+        base_class.__init__(self, *args, **kwargs)
+
+    names = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__, "__init__": init}
     return type(base_class.__name__, (TIDEGenerationMixin, base_class), names)
 
 
@@ -225,21 +232,24 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
             )
 
 
-def _check_rope(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
-    """Refuse an answer within which rotary embeddings change, by positions: `input_ids` may be padded, or a part."""
-    if not rope_limits(config):
-        return
-    positions, cache = model_kwargs.get("position_ids"), model_kwargs.get(CACHE)
-    if positions is not None:
-        length = int(positions.max()) + 1
-    else:
-        embeds = model_kwargs.get("inputs_embeds")
-        length = (embeds if embeds is not None else input_ids).shape[1]
-        length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-    check_rope(config, length, length + max_length - input_ids.shape[1])
+def _check_length(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
+    """Refuse an answer that goes beyond a window of the cache's alone, or within which rotary embeddings change.
+
+    These go by positions: `input_ids` may be padded, or a part.
+    """
+    positions, cache, embeds = (model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
+    length = (embeds if embeds is not None else input_ids).shape[1]
+    length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    new = max_length - input_ids.shape[1]
+    check_window(config, length + new)
+    if rope_limits(config):
+        length = length if positions is None else int(positions.max()) + 1
+        check_rope(config, length, length + new)
 
 
-def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any]) -> ExitRun:
+def _exit_run(
+    attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any], text_config: Any
+) -> ExitRun:
     """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
     threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS[2:])
@@ -267,7 +277,7 @@ def _exit_run(attachment: Attachment, mode: str, generation_config: Any, model_k
     find_cache(model_kwargs, user, static="none" if strategy == "recompute" else "any")
     if strategy == "recompute":
         return RecomputeRun(*common, **options)
-    fill = fill_skipped if strategy == "propagate" else fill_zeros
+    fill = fill_for(strategy, text_config)
     return PropagateRun(*common, **options, fill=fill, exits_in_prompt=bool(in_prompt))
 
 

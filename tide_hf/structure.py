@@ -114,7 +114,8 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         head=head,
         cache_argument=_cache_argument(model, layers[0]),
         returns_tuple=config.model_type in TUPLE_LAYERS,
-        is_recurrent=bool(getattr(model, "_is_stateful", False)),
+        # MiniMax does not say so by itself, but has a cache of its own kind for it.
+        is_recurrent=bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache(),
         hidden_size=config.hidden_size,
         vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have shapes of their own
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers.cache_utils import (
 
 from ..errors import UnsupportedOptionError, describe
 from ..structure import CACHE
+
+WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # the masks of these models know of none
 
 
 class _Stored(BaseException):
@@ -73,6 +76,29 @@ def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     cache.update(torch.zeros_like(layer.keys[:, :, :1]), torch.zeros_like(layer.values[:, :, :1]), gate.layer_idx)
 
 
+def fill_for(strategy: str, config: Any) -> Callable[..., None]:
+    """What writes the K/V of a skipped layer, given its gate and arguments.
+
+    Args:
+        strategy: The routers' `kv_cache_strategy`: `propagate` or `zero_pad`.
+        config: The base model's text config.
+
+    Raises:
+        UnsupportedOptionError: Some layers have no K/V of their own, and read those of others, as Gemma 4's do.
+    """
+    num_shared = getattr(config, "num_kv_shared_layers", 0)
+    if num_shared:
+        raise UnsupportedOptionError(
+            describe(
+                "K/V that layers share cannot be filled in for a layer that is skipped",
+                got=f"kv_cache_strategy={strategy!r}, and {num_shared} layers without K/V of their own",
+                expected="kv_cache_strategy='recompute' for this model",
+                do="Set routers.config.kv_cache_strategy = 'recompute'.",
+            )
+        )
+    return fill_skipped if strategy == "propagate" else fill_zeros
+
+
 def cache_is_returned(generation_config: Any, cache: Any) -> bool:
     """Whether the caller of `generate` gets to see the cache."""
     return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
@@ -117,6 +143,28 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
             )
         )
     return cache
+
+
+def check_window(config: Any, num_slots: int) -> None:
+    """Refuse to draft beyond a window that the cache alone keeps to: a pass over several tokens sees more.
+
+    Args:
+        config: The base model's text config.
+        num_slots: Tokens of prompt and answer, padding included.
+
+    Raises:
+        UnsupportedOptionError: It is a model that is so, and the answer may go beyond its window.
+    """
+    window = config.sliding_window if config.model_type in WINDOW_IN_CACHE_ALONE else None
+    if window is not None and num_slots > window:
+        raise UnsupportedOptionError(
+            describe(
+                f"{config.model_type} attends to more than its window in a pass over several tokens",
+                got=f"{num_slots} tokens of prompt and answer",
+                expected=f"at most {window}, its sliding window",
+                do="Pass less of them, choose another tide_mode, or detach TIDE for this call.",
+            )
+        )
 
 
 def _is_movable(layer: Any) -> bool:

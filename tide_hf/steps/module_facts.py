@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 _KINDS = (bool, float, str)  # no whole numbers, which may count calls, nor what is set when it is first needed
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """The hooks that a call of the module runs, by identity."""
-    return (*map(id, module._forward_hooks.values()), *map(id, module._forward_pre_hooks.values()))
+    """The hooks that a call of the module runs, those on all modules of the process included, by identity."""
+    own, common = (module._forward_hooks, module._forward_pre_hooks), (_global_forward_hooks, _global_forward_pre_hooks)
+    return tuple(id(hook) for hooks in (*own, *common) for hook in hooks.values())
 
 
 def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
