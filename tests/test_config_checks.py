@@ -114,6 +114,29 @@ def test_values_that_are_refused(fields):
     assert len(str(refused.value)) < 2000
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"calibration": None},
+        {"calibration": RECORD},
+        {"calibration": {"exit_layers": {"1": {"agreement": 1}, "4095": {"agreement": 0.0}}}},
+        {"calibration": {"num_documents": 0, "block": {"agreement": 1.0, "documents_before": 2**63}}},
+        {"calibration": {"tolerances": []}},
+        {"exit_threshold": 0, "compaction_threshold": 0.0},
+        {"base_model_name_or_path": "x" * 1024, "base_model_revision": "v1.0/a-b+c"},
+        {"unembed_hash": "f" * 64, "weights_sha256": None},
+        {"router_bottleneck_dim": 1, "min_layers": 1},
+        {"block_layer": 1, "block_config": {**BLOCK, "num_hidden_layers": 2**12}},
+        {"dtype": "bfloat16", "architectures": ["TIDERouters"], "model_type": "tide"},
+    ],
+    ids=lambda fields: repr(fields)[:60],
+)
+def test_values_that_are_taken(fields):
+    config = TIDEConfig.from_dict(changed(**fields))
+    for name, value in fields.items():
+        assert name == "dtype" or getattr(config, name) == value
+
+
 def places(value, place=()):
     """The places of all values inside a value, its own among them."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

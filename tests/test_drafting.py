@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_hf.decoding.costs import CostTable
-from tide_hf.decoding.drafting import MAX_NGRAM, Draft, HybridDrafter, NgramIndex, Piece
+from tide_hf.decoding.drafting import MAX_NGRAM, UNREAD, Draft, HybridDrafter, NgramIndex, Piece
 from tide_hf.decoding.policy import AcceptanceTable
 
 
@@ -108,27 +108,38 @@ def test_the_router_stops_a_head_that_is_unsure(scores, expected):
 class Fluent:
     """Shallow layers that go on counting, and say how sure they are."""
 
-    runs_ahead = False
-
-    def __init__(self, score, block_layer=None):
+    def __init__(self, score, block_layer=None, runs_ahead=False):
         self.score, self.fed, self.block_layer = score, [], block_layer
+        self.runs_ahead, self.ahead = runs_ahead, []
 
     def step(self, exit_layer, tokens):
         self.fed.append([len(row) for row in tokens])
         return [row[-1] + 1 if row else 3 for row in tokens], [self.score] * len(tokens)
 
+    def run_ahead(self, exit_layer, num_tokens):
+        self.ahead.append((exit_layer, num_tokens))
+
     def rollback(self):
         pass
 
 
-def test_n_grams_go_on_where_a_head_stops():
-    """The head leads from an end that nothing matches back into known text."""
-    shallow = Fluent(0.9)
+def leading_back(shallow, n_matches):
+    """A drafter whose head leads from an end that nothing matches back into known text, and what n-grams were worth."""
     one = drafter([[2, 3, 4, 5, 6, 7, 8, 9, 10, 99]], {2: 0.6}, shallow)
     for length in range(1, MAX_NGRAM + 1):
         for _ in range(20):
-            one.acceptances.record(f"{length}-gram", 3, 3)
-    (draft,) = one.draft([0], [7])
+            one.acceptances.record(f"{length}-gram", 3, n_matches)
+    return one
+
+
+def test_a_head_goes_on_where_n_grams_are_seldom_right():
+    (draft,) = leading_back(Fluent(0.9), 0).draft([0], [7])
+    assert draft.tokens == [3, 4, 5, 6, 7, 8, 9]
+    assert draft.pieces[0] == Piece("exit layer 2", 3, 2)
+
+
+def test_n_grams_go_on_where_a_head_stops():
+    (draft,) = leading_back(Fluent(0.9), 3).draft([0], [7])
     assert draft.tokens == [3, 4, 5, 6, 7, 8, 9]
     assert draft.pieces[0] == Piece("exit layer 2", 1, 2)
     assert [piece.exit_layer for piece in draft.pieces] == [2, 0]
@@ -144,6 +155,29 @@ def test_a_head_goes_on_where_n_grams_stop():
     assert drafts[0].tokens == [3, 4, 5, 6]
     assert drafts[0].pieces == [Piece("5-gram", 2), Piece("exit layer 2", 2, 2)]
     assert shallow.fed == [[2], [3]]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_head_adds_what_a_pass_has_room_for(runs_ahead):
+    """A pass over five tokens costs what one over four does, and one over six three times as much."""
+    table = CostTable(10)
+    for key, milliseconds in {("verify", 1): 10.0, ("verify", 5): 10.0, ("verify", 6): 30.0, ("draft", 2): 0.5}.items():
+        for _ in range(6):
+            table.record(key, milliseconds)
+    shallow = Fluent(0.6, runs_ahead=runs_ahead)
+    one = HybridDrafter([[1, 2, 3, 4] * 3], lambda _: table, {2: 0.5}, shallow)
+    one.acceptances = AcceptanceTable({**dict.fromkeys(one.learned, 0.8), "exit layer 2": 0.5})
+    (draft,) = one.draft([0], [15])
+    assert draft.tokens == ([1, 2, 3] if runs_ahead else [1, 2, 3, 4])
+    assert draft.pieces == [Piece("5-gram", 3), Piece("exit layer 2", 1, 2)][: 1 if runs_ahead else 2]
+
+
+def test_a_head_that_runs_ahead_is_asked_once_and_not_read():
+    shallow = Fluent(0.9, runs_ahead=True)
+    drafts = drafter([[1, 2, 3], [4, 5, 6]], {2: 0.9}, shallow).draft([0, 1], [5, 1])
+    assert [draft.tokens for draft in drafts] == [[UNREAD] * 5, [UNREAD]]
+    assert drafts[0].pieces == [Piece("exit layer 2", 5, 2)]
+    assert (shallow.ahead, shallow.fed) == ([(2, 5)], [])
 
 
 def test_a_block_does_not_go_on_behind_n_grams():

@@ -70,6 +70,22 @@ def test_short_answers_are_expected_to_be_short(tmp_path):
     assert chooser.choose("compiled", "key", 5000, is_warm=False) == "eager"
 
 
+def test_what_hardly_differs_is_not_written_again(tmp_path):
+    records = EngineRecords(tmp_path / "engines.json")
+    chooser = EngineChooser(records)
+    for eager_ms, kept in ((20.0, 20.0), (21.0, 20.0), (24.0, 24.0), (None, 24.0), (20.0, 20.0)):
+        chooser.observe("eager", "key", 1, eager_ms, 0.0)
+        assert records.read("key") == EngineTimes(eager_ms=kept)
+
+
+def test_a_call_without_warm_up_leaves_what_one_took(tmp_path):
+    chooser = EngineChooser(EngineRecords(tmp_path / "engines.json"))
+    chooser.observe("compiled", "key", 1, 11.0, 3.0)
+    chooser.observe("compiled", "key", 1, 12.0, 0.0)
+    chooser.observe("compiled", "key", 1, None, 0.0)
+    assert chooser.times["key"] == EngineTimes(warmed_ms=12.0, warm_up_s=3.0)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -79,8 +95,10 @@ def test_short_answers_are_expected_to_be_short(tmp_path):
         '{"key": 3}',
         '{"key": {"eager_ms": "20", "warmed_ms": -1, "warm_up_s": true}}',
         '{"key": {"eager_ms": NaN, "warmed_ms": Infinity, "warm_up_s": 1e300}}',
-        " " * 2**21,
+        '{"key": {"eager_ms": 0, "warmed_ms": 0.0, "warm_up_s": 1e7}}',
+        '{"key": {"eager_ms": 20}}' + " " * 2**20,
     ],
+    ids=lambda text: text[:40],
 )
 def test_odd_records_are_ignored_and_written_over(tmp_path, text):
     path = tmp_path / "engines.json"

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from tide_hf.calibration import resampling
 from tide_hf.calibration.figures import mean_interval
-from tide_hf.calibration.resampling import Bootstrap
+from tide_hf.calibration.resampling import RESAMPLES, Bootstrap, resampled_sums
 
 
 def test_the_bootstrap_knows_the_binomial_and_pairs_items():
@@ -21,6 +22,22 @@ def test_the_bootstrap_knows_the_binomial_and_pairs_items():
         assert end == pytest.approx(share["value"] + sign * 1.96 * deviation, abs=0.35 * deviation)
     low, high = bootstrap.figure(lambda sums: (sums["other"] - sums["right"]) / sums["items"])["interval"]
     assert high - low < 0.5 * (share["interval"][1] - share["interval"][0])
+
+
+@pytest.mark.parametrize("at_once", [21, 20, 1])
+def test_many_items_are_resampled_in_parts(monkeypatch, at_once):
+    values = torch.rand(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, sizes, randint = resampled_sums(values), [], torch.randint
+
+    def drawn(high, size, **options):
+        sizes.append(math.prod(size))
+        return randint(high, size, **options)
+
+    monkeypatch.setattr(resampling, "RESAMPLED_AT_ONCE", at_once)
+    monkeypatch.setattr(torch, "randint", drawn)
+    assert torch.equal(resampled_sums(values), whole)
+    assert sum(sizes) == 7 * RESAMPLES
+    assert max(sizes) <= max(7, at_once)
 
 
 def test_where_nothing_varies_the_interval_is_still_not_empty():

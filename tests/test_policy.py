@@ -7,8 +7,16 @@ import threading
 
 import pytest
 
-from tide_hf.decoding.costs import COMPARABLE, FORGET_AFTER, STALE, CostTable
-from tide_hf.decoding.policy import AcceptanceTable, Option, choose, expected_tokens, worth_another_draft
+from tide_hf.decoding.costs import COMPARABLE, FORGET_AFTER, SAMPLES, STALE, CostTable
+from tide_hf.decoding.policy import (
+    MAX_DRAFT,
+    AcceptanceTable,
+    Option,
+    choose,
+    choose_continuation,
+    expected_tokens,
+    worth_another_draft,
+)
 
 
 def costs(samples: dict, num_layers: int = 30) -> CostTable:
@@ -46,6 +54,8 @@ def test_unmeasured_widths_are_tried_and_measured_ones_believed():
     assert table.verify(4) == 25.0
     assert table.verify(2) == pytest.approx(15.0)
     assert table.verify(8) == pytest.approx(29.0)
+    table = costs({("verify", 1): 10.0, ("verify", 16): 80.0, ("verify", 8): 24.0, ("verify", 4): 16.0})
+    assert table.verify(6) == pytest.approx(20.0)  # between its neighbours, in whatever order these were measured
 
 
 def test_a_pass_costs_what_the_step_costs_that_it_is_filled_up_to():
@@ -65,7 +75,7 @@ def test_one_bad_sample_does_not_settle_a_width():
     table = costs({("verify", 1): 10.0})
     table.record(("verify", 2), 0.0)
     table.record(("verify", 2), 90.0)
-    assert table.verify(2) < 90.0
+    assert table.verify(2) == pytest.approx((90.0 + 11.0) / 2)  # as if what is expected had been measured as well
     for _ in range(5):
         table.record(("verify", 2), 12.0)
     assert table.verify(2) == 12.0
@@ -139,11 +149,34 @@ def test_drafting_goes_on_only_while_it_pays():
     assert not worth_another_draft([0.9], 1.0, 1, 4, table, ms_per_token=2.0)  # rounds without it give cheaper tokens
 
 
+def test_a_head_that_has_to_catch_up_pays_for_what_it_has_not_seen():
+    table = costs({("verify", 1): 10.0, ("verify", 4): 20.0, ("verify", 8): 20.0, ("draft", 4): 2.0})
+    assert worth_another_draft([1.0], 0.3, 3, 4, table, ms_per_token=10.0)  # 3 ms gained, 2 spent
+    assert not worth_another_draft([1.0], 0.3, 3, 4, table, ms_per_token=10.0, catch_up=True)  # on a pass over 4
+    assert worth_another_draft([1.0], 0.5, 3, 4, table, ms_per_token=10.0, catch_up=True)
+
+
+def test_free_tokens_are_added_while_they_are_worth_a_wider_pass():
+    table = costs({("verify", 1): 10.0, ("verify", 16): 400.0, ("verify", 3): 26.0, ("verify", 2): 15.0})
+    sure, nothing = (0.9, 5), (0.0, 0)
+    assert choose_continuation((sure,), [1.0], 0, table) == 1
+    assert choose_continuation((sure,), [0.5], 0, table) == 0  # what was drafted so far may well be wrong
+    assert choose_continuation((sure,), [1.0], 1, table) == 0  # the next slot is dearer
+    assert choose_continuation((sure, nothing), [1.0, 1.0], 0, table) == 0  # a pass is of all rows
+    assert choose_continuation((sure, sure), [1.0, 1.0], 0, table) == 1
+    flat = costs({("verify", 1): 10.0, ("verify", 16): 10.0})
+    assert choose_continuation(((0.9, 3), (0.9, 5)), [1.0, 1.0], 0, flat) == 5
+    assert choose_continuation((sure,), [1.0], MAX_DRAFT - 2, flat) == 2
+
+
 def test_a_choice_says_what_its_tokens_cost():
     table = costs({("verify", 1): 10.0, ("verify", 8): 12.0, ("draft", 4): 1.0})
     choice = choose([Option("head", ((1.0, 7), (1.0, 7)), exit_layer=4)], table)
     assert choice.num_assistant_tokens == 7
     assert choice.ms_per_token == pytest.approx((12.0 + 7 * 1.0) / 16)
+    table.head_share = 0.2
+    choice = choose([Option("n-gram", ((1.0, 7),))], table)
+    assert choice.ms_per_token == pytest.approx(12.0 / 8)  # no layer and no head runs for its drafts
 
 
 def test_acceptance_counts_up_to_the_first_rejection():
@@ -162,6 +195,9 @@ def test_a_narrow_pass_is_never_taken_to_cost_more_than_a_wider_one():
             costs.record(key, milliseconds)
     assert costs.verify(2) == costs.verify(3) == 12.0
     assert costs.verify(1) == 10.0
+    for _ in range(6):
+        costs.record(("verify", 4), 8.0)
+    assert (costs.verify(2), costs.verify(1)) == (8.0, 10.0)  # but for plain decoding, by which all are measured
 
 
 def test_a_machine_that_slows_down_slows_everything_down():
@@ -181,6 +217,9 @@ def test_what_plain_decoding_takes_is_told_once_it_is_known():
         assert table.plain is None
     table.record(("verify", 1), 13.0)
     assert table.plain == pytest.approx(11.5)
+    for milliseconds in [10.0] * 2 * SAMPLES + [100.0] * (SAMPLES // 2 + 1):
+        table.record(("verify", 1), milliseconds)
+    assert table.plain == 100.0  # of late
     assert table.resized().plain is None
 
 

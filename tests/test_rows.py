@@ -4,6 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding.rows import RowCriterion
@@ -44,6 +45,16 @@ def test_every_row_is_seen_and_freed(family, kind, prompts):
     assert [len(row) for row in model.last_exit_stats.per_token] == list(LIMITS)
     if kind == "wrong":  # one pass over the rows that still decode for each token
         assert model.last_exit_stats.layers_executed == 4 * sum(LIMITS)
+
+
+def test_rows_that_ended_are_not_asked_about_where_all_go_on_together(prompts):
+    model = tiny_model("llama")
+    plain = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "mixed", plain)
+    limits = Limits()
+    model.generate(prompts, stopping_criteria=[limits, MaxTimeCriteria(10**6)], **OPTIONS)
+    assert limits.seen == [row[:limit] for row, limit in zip(plain, LIMITS, strict=True)]
 
 
 @pytest.mark.parametrize("mode", ["plain", "early_exit", "post_hoc"])

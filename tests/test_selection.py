@@ -35,8 +35,18 @@ def test_a_layer_where_tokens_leave_is_kept():
     assert useful_exit_layers(candidates(l4=(0.5, 0.0), l28=(0.5, MIN_EXIT_RATE / 2))) == [4]
 
 
-def test_one_is_kept_where_none_pays():
-    assert useful_exit_layers(candidates(l20=(0.0, 0.0), l28=(0.01, 0.0))) in ([20], [28])
+def test_a_dear_head_may_pay_by_a_single_token_and_a_cheap_one_by_many():
+    assert useful_exit_layers(candidates(l4=(0.3, 0.0), l20=(0.9, 0.0))) == [4, 20]
+
+
+def test_a_layer_that_pays_on_easier_text_is_kept():
+    assert useful_exit_layers(candidates(l4=(0.03, 0.0), l28=(0.5, MIN_EXIT_RATE))) == [4, 28]
+    assert useful_exit_layers(candidates(l4=(0.0001, 0.0), l28=(0.5, MIN_EXIT_RATE))) == [28]
+
+
+def test_the_one_nearest_to_plain_decoding_is_kept_where_none_pays():
+    assert useful_exit_layers(candidates(l20=(0.0, 0.0), l28=(0.01, 0.0))) == [28]
+    assert useful_exit_layers(candidates(l8=(0.0, 0.0), l12=(0.001, 0.0), l28=(0.001, 0.0))) == [12]
     assert useful_exit_layers(candidates(l28=(0.0, 0.0))) == [28]
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -166,7 +167,9 @@ def test_zero_pad_leaves_zeros_for_skipped_layers():
     assert counts["entered"] == {0: 10, 1: 10, 2: 1, 3: 1}
     for layer_idx, layer in enumerate(cache.layers):
         assert layer.get_seq_length() == prompt().shape[1] + 9
-        assert bool((layer.keys[:, :, -9:] == 0).all()) == (layer_idx >= 2)
+        assert layer.values.shape == layer.keys.shape
+        for stored in (layer.keys, layer.values):
+            assert bool((stored[:, :, -9:] == 0).all()) == (layer_idx >= 2)
 
 
 def test_min_layers_raises_the_floor_at_run_time():
@@ -274,3 +277,24 @@ def test_passes_with_another_cache_stay_at_full_depth(strategy):
 def test_min_layers_that_is_no_number_of_layers(min_layers):
     with pytest.raises(ConfigurationError, match=r"min_layers is out of range: got .*Expected a whole number"):
         attached("llama", [2]).generate(prompt(), min_layers=min_layers, **OPTIONS)
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_recompute_runs_each_layer_once_and_as_late_as_it_can(is_returned):
+    model = attached("llama", [1, 2, 3], "recompute", exit_threshold=0.5)
+    ids = torch.randint(3, 90, (1, 8), generator=torch.Generator().manual_seed(1))
+    model.generate(ids, **{**OPTIONS, "max_new_tokens": 40}, return_dict_in_generate=is_returned)
+    (depths,) = model.last_exit_stats.per_token
+    assert set(depths) == {1, 2, 3, LAYERS}
+    assert (2, 2) in pairwise(depths)
+    executed, pending = LAYERS, []  # the prompt's pass
+    for depth in depths[1:]:
+        if depth < LAYERS and depth <= min(pending, default=LAYERS):
+            executed += depth
+            pending.append(depth)
+        else:  # one that goes deeper than one before it: they run the rest together
+            executed += LAYERS
+            pending.clear()
+    if is_returned:
+        executed += LAYERS - min(pending, default=LAYERS)
+    assert model.last_exit_stats.layers_executed == executed

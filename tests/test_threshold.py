@@ -1,7 +1,10 @@
 """The rule that chooses a threshold: what leaves, p-values and intervals, and the promise that it keeps."""
 
+import math
+
 import pytest
 import torch
+from torch.distributions import Bernoulli, kl_divergence
 
 from tide_hf.calibration import threshold
 from tide_hf.routers.configuration_tide import NEVER_EXIT
@@ -30,6 +33,13 @@ def test_p_values_against_a_simulation():
     assert threshold.hoeffding_bentkus_p_value(0.0, 300, 0.1) < 1e-6
     assert threshold.hoeffding_bentkus_p_value(0.5, 300, 0.1) == 1.0
     assert threshold.hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)
+
+
+@pytest.mark.parametrize(("mean", "count"), [(0.05, 20), (0.02, 50), (0.0, 20), (0.09, 300)])
+def test_p_values_where_hoeffding_s_bound_is_the_smaller(mean, count):
+    coins = (Bernoulli(torch.tensor(share, dtype=torch.float64)) for share in (mean, 0.1))
+    expected = math.exp(-count * float(kl_divergence(*coins)))
+    assert threshold.hoeffding_bentkus_p_value(mean, count, 0.1) == pytest.approx(expected)
 
 
 def test_exact_interval_of_a_probability():

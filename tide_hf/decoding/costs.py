@@ -130,7 +130,7 @@ class CostTable:
             self._medians.pop(key, None)
 
     def _verify(self, width: int) -> float:
-        return 1.0 if width == 1 else self._blend(("verify", width), self._interpolate(width))
+        return self._blend(("verify", width), self._interpolate(width))
 
     def _blend(self, key: CostKey, prior: float) -> float:
         measured, count = self._medians.get(key), len(self._samples.get(key, ()))

@@ -189,7 +189,7 @@ class HybridDrafter:
 
     def _draft_ahead(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> list[Draft]:
         """Let a head draft tokens that are not seen before they are verified."""
-        if self.shallow is not None and max(lengths) > 0:
+        if self.shallow is not None:
             self.shallow.run_ahead(exit_layer, max(lengths))
         for draft, length in zip(drafts, lengths, strict=True):
             draft.add([UNREAD] * length, _head(exit_layer), exit_layer)
@@ -220,7 +220,7 @@ class HybridDrafter:
             The survivals after the new tokens.
         """
         shallow = self.shallow
-        if shallow is None or max(lengths) == 0:
+        if shallow is None:
             return survivals
         before = drafted = [draft.tokens for draft in drafts]
         own = self.acceptances.probability(_head(exit_layer))
