@@ -1,4 +1,4 @@
-"""The rooms of the package stand in one order, which CONTRIBUTING.md shows, and import in that direction alone."""
+"""The rooms of the package stand in one order, which the README shows, and import in that direction alone."""
 
 import ast
 import re
@@ -11,11 +11,9 @@ from test_readme import rows_of
 PACKAGE = ROOT / "tide_hf"
 
 
-def rows_of_rooms():
-    """By room, the row of the table that it stands in."""
-    table = enumerate(
-        rows_of("The rooms of `tide_hf/`", "room", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    )
+def rows_of_readme():
+    """By room, the row of the README's table that it stands in."""
+    table = enumerate(rows_of("Development", "room"))
     return {name.rstrip("/"): row for row, (names, _) in table for name in re.findall(r"`([^`]+)`", names)}
 
 
@@ -38,8 +36,8 @@ def needed_rooms(file):
                 yield place[0]
 
 
-def test_every_room_stands_in_the_table():
-    assert {name for name, _ in rooms()} == set(rows_of_rooms())
+def test_every_room_stands_in_the_readme():
+    assert {name for name, _ in rooms()} == set(rows_of_readme())
 
 
 @pytest.mark.parametrize("room", ["routers", "depth", "cpu", "steps", "decoding", "engines", "display", "serving"])
@@ -50,7 +48,7 @@ def test_a_room_says_what_each_of_its_modules_is_for(room):
 
 
 def test_no_room_needs_one_below_it():
-    rows = rows_of_rooms()
+    rows = rows_of_readme()
     pairs = [(name, need) for name, files in rooms() for file in files for need in needed_rooms(file)]
     assert len(pairs) > 300  # they are found at all
     assert [(name, need) for name, need in pairs if rows[need] > rows[name]] == []

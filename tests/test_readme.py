@@ -105,7 +105,6 @@ def anchors_of(page):
     [
         "README.md",
         "CHANGELOG.md",
-        "CONTRIBUTING.md",
         "examples/engines.md",
         "examples/serving.md",
         "examples/benchmarks/README.md",
