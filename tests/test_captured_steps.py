@@ -259,6 +259,20 @@ def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
     assert torch.equal(answer, expected)
 
 
+def test_what_was_used_last_stays(tiny_llama, monkeypatch):
+    monkeypatch.setattr("tide_hf.steps.step_store.MOST_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.steps.step_store.MOST_BUFFERS", 2)
+    model = tiny_llama()
+    steps = attach(model, None)
+    for rows in (1, 2, 1, 4):
+        model.generate(**prompts(rows), **OPTIONS)
+    assert [buffers.rows for buffers in steps._buffers.values()] == [1, 4]
+    (buffers, _) = steps._buffers.values()
+    for width in (2, 4, 2, 8):
+        steps.run(buffers, "verify", width)
+    assert list(steps._steps) == [(buffers, "verify", 2), (buffers, "verify", 8)]
+
+
 def test_sizes():
     assert [step_width(tokens, WIDTHS) for tokens in (1, 2, 3, 5, 8, 9, 16)] == [1, 2, 4, 8, 8, 16, 16]
     assert [capacity_for(1, slots) for slots in (1, 240, 241)] == [256, 256, 512]

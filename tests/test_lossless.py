@@ -159,16 +159,19 @@ def test_a_draft_never_passes_max_length(new_tokens):
     assert torch.equal(model.generate(prompt(), **options), expected)
 
 
-def test_scores_and_logits_of_each_token_are_returned():
+@pytest.mark.parametrize("asked", [("scores", "logits"), ("scores",), ("logits",)])
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.2])  # without a processor the top tokens might do
+def test_scores_and_logits_of_each_token_are_returned(asked, repetition_penalty):
     model = tiny_model("llama")
-    options = {**OPTIONS, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    options["repetition_penalty"] = 1.2
+    options = {**OPTIONS, "return_dict_in_generate": True, "repetition_penalty": repetition_penalty}
+    options |= {f"output_{name}": True for name in asked}
     expected = model.generate(prompt(), **options)
     TIDEModelForCausalLM.attach(model)
     use_drafter(model, "wrong at the last position", expected.sequences[:, PROMPT:].tolist())
     result = model.generate(prompt(), **options)
-    torch.testing.assert_close(torch.stack(result.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+    for name in asked:
+        ours, theirs = torch.stack(result[name]), torch.stack(expected[name])
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_stateful_criteria_and_processors_see_every_prefix_once():
