@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -127,6 +128,24 @@ class TestKept:
         assert compiled("stored_rows", torch.float32)
         assert is_loaded("stored_rows", torch.float32)
         assert path.stat().st_size > 10_000
+
+    @pytest.mark.parametrize("by", ["mode", "owner"])
+    def test_one_that_others_may_have_written_is_compiled_anew(self, by, monkeypatch):
+        path, umask = kernels.kept_path("stored_rows", torch.float32), os.umask(0)
+        try:
+            assert compiled("stored_rows", torch.float32)
+        finally:
+            os.umask(umask)
+        kernels._loaded.clear()
+        assert is_loaded("stored_rows", torch.float32)  # whatever the umask is
+        kernels._loaded.clear()
+        if by == "mode":
+            path.chmod(0o666)
+        elif os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert not is_loaded("stored_rows", torch.float32)
 
     def test_a_folder_that_cannot_be_written_to_keeps_nothing(self, caplog, monkeypatch, tmp_path):
         (tmp_path / "file").touch()

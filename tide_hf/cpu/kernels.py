@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +34,7 @@ KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the 
 EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
 OPS = "ops"  # the file that makes ops of them, for any dtype
 CPU_INFO = Path("/proc/cpuinfo")
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # No compiler, or no place for what Inductor makes; a compiler whose messages are no UTF-8, as Inductor has it; and a
 # library that does not export what is in it, as on Windows.
 UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
@@ -132,8 +134,13 @@ def _kept(name: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether it is a file; none is in a folder that is closed to this user, where `Path.is_file` raises an error."""
-    return os.path.isfile(path)
+    """Whether it is a file that nobody but this user and the administrator can have written: its code runs as ours."""
+    try:
+        found = path.stat()
+    except OSError:  # also of a folder that is closed to this user
+        return False
+    owners = {0, os.geteuid()} if hasattr(os, "geteuid") else {found.st_uid}
+    return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not found.st_mode & OTHERS_WRITE
 
 
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
@@ -164,6 +171,7 @@ def _keep(library: Any, path: Path) -> None:
     try:
         if not _is_there(path):
             write_whole(path, Path(library._name).read_bytes())
+            path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
     except OSError as error:
         logger.info("%s is not kept for later processes: %s", path.name, error)
 
