@@ -133,6 +133,16 @@ def test_a_step_costs_the_same_however_long_the_text_is(tiny_llama):
     assert first == second
 
 
+def test_strings_that_end_an_answer_leave_it_on_steps(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    options = {**OPTIONS, "stop_strings": ["r"], "tokenizer": tiny_tokenizer}
+    expected = model.generate(**tiny_tokenizer("sea", return_tensors="pt"), **options)
+    steps = attach(model)
+    assert torch.equal(model.generate(**tiny_tokenizer("sea", return_tensors="pt"), **options), expected)
+    assert expected[0, -1] == tiny_tokenizer.convert_tokens_to_ids("r")
+    assert steps.replays > 0
+
+
 def test_sampling_processors_and_scores(tiny_llama):
     model = tiny_llama()
     options = {**OPTIONS, "do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}

@@ -163,11 +163,12 @@ def test_those_who_count_operations_see_them_all(tiny_llama):
     attach(model)
     for _ in range(2):
         model.generate(**prompts(40), **options)
-    before = model._tide.compiled_steps.prompts.num_compiled
+    before = model._tide.compiled_steps.prompts
     with FlopCounterMode(display=False) as counted:
         model.generate(**prompts(40), **options)
     assert counted.get_total_flops() == plain.get_total_flops()
-    assert model._tide.compiled_steps.prompts.num_compiled == before == LAYERS
+    # The counter puts hooks on all modules, so that what was compiled without them is forgotten.
+    assert (before.num_compiled, model._tide.compiled_steps.prompts.num_compiled) == (LAYERS, 0)
 
 
 def test_prompts_behind_a_filled_cache_are_read_natively(tiny_llama):

@@ -69,6 +69,8 @@ class TIDEGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:
         attachment = self._tide
+        for name in ("tokenizer", "assistant_tokenizer"):  # which the criteria have that want them
+            model_kwargs.pop(name, None)
         common = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
