@@ -11,7 +11,7 @@ from examples.benchmarks import __main__ as command
 from examples.benchmarks import adapters, bench, items, measuring, published, runner
 from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
-from examples.benchmarks.suites import SUITES, quality
+from examples.benchmarks.suites import SUITES, decode, quality
 from tide_hf import TIDERouters
 from tide_hf.cli import main
 from tide_hf.errors import ConfigurationError
@@ -114,6 +114,26 @@ def test_decode_compares_all_that_can_run_and_names_the_rest(run, monkeypatch, o
     assert all(check.passed for check in SUITES["decode"].checks(record))
     for fact in ("cpu", "commit", "dtype", "torch_threads", "versions", "prompts_sha256", "settings", "seconds"):
         assert fact in record
+
+
+def test_a_config_may_ask_for_sampling(run, config, monkeypatch, one_thread):
+    compared = []
+
+    def compare(contenders, *arguments, **limits):
+        compared.extend(contenders)
+        return measured(contenders, *arguments, **limits)
+
+    measured = decode.compare
+    monkeypatch.setattr(decode, "compare", compare)
+    settings = {"ways": ["generate", "self_speculative"], "slow_ways": [], "batches": [], "first_token": False}
+    settings |= {"categories": ["chat"], "prompts": 1, "repeats": 2, "max_new_tokens": 6, "sampling_repeats": 0}
+    config.write_text(json.dumps({"decode": settings | {"temperature": 0.7}}))
+    plain, ours = run("decode")["categories"]["chat"]
+    assert ours["num_equal"] == len(plain["prompts"]) == 1
+    assert [(one.name, one.options["do_sample"], one.options["temperature"]) for one in compared] == [
+        ("generate", True, 0.7),
+        ("self_speculative", True, 0.7),
+    ]
 
 
 def test_the_published_tables_stand_beside_the_published_figures(run, monkeypatch, one_thread):

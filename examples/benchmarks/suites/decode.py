@@ -8,7 +8,7 @@ sampling at temperature 1.5, where nothing can be drafted and only the overhead 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -50,6 +50,7 @@ class Settings:
         batches: Sizes of the batches, one batch of each.
         first_token: Whether to time the first token.
         prompt_lengths: Tokens of longer prompts, behind which it is timed as well.
+        temperature: Of all parts; 0 is greedy. Single answers have the draws of plain `generate`, batches have not.
         sampling_repeats: Runs at temperature 1.5, times `repeats`; 0 for none.
         published_samples: Texts that the published system is calibrated on.
         published_length: Tokens of each.
@@ -64,6 +65,7 @@ class Settings:
     batches: Sequence[int] = (8,)
     first_token: bool = True
     prompt_lengths: Sequence[int] = ()
+    temperature: float = 0.0
     sampling_repeats: int = 3  # a few percent are looked for
     published_samples: int = 200
     published_length: int = 128
@@ -87,6 +89,8 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     bench.published_samples, bench.published_length = settings.published_samples, settings.published_length
     made, left_out = make_contenders(bench, settings.ways)
     slow, slow_left_out = make_contenders(bench, settings.slow_ways)
+    if settings.temperature:
+        made, slow = ({name: sampling(one, settings) for name, one in ways.items()} for ways in (made, slow))
     record: dict[str, Any] = {"left_out": left_out | slow_left_out}
     record["categories"] = by_category(list(made.values()), list(slow.values()), bench, settings)
     record["batches"] = {}
@@ -104,6 +108,11 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     if settings.sampling_repeats and "self_speculative" in made:
         record["sampling"] = without_drafts(made["generate"], made["self_speculative"], bench, settings)
     return record
+
+
+def sampling(contender: Contender, settings: Settings) -> Contender:
+    """The same way of decoding, by sampling."""
+    return replace(contender, options=contender.options | {"do_sample": True, "temperature": settings.temperature})
 
 
 def by_category(contenders: list[Contender], slow: list[Contender], bench: Bench, settings: Settings) -> dict:
@@ -148,8 +157,8 @@ def first_token_table(record: dict[str, Any]) -> str:
 
 def without_drafts(plain: Contender, ours: Contender, bench: Bench, settings: Settings) -> list[dict[str, Any]]:
     """Random text: what the loop costs when it never drafts."""
-    sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0}
-    chosen = [Contender(one.name, one.model, sampling) for one in (plain, ours)]
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+    chosen = [Contender(one.name, one.model, options) for one in (plain, ours)]
     inputs = [prompts[0] for prompts in bench.prompts(1).values()]
     repeats = settings.sampling_repeats * settings.repeats
     return records_of(compare(chosen, inputs, max_new_tokens=settings.max_new_tokens, repeats=repeats))
