@@ -55,7 +55,9 @@ def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
     assert reported(results, readme, "--check") == 0
 
 
-@pytest.mark.parametrize("folder", ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32", "one-thread"])
+@pytest.mark.parametrize(
+    "folder", ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32", "one-thread", "sampling"]
+)
 def test_the_pages_show_the_committed_results_of_smaller_configs(folder):
     assert any(f"<!-- report: {folder}-speed -->" in page.read_text(encoding="utf-8") for page in report.PAGES)
     assert command.main(["report", "--results", str(RESULTS / folder), "--check"]) == 0
