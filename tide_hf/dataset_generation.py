@@ -125,10 +125,9 @@ def _answer(
 
 def _up_to_stop(stops: StopStringCriteria, prompt: list[int], answer: list[int]) -> list[int]:
     """An answer without the padding behind a stop string, by the rule that ended it."""
-    for length in range(1, len(answer)):
-        if stops(torch.tensor([prompt + answer[:length]]), None).item():
-            return answer[:length]
-    return answer
+    tokens = torch.tensor([prompt + answer])
+    lengths = range(1, len(answer))
+    return answer[: next((n for n in lengths if stops(tokens[:, : len(prompt) + n], None).item()), len(answer))]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, row: Any, number: int) -> list[int]:

@@ -17,7 +17,7 @@ from .decoding.engine_choice import EAGER
 from .decoding.rows import max_length_of
 from .decoding.speculation import SelfSpeculativeDecoder
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
-from .depth.kv_cache import cache_is_returned, check_window, fill_for, find_cache
+from .depth.kv_cache import WINDOW_IN_CACHE_ALONE, cache_is_returned, check_window, fill_for, find_cache
 from .depth.recompute import RecomputeRun
 from .depth.skipping import active, active_run
 from .engines.captured_decoding import decoder_for
@@ -237,14 +237,17 @@ def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: b
 def _check_length(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
     """Refuse an answer that goes beyond a window of the cache's alone, or within which rotary embeddings change.
 
-    These go by positions: `input_ids` may be padded, or a part.
+    The latter go by positions: `input_ids` may be padded, or a part.
     """
+    limits = rope_limits(config)
+    if not limits and config.model_type not in WINDOW_IN_CACHE_ALONE:
+        return
     positions, cache, embeds = (model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
     length = (embeds if embeds is not None else input_ids).shape[1]
     length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
     new = max_length - input_ids.shape[1]
     check_window(config, length + new)
-    if rope_limits(config):
+    if limits:
         length = length if positions is None else int(positions.max()) + 1
         check_rope(config, length, length + new)
 

@@ -73,9 +73,9 @@ def fetch(repo: str, revision: str | None) -> LoadedKernels | str:
     except ImportError:
         return "the package kernels is not installed (pip install 'tide-hf[kernels]')"
     try:
-        if Version(version("kernels")) < Version(OLDEST_CLIENT):
-            found = f"the package kernels is {version('kernels')}, and {OLDEST_CLIENT} or later is needed"
-            return f"{found} (pip install -U 'tide-hf[kernels]')"
+        if Version(found := version("kernels")) < Version(OLDEST_CLIENT):
+            needed = f"{OLDEST_CLIENT} or later is needed (pip install -U 'tide-hf[kernels]')"
+            return f"the package kernels is {found}, and {needed}"
         local = _local_folder(repo)
         if local is None:
             if revision is None:

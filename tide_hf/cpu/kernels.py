@@ -122,7 +122,7 @@ def _load_kept(name: str, dtype: torch.dtype) -> bool:
 def _kept(name: str, dtype: torch.dtype | None = None) -> Any:
     """A library that an earlier process has compiled; `None` where there is none of use."""
     path = kept_path(name, dtype)
-    if not _is_there(path):
+    if not _is_ours(path):
         return None
     try:
         return ctypes.CDLL(str(path))
@@ -133,7 +133,7 @@ def _kept(name: str, dtype: torch.dtype | None = None) -> Any:
         return None
 
 
-def _is_there(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Whether it is a file that nobody but this user and the administrator can have written: its code runs as ours."""
     try:
         found = path.stat()
@@ -169,7 +169,7 @@ def _use(name: str, dtype: torch.dtype, kernel: Any) -> None:
 def _keep(library: Any, path: Path) -> None:
     """Copy a library, if it is not there yet; a folder that cannot be written to keeps nothing."""
     try:
-        if not _is_there(path):
+        if not _is_ours(path):
             write_whole(path, Path(library._name).read_bytes())
             path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
     except OSError as error:
@@ -181,8 +181,8 @@ def _compile_all(names: set[str], dtype: torch.dtype) -> None:
 
     What cannot be compiled says so when it is loaded.
     """
-    missing = [_text_of(name, dtype) for name in names if not _is_there(kept_path(name, dtype))]
-    if _ops is None and not _is_there(kept_path(OPS)):
+    missing = [_text_of(name, dtype) for name in names if not _is_ours(kept_path(name, dtype))]
+    if _ops is None and not _is_ours(kept_path(OPS)):
         missing.insert(0, _text_of(OPS))  # which takes the longest
     with ThreadPoolExecutor(len(missing) or 1) as pool:
         for text in missing:

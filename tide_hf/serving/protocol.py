@@ -129,9 +129,8 @@ class AnswerShape:
 
 def server_sent_event(data: dict[str, Any] | str) -> bytes:
     """One event of a stream."""
-    text = (
-        data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
-    )  # ASCII: some ends of lines are none to JSON
+    # In ASCII, since some ends of lines are none to JSON.
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     return f"data: {text}\n\n".encode()
 
 

@@ -90,7 +90,9 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     made, left_out = make_contenders(bench, settings.ways)
     slow, slow_left_out = make_contenders(bench, settings.slow_ways)
     if settings.temperature:
-        made, slow = ({name: sampling(one, settings) for name, one in ways.items()} for ways in (made, slow))
+        made, slow = (
+            {name: sampling(one, settings.temperature) for name, one in ways.items()} for ways in (made, slow)
+        )
     record: dict[str, Any] = {"left_out": left_out | slow_left_out}
     record["categories"] = by_category(list(made.values()), list(slow.values()), bench, settings)
     record["batches"] = {}
@@ -110,9 +112,9 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     return record
 
 
-def sampling(contender: Contender, settings: Settings) -> Contender:
+def sampling(contender: Contender, temperature: float, **more: Any) -> Contender:
     """The same way of decoding, by sampling."""
-    return replace(contender, options=contender.options | {"do_sample": True, "temperature": settings.temperature})
+    return replace(contender, options=contender.options | {"do_sample": True, "temperature": temperature, **more})
 
 
 def by_category(contenders: list[Contender], slow: list[Contender], bench: Bench, settings: Settings) -> dict:
@@ -157,8 +159,7 @@ def first_token_table(record: dict[str, Any]) -> str:
 
 def without_drafts(plain: Contender, ours: Contender, bench: Bench, settings: Settings) -> list[dict[str, Any]]:
     """Random text: what the loop costs when it never drafts."""
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 0}
-    chosen = [Contender(one.name, one.model, options) for one in (plain, ours)]
+    chosen = [sampling(one, 1.5, top_k=0) for one in (plain, ours)]
     inputs = [prompts[0] for prompts in bench.prompts(1).values()]
     repeats = settings.sampling_repeats * settings.repeats
     return records_of(compare(chosen, inputs, max_new_tokens=settings.max_new_tokens, repeats=repeats))
