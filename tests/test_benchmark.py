@@ -187,6 +187,13 @@ def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):
     assert provenance.cpu_name(tmp_path / "none")
 
 
+@pytest.mark.parametrize(("named", "told"), [("/home/me/secret/some-model", "some-model"), ("org/model", "org/model")])
+def test_provenance_tells_no_place_in_the_files_of_a_machine(tiny_llama, named, told):
+    model = tiny_llama()
+    model.config._name_or_path = named
+    assert provenance.provenance(model)["model"] == told
+
+
 def test_a_commit_is_told_of_a_file_that_git_tracks_alone(tmp_path):
     def git(*arguments):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")

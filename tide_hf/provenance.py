@@ -26,7 +26,7 @@ def provenance(model: Any) -> dict[str, Any]:
     """Where, when and with what figures of `model` are measured, ready for JSON."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "model": model.config._name_or_path,
+        "model": _without_folders(model.config._name_or_path),
         "revision": getattr(model.config, "_commit_hash", None),
         "weights_origin": getattr(model, "weights_origin", None),
         "dtype": str(model.dtype).removeprefix("torch."),
