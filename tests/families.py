@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 VOCAB = 96
 LAYERS = 4
@@ -25,6 +31,28 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _HYBRID = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _WINDOW = {"sliding_window": 8, "layer_types": _HYBRID}
 _TOKENS = {name: _COMMON[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+
+_SEES = {  # with a vision model of next to no size
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_QWEN_SEES = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 4,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 2,
+}
+IMAGE_TOKEN = 90
+_MARKS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 93, "vision_start_token_id": 91, "vision_end_token_id": 92}
 
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # of experts
 
@@ -76,6 +104,24 @@ FAMILIES: dict[str, dict] = {
     },
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4, **_TOKENS},
     "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16},
+    # Around a text model, and for text and images alike; what they do with images is in test_images.py.
+    "gemma3": {
+        "text_config": {**_COMMON, **_WINDOW, "model_type": "gemma3_text", "query_pre_attn_scalar": 8},
+        "vision_config": {**_SEES, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+        "image_token_id": IMAGE_TOKEN,
+        "boi_token_id": 91,
+        "eoi_token_id": 92,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **_COMMON,
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        },
+        "vision_config": {**_QWEN_SEES, "window_size": 8, "fullatt_block_indexes": [1]},
+        **_MARKS,
+    },
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4, **_TOKENS},
     "jamba": {
         **_COMMON,
@@ -127,10 +173,21 @@ ATTENDING = [
 
 def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:
     """A random model whose head is its own and whose weights are large, so that its greedy text is varied."""
+    return random_model(family, FAMILIES[family], seed, attention, **overrides)
+
+
+def random_model(
+    family: str, settings: dict, seed: int = 0, attention: str = "eager", **overrides: object
+) -> PreTrainedModel:
+    """As `tiny_model`, of any settings; `overrides` go to the config of the text."""
     torch.manual_seed(seed)
-    settings = {**FAMILIES[family], "tie_word_embeddings": False, **overrides}
-    config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    own = {"tie_word_embeddings": False, **overrides}
+    if "text_config" in settings:
+        own = {"tie_word_embeddings": False, "text_config": {**settings["text_config"], **own}}
+    config = AutoConfig.for_model(family, **{**settings, **own})
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    model = auto_class.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:

@@ -18,7 +18,7 @@ from tide_hf.routers.modeling_tide import TIDERouters
 from tide_hf.structure import CACHE, find_structure
 from tide_hf.unembed import Unembed
 
-SLIDING = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")  # every second layer attends to the whole sequence
+SLIDING = ("gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss")  # every second layer attends to the whole sequence
 WITHOUT = ("mistral", "llama4_text")  # no layer does, or none that another of its kind stands before
 WITH_BLOCK = [family for family in ATTENTION if family not in WITHOUT]
 
@@ -63,7 +63,7 @@ def test_answers_are_the_base_model_s_whatever_the_block_drafts(family, rows):
 
 
 @pytest.mark.parametrize(("rows", "every"), [(1, 1), (1, 4), (2, 1), (2, 3)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "bloom", "opt"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "bloom", "opt", "qwen2_5_vl"])
 def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(family, rows, every, monkeypatch):
     monkeypatch.setattr("tide_hf.depth.block_drafting.MOST_BEHIND", 3)
     model = tiny_model(family)

@@ -51,7 +51,10 @@ def drafts_behind(model, cache, ids):
 @pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled, attach_graphs])
 @pytest.mark.parametrize(
     ("family", "rows", "every"),
-    [("llama", 1, 1), ("llama", 1, 4), ("llama", 3, 1), ("gpt2", 3, 1), ("bloom", 2, 1), ("gemma2", 1, 1)],
+    [
+        *(("llama", 1, 1), ("llama", 1, 4), ("llama", 3, 1)),
+        *(("gpt2", 3, 1), ("bloom", 2, 1), ("gemma2", 1, 1), ("qwen2_5_vl", 1, 1)),
+    ],
 )
 def test_a_second_turn_drafts_what_one_over_the_whole_text_would(family, rows, every, attach):
     model = tiny_model(family)

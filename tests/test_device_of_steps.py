@@ -50,7 +50,7 @@ def run_every_step(model, routers, rows, has_block):
             layer.keys, layer.values = moved(layer.keys), moved(layer.values)
         draft_unembed = attachment.draft_unembed()
         parts = Parts(model, attachment.structure, attachment.unembed, draft_unembed, routers)
-        buffers = StepBuffers(parts, cache, rows, SLOTS, has_positions=True, has_block=has_block)
+        buffers = StepBuffers(parts, cache, rows, SLOTS, position_shape=(), has_block=has_block)
         buffers.load(cache, FILLED, torch.ones((rows, FILLED), dtype=torch.long), None)
         for kept in (None, [1] * rows):
             buffers.write(FILLED, [FILLED] * rows, [[5]] * rows, kept)

@@ -211,3 +211,18 @@ def test_a_block_head_has_a_table_of_its_own():
     (table,) = (table for title, table, _ in tables.tables_of(record, 30) if title == "Block head")
     assert table.rows == [["1 of 30", "41.2%", "0.800", "0.010", "4,000,000", "6"]]
     assert all(title != "Block head" for title, _, _ in tables.tables_of(made_up_record(), 30))
+
+
+def test_a_log_is_told_that_a_step_begins_and_how_far_it_is_once_a_minute(capsys, monkeypatch):
+    clock = iter([0, 40, 70, 80, 130])
+    monkeypatch.setattr(report, "perf_counter", lambda: next(clock))
+    with report.Steps(enabled=True) as steps:
+        assert list(steps.track("Writing text", "abcd", 4)) == list("abcd")
+    assert capsys.readouterr().err.splitlines() == [
+        "Writing text: 0 of 4",
+        "Writing text: 2 of 4",
+        "Writing text: 4 of 4",
+    ]
+    with report.Steps(enabled=False) as steps:
+        list(steps.track("Writing text", "abcd", 4))
+    assert capsys.readouterr().err == ""

@@ -10,12 +10,20 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from .errors import quoted
 from .routers.modeling_tide import TIDERouters
 from .routers.router_files import routers_not_found
 
+# Which of `from_pretrained`'s options tell how to find a config.
+CONFIG_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
@@ -25,11 +33,29 @@ _one_at_a_time = threading.RLock()
 
 
 def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once."""
+    """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
+
+    Models that also take images, and that this class does not know, come from `AutoModelForImageTextToText`.
+    """
     if kwargs.get("local_files_only"):  # transformers looks for an adapter without it
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        except ValueError:
+            if not _takes_images(name, kwargs):
+                raise
+        return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
+
+
+def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a model for images and text, and no causal language model besides; its config has been fetched."""
+    config = kwargs.get("config")
+    if config is None:
+        options = {option: kwargs[option] for option in CONFIG_OPTIONS if option in kwargs}
+        config = AutoConfig.from_pretrained(name, **options)
+    kind = type(config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def is_kept_only(name: str) -> bool:

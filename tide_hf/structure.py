@@ -35,6 +35,9 @@ LAYOUTS = (
     Layout("gpt_neox.layers", "gpt_neox.final_layer_norm"),
     Layout("model.decoder.layers", "model.decoder.final_layer_norm", "model.decoder.project_out"),  # opt
     Layout("backbone.layers", "backbone.norm_f"),  # mamba
+    Layout("model.language_model.layers", "model.language_model.norm"),  # gemma3, qwen-vl, llava, ...: they see images
+    Layout("model.text_model.layers", "model.text_model.norm"),  # idefics3, smolvlm
+    Layout("language_model.model.layers", "language_model.model.norm"),  # llama4
 )
 TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
 MLP_NAMES = ("mlp", "feed_forward")  # a layer's part that treats each token by itself; opt has none of its own

@@ -11,12 +11,15 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError, describe
 from .ops import PLAIN, Ops
+from .prompt_inputs import takes_media
 from .reference_ops import which_norm
 from .structure import DecoderStructure, evaluating, input_device
 
 HASH_ROWS = 256
 SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
 PROBE_LENGTH = 4
+# Models around a text model that do to the logits what its config says; the others do nothing to them.
+SCALING_AROUND = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
 
 
 class Unembed:
@@ -30,6 +33,8 @@ class Unembed:
 
     def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = PLAIN) -> None:
         config = model.config.get_text_config()
+        if takes_media(model) and model.config.model_type not in SCALING_AROUND:
+            config = None
         self.structure = structure
         self.ops = ops
         self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # what kernels call the final norm, once known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -21,20 +22,23 @@ from .threshold import Decisions, ThresholdChoice
 
 Item = TypeVar("Item")
 
+SECONDS_BETWEEN_LINES = 60  # in a log
+
 
 class Steps:
-    """One progress bar a step.
+    """One progress bar a step; where there is neither a terminal nor a notebook, lines for a log.
 
     Args:
-        enabled: Whether to show anything; where there is neither a terminal nor a notebook, nothing is.
+        enabled: Whether to show anything.
     """
 
     def __init__(self, enabled: bool) -> None:
         columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
+        self._console = console = Console(stderr=True)
         seen = console.is_terminal or console.is_jupyter
         self._progress = Progress(*columns, *times, console=console, disable=not (enabled and seen))
+        self._is_log = enabled and not seen
 
     def __enter__(self) -> Steps:
         self._progress.start()
@@ -45,6 +49,8 @@ class Steps:
 
     def begin(self, description: str, total: int) -> Callable[[int], None]:
         """Start a step of `total` units; the result is to be called with the number of units done."""
+        if self._is_log:
+            return _LogLines(self._console, description, total)
         task = self._progress.add_task(description, total=total)
         return lambda count: self._progress.update(task, advance=count)
 
@@ -54,6 +60,26 @@ class Steps:
         for item in items:
             yield item
             advance(1)
+
+
+class _LogLines:
+    """Tells a log that a step begins, and once a minute how far it is."""
+
+    def __init__(self, console: Console, description: str, total: int) -> None:
+        self._console, self._description, self._total = console, description, total
+        self._num_done, self._told = 0, perf_counter()
+        self._tell()
+
+    def __call__(self, count: int) -> None:
+        """So many units more are done."""
+        self._num_done += count
+        now = perf_counter()
+        if now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            self._tell()
+
+    def _tell(self) -> None:
+        self._console.print(f"{self._description}: {self._num_done} of {self._total}", highlight=False)
 
 
 def calibration_record(

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..adapters import has_adapters_by_row
 from ..depth.block_drafting import BlockRun
 from ..depth.skipping import LayerRun
+from ..prompt_inputs import says_nothing
 from ..structure import CACHE, counts_slots, may_replace_cache, rope_limits
 
 # One more pass costs a CPU what so many tokens in it do: it reads all weights again. A GPU reads thousands in that
@@ -89,10 +90,11 @@ def read_prompts(
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         return outputs[CACHE], outputs.logits[:, -1:]
     whole, length = model_kwargs[CACHE], input_ids.shape[1]
+    by_row = {name: model_kwargs[name] for name in _BY_ROW if model_kwargs.get(name) is not None}
     empty, caches, logits, deep = deepcopy(whole), [], [], []
     for group in groups:
         cache, columns = deepcopy(empty), slice(length - group.length, None)
-        own = {name: model_kwargs[name][group.read, columns] for name in _BY_ROW if model_kwargs.get(name) is not None}
+        own = {name: value[..., group.read, columns] for name, value in by_row.items()}
         kwargs = {**model_kwargs, **own, CACHE: cache}
         with run.reading_into(cache):
             outputs = model._prefill(input_ids[group.read, columns], generation_config, kwargs)
@@ -117,7 +119,7 @@ def groups_of(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> li
     """
     if len(input_ids) == 1 or not _can_be_read_apart(model, input_ids, model_kwargs):
         return None
-    own = [model_kwargs[name] for name in _BY_ROW if model_kwargs.get(name) is not None]
+    own = [value.movedim(-2, 0).flatten(1) for name in _BY_ROW if (value := model_kwargs.get(name)) is not None]
     first: dict[tuple[int, ...], int] = {}  # of the rows that are alike
     prompts = torch.cat([input_ids, *own], dim=1).tolist()
     firsts = [first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)]
@@ -161,8 +163,8 @@ def _can_be_read_apart(model: Any, input_ids: Tensor, model_kwargs: dict[str, An
         and not cache.offloading
         and cache.get_seq_length() == 0
         and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-        and all(value is None or value.shape == input_ids.shape for value in by_row)
-        and all(isinstance(value, _SHARED) for value in others)
+        and all(value is None or value.shape[-2:] == input_ids.shape for value in by_row)
+        and all(isinstance(value, _SHARED) or says_nothing(value) for value in others)
         and not has_adapters_by_row(model, model._tide.structure)
     )
 

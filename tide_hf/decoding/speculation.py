@@ -171,10 +171,12 @@ class SelfSpeculativeDecoder:
         kwargs["attention_mask"] = self.slots.mask_for(start + width)
         if self.positions is not None:
             steps = torch.arange(start, start + width, device=self.positions.device)
-            kwargs["position_ids"] = self.positions[:, None] + steps
+            kwargs["position_ids"] = self.positions[..., None] + steps
         if (types := kwargs.get("token_type_ids")) is not None:
             own = [row.index for row in self.batch] if len(types) > 1 else [0]
             kwargs["token_type_ids"] = types[own, -1:].expand(rows, width)
+        if (types := kwargs.get("mm_token_type_ids")) is not None:  # what follows a prompt is text
+            kwargs["mm_token_type_ids"] = types.new_zeros((rows, width))
         inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
@@ -192,7 +194,8 @@ class SelfSpeculativeDecoder:
         length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.native_slots = self.slots
-        self.positions = None if positions is None else positions[:, -1].expand(len(self.rows)).clone()
+        # (rows), or (kinds, rows) where a model has positions of several kinds, for places in images.
+        self.positions = None if positions is None else _last_positions(positions, len(self.rows))
         if (most := last_position(config)) is not None:  # as many slots, less what positions are ahead of them
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
@@ -260,7 +263,7 @@ class SelfSpeculativeDecoder:
         if self.block is not None:
             self.block.select(index)
         if self.positions is not None:
-            self.positions = self.positions[index.to(self.positions.device)]
+            self.positions = self.positions[..., index.to(self.positions.device)]
 
     def _is_done(self) -> bool:
         """Whether all are stopped; rows that were kept must have caught up with the one that stopped last."""
@@ -286,3 +289,9 @@ class SelfSpeculativeDecoder:
             logits=by_step(row.logits[:length] for row in self.rows) if self.chooser.keeps_logits else None,
             **{CACHE: self.slots.cache},
         )
+
+
+def _last_positions(positions: Tensor, rows: int) -> Tensor:
+    """(..., rows) of (..., rows or 1, length) positions, which nothing else refers to."""
+    last = positions[..., -1]
+    return last.expand(*last.shape[:-1], rows).clone()

@@ -231,8 +231,8 @@ def _joined(passes: list[_Pass]) -> LayerCall:
     def join(values: tuple[Any, ...]) -> Any:
         if isinstance(values[-1], tuple):
             return tuple(join(parts) for parts in zip(*values, strict=True))
-        for dim, most in ((0, 1), (1, 3)):
-            if all(_has_tokens(value, width, dim, most) for value, width in zip(values, widths, strict=True)):
+        for dim in range(3):
+            if all(_has_tokens(value, width, dim) for value, width in zip(values, widths, strict=True)):
                 return torch.cat(
                     [value.narrow(dim, 0, one.kept) for value, one in zip(values, passes, strict=True)], dim
                 )
@@ -243,9 +243,17 @@ def _joined(passes: list[_Pass]) -> LayerCall:
     return LayerCall(args, {name: join(tuple(one.call.kwargs[name] for one in passes)) for name in names})
 
 
-def _has_tokens(value: Any, width: int, dim: int, most: int) -> bool:
-    """Whether `dim` of a tensor of at most `most` dimensions, of a single row, counts the tokens of a pass."""
-    return isinstance(value, Tensor) and dim < value.ndim <= most and value.shape[: dim + 1] == (1,) * dim + (width,)
+def _has_tokens(value: Any, width: int, dim: int) -> bool:
+    """Whether `dim` of a tensor of a single row counts the tokens of a pass.
+
+    Shapes are (width), (1, width), (1, width, D), and (kinds, 1, width, D) of positions of several kinds; others are
+    masks, (1, 1, width, slots), if anything.
+    """
+    if not isinstance(value, Tensor) or value.ndim > (1, 3, 4)[dim]:
+        return False
+    if dim == 2:
+        return value.ndim == 4 and value.shape[0] > 1 and value.shape[1:3] == (1, width)
+    return value.shape[: dim + 1] == (1,) * dim + (width,)
 
 
 def block_run(

@@ -128,7 +128,7 @@ class _Token:
 def _joined(tokens: list[_Token]) -> dict[str, Any]:
     """Keyword arguments of one call over several tokens that were called one by one."""
     joined = dict(tokens[-1].kwargs)
-    for name in ("input_ids", "position_ids", "token_type_ids"):
+    for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
         if joined.get(name) is not None:
             joined[name] = torch.cat([token.kwargs[name] for token in tokens], dim=-1)
     return joined

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..decoding.ranks import ranks_of
+from ..prompt_inputs import names_of_prompt_inputs, says_nothing
 from ..steps.step_store import StepStore
 from ..structure import CACHE, has_windows
 
@@ -26,7 +27,7 @@ class CallFacts:
         attention: The implementation.
         cache: Name of the cache's class.
         layer_kinds: Names of its layers' classes.
-        arguments: What `generate` hands to the model.
+        arguments: What `generate` hands to the model for more than the prompt.
         has_windows: Whether some layers attend to a part of the context.
         is_sharded: Whether processes share the model.
         has_adapters: Whether there are adapters in the layers.
@@ -80,7 +81,8 @@ def facts_of(model: Any, steps: StepStore, rows: int, model_kwargs: dict[str, An
         attention=config._attn_implementation,
         cache="an offloaded cache" if cache.offloading else type(cache).__name__,
         layer_kinds=frozenset(type(layer).__name__ for layer in cache.layers),
-        arguments=frozenset(name for name, value in model_kwargs.items() if value is not None),
+        arguments=frozenset(name for name, value in model_kwargs.items() if not says_nothing(value))
+        - names_of_prompt_inputs(model),
         has_windows=has_windows(config),
         is_sharded=ranks_of(model).many,
         has_adapters=hasattr(model, "peft_config"),

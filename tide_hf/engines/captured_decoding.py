@@ -59,11 +59,11 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.shallow = CapturedShallow(self)
         self.buffers: StepBuffers | None = None
         self.may_capture = False
-        self.has_positions = False
+        self.position_shape: tuple[int, ...] | None = None
         self.compactions = 0
         self.kept: list[int] | None = None
         self.read: list[list[int]] | None = None
-        self.starts: list[int] = []  # each row's next position
+        self.starts: list[list[int]] = []  # each row's next position, of each kind
         self.made_before = 0  # steps, when the round began
 
     def decode(self, make_drafter: Callable[[ShallowLayers], Drafter]) -> Tensor | GenerateDecoderOnlyOutput:
@@ -105,7 +105,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             return
         cache, mask = self.slots.cache, self.slots.mask
         length = cache.get_seq_length()
-        self.has_positions = self.positions is not None
+        self.position_shape = None if self.positions is None else tuple(self.positions.shape[:-1])
         if not self._fits(length):
             return
         self.buffers = self._buffers(cache, length)
@@ -114,7 +114,8 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
         self.slots = self.fixed_slots
-        self.starts = self.positions.tolist() if self.positions is not None else [0] * len(self.batch)
+        rows = len(self.batch)
+        self.starts = [[0]] * rows if self.positions is None else self.positions.reshape(-1, rows).T.tolist()
         self.positions = None
 
     def _use_kernels(self, prompt: ExitStack) -> None:
@@ -134,10 +135,10 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         return self.steps.buffers(like, len(self.batch), self._num_slots(filled), **self._kinds)
 
     @property
-    def _kinds(self) -> dict[str, bool]:
+    def _kinds(self) -> dict[str, Any]:
         """What the buffers have."""
-        has = {"has_positions": self.has_positions, "has_block": self.block is not None}
-        return {**has, "has_scores": self.steps.reads_drafts}
+        has = {"has_block": self.block is not None, "has_scores": self.steps.reads_drafts}
+        return {"position_shape": self.position_shape, **has}
 
     def _num_slots(self, filled: int) -> int:
         most = filled + max(self.chooser.room(row) for row in self.batch)  # a cache that was handed in is no prompt
@@ -213,7 +214,9 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         new_tokens = self._accept(self._of_batch(step.logits), drafts)
         self.kept = accepted = [len(tokens) for tokens in new_tokens]
         self.fixed_slots.commit(width, self.row_map.spread(accepted))
-        self.starts = [position + count for position, count in zip(self.starts, accepted, strict=True)]
+        self.starts = [
+            [position + count for position in kinds] for kinds, count in zip(self.starts, accepted, strict=True)
+        ]
         milliseconds = self.shallow.take_share((perf_counter() - start) * 1000)
         if self.is_warm:
             costs.record(("verify", width), milliseconds)

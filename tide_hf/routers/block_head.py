@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
-from ..structure import DecoderStructure, find_structure
+from ..structure import TUPLE_LAYERS, DecoderStructure, find_structure
 
 # What a config that fits no model can make transformers' constructors raise.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
@@ -101,6 +101,8 @@ def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:
     settings = dict(block_config)
     try:
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # text inside a model that takes media has no head
+            return AutoModel.from_config(config).layers[0], config.model_type in TUPLE_LAYERS
         structure = find_structure(AutoModelForCausalLM.from_config(config))
     except TIDEError:
         raise

@@ -7,6 +7,7 @@ it, so a chain of drafts and the pass that verifies them need the host only to s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class StepBuffers:
         like: A filled cache of the model's, for shapes and dtypes.
         rows: Sequences.
         capacity: Slots of each.
-        has_positions: Whether the model is told the positions.
+        position_shape: In front of rows, where the model is told positions of several kinds; `None`: it is told none.
         has_block: Whether the block drafts, whose K/V are in the last layer of the cache.
         has_scores: Whether each draft token's exit score is wanted.
         shared: K/V of as many slots and more rows, of which these are to be a part.
@@ -69,18 +70,19 @@ class StepBuffers:
         like: Cache,
         rows: int,
         capacity: int,
-        has_positions: bool,
+        position_shape: tuple[int, ...] | None,
         has_block: bool,
         has_scores: bool = False,
         shared: Cache | None = None,
     ) -> None:
-        self.parts, self.rows, self.capacity, self.has_positions = parts, rows, capacity, has_positions
+        self.parts, self.rows, self.capacity, self.position_shape = parts, rows, capacity, position_shape
         self.last_position = last_position(parts.model.config.get_text_config())
         first: Any = like.layers[0]
         self.device = device = first.keys.device
         self.cache = fixed_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         hidden, dtype = parts.structure.hidden_size, first.keys.dtype
-        sizes = (1, 1, rows, rows, rows * WIDEST)  # of what the host says in each round
+        kinds = position_shape or ()
+        sizes = (1, 1, math.prod(kinds) * rows, rows, rows * WIDEST)  # of what the host says in each round
         with torch.inference_mode(False):
             self._said = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._heard = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -92,7 +94,8 @@ class StepBuffers:
                 self.finals = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
                 self.deep = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
                 self.deep_drafted = torch.zeros_like(self.deep)
-        self.start, self.fed, self.positions, self.kept, ids = self._heard.split(sizes)
+        self.start, self.fed, positions, self.kept, ids = self._heard.split(sizes)
+        self.positions = positions.view(*kinds, rows)
         self.ids = ids.view(rows, WIDEST)
         self.block: BlockRun | None = None
         if has_block and parts.routers is not None and parts.routers.block is not None:
@@ -131,18 +134,19 @@ class StepBuffers:
             self._mask_said[:, : mask.shape[1]] = mask
         self.mask.copy_(self._mask_said, non_blocking=True)
 
-    def write(self, start: int, positions: list[int], ids: list[list[int]], kept: list[int] | None) -> None:
+    def write(self, start: int, positions: list[list[int]], ids: list[list[int]], kept: list[int] | None) -> None:
         """Say what a round starts from, by one copy that nobody waits for.
 
         Args:
             start: The first slot to write to.
-            positions: Of each row's first token.
+            positions: Of each row's first token, one of each kind.
             ids: Each row's last token, and draft tokens behind it.
             kept: How many tokens of the pass before each row kept; `None` before the first.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
         behind = [max(0, count - 1) for count in kept] if kept is not None else [0] * self.rows
-        self._said.copy_(torch.tensor([start, 0, *positions, *behind, *padded]))
+        by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
+        self._said.copy_(torch.tensor([start, 0, *by_kind, *behind, *padded]))
         self._heard.copy_(self._said, non_blocking=True)
         if self.block is not None:
             if kept is not None:
@@ -217,9 +221,9 @@ class StepBuffers:
         width = ids.shape[1]
         self.cache.layers[0].cursor.move_to(start, width)
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
-        if self.has_positions:
+        if self.position_shape is not None:
             steps = torch.arange(width, device=self.device) + fed
-            positions = self.positions[:, None] + steps
+            positions = self.positions[..., None] + steps
             # What fills a pass up may stand behind the last position that there is.
             inputs["position_ids"] = (
                 positions if self.last_position is None else positions.clamp(max=self.last_position - 1)

@@ -99,7 +99,7 @@ class StepStore:
                 found = replace(found, execute_layer=self.layers.run)
             self._parts, self._fingerprint = found, fingerprint
 
-    def buffers(self, like: Cache, rows: int, slots: int, **kinds: bool) -> StepBuffers:
+    def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
 
         Those of up to twice as many slots, and less than twice as many rows, will do where there are some: what is not
@@ -126,12 +126,12 @@ class StepStore:
         self._buffers.move_to_end(key)
         return self._buffers[key]
 
-    def has_memory(self, like: Cache, rows: int, slots: int, **kinds: bool) -> bool:
+    def has_memory(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
         """Whether there are K/V already for what [`buffers`] would return."""
         key, alike = self._key_of(like, rows, slots, kinds)
         return any(other[1] == key[1] for other in alike)
 
-    def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, bool]) -> tuple[tuple, list[tuple]]:
+    def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, Any]) -> tuple[tuple, list[tuple]]:
         """The buffers that will do, or are to be made, and all that are large enough."""
         first: Any = like.layers[0]
         capacity = capacity_for(rows, slots)

@@ -1,0 +1,124 @@
+"""Models that take images: the base model's tokens behind prompts with images, by every engine and mode."""
+
+import pytest
+import torch
+from drafters import HeadDrafter, use_drafter
+from families import slow_but
+from images import LENGTH, SEEING, image_prompts, seeing_model
+from test_block_head import routers_for
+from test_captured_steps import attach as attach_graphs
+from test_compiled_steps import attach as attach_compiled
+from test_prompt_groups import attach_eagerly
+from transformers import ViTConfig
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.decoding.speculation import SelfSpeculativeDecoder
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SCORED = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
+FAMILIES = tuple(SEEING)
+FEW = ("gemma3", "qwen2_5_vl")
+
+
+def differ_from(answer, expected):
+    """The largest difference of logits, in parts of the largest logit; infinite where tokens differ."""
+    if not torch.equal(answer.sequences, expected.sequences):
+        return float("inf")
+    ours, theirs = torch.stack(answer.logits), torch.stack(expected.logits)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def test_an_image_makes_a_difference():
+    for family in FAMILIES:
+        model, inputs = seeing_model(family), image_prompts(family)
+        first = model.generate(**inputs, **SCORED)
+        other = model.generate(**inputs | {"pixel_values": -inputs["pixel_values"]}, **SCORED)
+        assert differ_from(other, first) > 1e-3, family
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("attach", "family"),
+    [
+        *((attach_eagerly, family) for family in FAMILIES),
+        *slow_but(FEW, FAMILIES, attach_compiled),
+        *slow_but(FEW, FAMILIES, attach_graphs),
+    ],
+)
+def test_tokens_behind_images_are_the_base_models(family, attach, rows):
+    model, inputs = seeing_model(family), image_prompts(family, rows)
+    expected = model.generate(**inputs, **SCORED)
+    attach(model)
+    use_drafter(model, "wrong at the last position", expected.sequences[:, LENGTH:].tolist())
+    answer = model.generate(**inputs, **SCORED)
+    assert differ_from(answer, expected) < 1e-4
+    assert 0 < model.last_exit_stats.accepted < model.last_exit_stats.drafted
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_a_model_that_takes_images_is_loaded_by_its_name(family, tmp_path):
+    model, inputs = seeing_model(family), image_prompts(family)
+    model.save_pretrained(tmp_path)
+    loaded = TIDEModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, type(model))
+    assert torch.equal(loaded.generate(**inputs, **OPTIONS), model.generate(**inputs, **OPTIONS))
+
+
+def test_a_model_of_neither_kind_is_refused_in_transformers_own_words(tmp_path):
+    ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        TIDEModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("attach", [attach_compiled, attach_graphs])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_prompts_with_images_are_answered_on_steps(family, attach, rows):
+    model, inputs = seeing_model(family), image_prompts(family, rows)
+    expected = model.generate(**inputs, **OPTIONS)
+    steps = attach(model)
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert steps.warm_up.num_made > 0
+    made = steps.warm_up.num_made
+    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    text["input_ids"] = text["input_ids"].clamp(max=80)
+    answer = model.generate(**text, **OPTIONS)
+    assert steps.warm_up.num_made == made
+    TIDEModelForCausalLM.detach(model)
+    assert torch.equal(model.generate(**text, **OPTIONS), answer)
+
+
+@pytest.mark.parametrize("family", slow_but(FEW, FAMILIES))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_leave_behind_images_as_they_do_where_all_layers_run(family, rows):
+    """`recompute` gives exact K/V, so its tokens are those of `post_hoc`, which skips nothing."""
+    model, inputs = seeing_model(family), image_prompts(family, rows)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2], exit_threshold=0.5)
+    TIDEModelForCausalLM.attach(model, routers)
+    early = model.generate(**inputs, **OPTIONS, tide_mode="early_exit")
+    layers = model.last_exit_stats.per_token
+    late = model.generate(**inputs, **OPTIONS, tide_mode="post_hoc")
+    assert torch.equal(early, late)
+    assert layers == model.last_exit_stats.per_token
+    assert len({layer for row in layers for layer in row}) > 1
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "llava"])
+def test_a_block_drafts_behind_images_whether_or_not_its_keys_and_values_wait(family, every, monkeypatch):
+    model, inputs = seeing_model(family), image_prompts(family)
+    expected = model.generate(**inputs, **OPTIONS)
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    made = []
+
+    def make(_, texts, shallow):
+        made.append(HeadDrafter(texts, shallow, 1, 2, every))
+        return made[-1]
+
+    model._tide.make_drafter = make
+    for is_late in (True, False):
+        monkeypatch.setattr(SelfSpeculativeDecoder, "fills_block_late", is_late)
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    late, at_once = (one.drafted for one in made)
+    assert late == at_once
+    assert len([draft for _, draft in late if draft]) > 3
