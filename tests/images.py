@@ -66,7 +66,7 @@ SEEING: dict[str, dict] = {
         "vision_feature_layer": -1,
     },
     "paligemma": {
-        "text_config": {**FAMILIES["gemma2"], "model_type": "gemma2"},
+        "text_config": {**FAMILIES["gemma2"], "model_type": "gemma2", "final_logit_softcapping": None},
         "vision_config": {**_VISION, "projection_dim": 32},
         **_IMAGE,
         "projection_dim": 32,

@@ -1,18 +1,22 @@
 """Models that take images: the base model's tokens behind prompts with images, by every engine and mode."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from drafters import HeadDrafter, use_drafter
-from families import slow_but
+from families import IMAGE_TOKEN, slow_but
 from images import LENGTH, SEEING, image_prompts, seeing_model
 from test_block_head import routers_for
 from test_captured_steps import attach as attach_graphs
 from test_compiled_steps import attach as attach_compiled
 from test_prompt_groups import attach_eagerly
-from transformers import ViTConfig
+from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.decoding.attachment import hybrid_drafter
 from tide_hf.decoding.speculation import SelfSpeculativeDecoder
+from tide_hf.errors import UnsupportedOptionError
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SCORED = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
@@ -68,6 +72,46 @@ def test_a_model_of_neither_kind_is_refused_in_transformers_own_words(tmp_path):
     ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="AutoModelForCausalLM"):
         TIDEModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated")  # by transformers 5.17 itself
+def test_images_that_layers_attend_to_across_are_left_to_post_hoc():
+    vision = {
+        **SEEING["gemma3"]["vision_config"],
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "vision_output_dim": 32,
+    }
+    vision |= {"intermediate_layers_indices": [0], "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    text = {**SEEING["llava"]["text_config"], "model_type": "mllama_text_model", "cross_attention_layers": [1]}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mllama", text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)
+    model = MllamaForConditionalGeneration(config).eval()
+    ids, one = torch.randint(3, 80, (1, 12)), torch.ones(1, 1, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    image = {"pixel_values": torch.randn(1, 1, 1, 3, 16, 16), "aspect_ratio_ids": one, "aspect_ratio_mask": one[None]}
+    image["cross_attention_mask"] = torch.ones(1, 12, 1, 1, dtype=torch.long)
+    expected = [model.generate(**inputs, **more, **OPTIONS) for more in ({}, image)]
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2]))
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])
+    assert torch.equal(model.generate(**inputs, **image, **OPTIONS, tide_mode="post_hoc"), expected[1])
+    for mode in ("self_speculative", "early_exit"):
+        with pytest.raises(UnsupportedOptionError, match=r"got cross_attention_mask.* Choose tide_mode='post_hoc'"):
+            model.generate(**inputs, **image, **OPTIONS, tide_mode=mode)
+
+
+def test_what_stands_for_an_image_is_never_drafted(tiny_llama):
+    """It may be no token that the model has an embedding for."""
+    model = tiny_llama()
+    TIDEModelForCausalLM.attach(model)
+    vocab_size = model._tide.structure.vocab_size
+    seen = [5, 6, 7, 8, vocab_size + 3, 9]
+    shallow = SimpleNamespace(costs_of=lambda _: None, temperature=0.0, block_layer=None)
+    drafter = hybrid_drafter(model._tide, [[*seen, *seen[:4]]], shallow)
+    (index,) = drafter.indexes
+    length, position = index.match()
+    assert length == 4
+    assert index.continuation(position, 2) == [0, 9]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -4,12 +4,16 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
+from images import seeing_model
+from packaging.version import Version
 from torch import nn
 
 from tide_hf import UnsupportedModelError
+from tide_hf.parity import check_parity
 from tide_hf.structure import CACHE, find_structure
-from tide_hf.unembed import DraftUnembed, Unembed, check_parity, greedy_tokens, hash_distance, unembed_hash
+from tide_hf.unembed import DraftUnembed, Unembed, greedy_tokens, hash_distance, unembed_hash
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,6 +76,35 @@ def test_parity_refuses_what_it_cannot_reproduce():
     with pytest.raises(UnsupportedModelError, match="got a difference of nan"):
         check_parity(model, structure)
     assert not structure.layers[-1]._forward_hooks
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        "cohere2_vision",
+        pytest.param(
+            "paligemma",
+            marks=pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="does not cap logits"),
+        ),
+    ],
+)
+def test_a_model_around_a_text_model_does_to_logits_what_it_does_itself(family):
+    text = {"logit_scale": 0.25} if family == "cohere2_vision" else {"final_logit_softcapping": 3.0}
+    model = seeing_model(family, **text)
+    check_parity(model, find_structure(model))
+
+
+def test_a_model_that_wants_more_than_text_is_told_in_its_own_words():
+    model = tiny_model("llama")
+    structure = find_structure(model)
+
+    def refuse(*_):
+        raise ValueError("You must specify input_features")
+
+    model.register_forward_pre_hook(refuse)
+    with pytest.raises(UnsupportedModelError, match="does not run on text alone: got 'You must specify input"):
+        check_parity(model, structure)
 
 
 def test_the_probe_says_that_nothing_in_it_is_padding():

@@ -25,6 +25,7 @@ from .engines.dispatch import candidate_for, engine_of
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
 from .errors import UnsupportedOptionError, describe
 from .padding import up_to_end
+from .prompt_inputs import check_no_cross_attention
 from .routers.configuration_tide import (
     check_exit_threshold,
     check_min_layers,
@@ -95,6 +96,8 @@ class TIDEGenerationMixin:
         )
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         warm_up_seconds = attachment.warm_up_seconds(engine)
+        if mode != "post_hoc":
+            check_no_cross_attention(f"tide_mode={mode!r}", model_kwargs)
         if mode == "self_speculative":
             _check_speculative(input_ids, generation_config, synced_gpus, streamer)
             decoder = self._tide_decoder(engine, input_ids, common, model_kwargs)

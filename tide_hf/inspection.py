@@ -16,10 +16,11 @@ from .cpu.weight_forms import can_pack
 from .decoding.attachment import Attachment, hybrid_drafter
 from .errors import UnsupportedModelError
 from .ops import kernel_facts, load_kernels
+from .parity import check_parity
 from .routers.configuration_tide import NEVER_EXIT
 from .routers.modeling_tide import TIDERouters
 from .structure import DecoderStructure, find_structure, input_device
-from .unembed import Unembed, check_parity
+from .unembed import Unembed
 
 
 def inspect_model(

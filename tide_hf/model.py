@@ -15,10 +15,11 @@ from .errors import ConfigurationError, describe
 from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
 from .ops import USE_KERNELS, load_kernels
+from .parity import check_parity
 from .routers.configuration_tide import FOR_BOTH, NEVER_EXIT, check_exit_threshold
 from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
-from .unembed import Unembed, check_parity
+from .unembed import Unembed
 
 PACK_WEIGHTS = (True, False, "auto")
 Routers = TIDERouters | str | os.PathLike[str] | None

@@ -95,7 +95,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         model: A causal language model of transformers.
 
     Returns:
-        Its structure. `unembed.check_parity` proves on a probe that it is the right one.
+        Its structure. `parity.check_parity` proves on a probe that it is the right one.
 
     Raises:
         UnsupportedModelError: Nothing in `LAYOUTS` fits, or there is no head. The message lists what was looked for.

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .errors import UnsupportedModelError, describe
 from .ops import PLAIN, Ops
 from .prompt_inputs import takes_media
 from .reference_ops import which_norm
-from .structure import DecoderStructure, evaluating, input_device
+from .structure import DecoderStructure
 
 HASH_ROWS = 256
 SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
-PROBE_LENGTH = 4
 # Models around a text model that do to the logits what its config says; the others do nothing to them.
 SCALING_AROUND = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
 
@@ -188,37 +186,6 @@ def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
     return rows
 
 
-@torch.no_grad()
-def check_parity(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Prove on a tiny probe that `structure` and [`Unembed`] give the model's own logits.
-
-    Args:
-        model: The base model.
-        structure: What `find_structure` found.
-
-    Raises:
-        UnsupportedModelError: The logits differ, or a layer returns another kind than the structure says.
-    """
-    last: list[Any] = []
-    probe = torch.arange(PROBE_LENGTH, device=input_device(model))[None]
-    handle = structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
-    with handle, evaluating(model):
-        mask = torch.ones_like(probe)  # since one of the tokens may be the pad token, of which transformers warns
-        output = model(input_ids=probe % structure.vocab_size, attention_mask=mask, use_cache=False)
-        expected = output.logits.float()
-    if isinstance(last[0], tuple) != structure.returns_tuple:
-        raise _no_parity(
-            model, f"layers that return {type(last[0]).__name__}", "the kind that structure.TUPLE_LAYERS says"
-        )
-    state = last[0][0] if isinstance(last[0], tuple) else last[0]
-    logits = Unembed(model, structure)(state).float().to(expected.device)
-    scale = float(expected.abs().max())
-    tolerance = 1e-5 if model.dtype == torch.float32 else 2e-2
-    difference = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("nan")
-    if not difference <= tolerance * max(scale, 1.0):  # also where it is NaN
-        raise _no_parity(model, f"a difference of {difference:.3g}", f"at most {tolerance * max(scale, 1.0):.3g}")
-
-
 def unembed_hash(head: nn.Module) -> str | None:
     """Fingerprint a head so that dtype and weight quantisation hardly change it.
 
@@ -286,14 +253,3 @@ def _is_sharded(weight: Tensor) -> bool:
 def hash_distance(first: str, second: str) -> float:
     """Share of differing bits: about 0.5 for unrelated heads, a few percent after quantisation, 0 for the same."""
     return (int(first, 16) ^ int(second, 16)).bit_count() / HASH_ROWS
-
-
-def _no_parity(model: PreTrainedModel, got: str, expected: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        describe(
-            f"the logits of {type(model).__name__} cannot be reproduced from its last decoder layer",
-            got=got,
-            expected=expected,
-            do="Teach tide_hf the family: see 'Add a model family' in the README.",
-        )
-    )

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import base_inside, check_wrapper
 from ..cpu.linear_gate import faster_passes
+from ..parity import check_parity
 from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.modeling_tide import TIDERouters
 from ..structure import DecoderStructure, find_structure, input_device
-from ..unembed import check_parity, weights_hash
+from ..unembed import weights_hash
 from .arguments import check_arguments, check_for_model, check_positions
 from .block_stage import BlockStart, block_start, place_block
 from .budget import Budget

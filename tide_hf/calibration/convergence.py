@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import CalibrationError, describe
+from ..parity import check_parity
 from ..structure import find_structure
-from ..unembed import Unembed, check_parity
+from ..unembed import Unembed
 from .data import Document, full_depth, plan_batches, token_batch
 from .hidden_states import StateReader
 from .labels import CONVERGENCE_THRESHOLD, cosine_similarity

@@ -215,9 +215,10 @@ class Attachment:
 
 def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    priors = head_priors(attachment, shallow)
+    priors, known = head_priors(attachment, shallow), attachment.structure.vocab_size
     return HybridDrafter(
-        prompts,
+        # What stands for an image may be no token that the model can read, let alone write.
+        [[token if token < known else 0 for token in prompt] for prompt in prompts],
         shallow.costs_of,
         priors,
         shallow if priors else None,

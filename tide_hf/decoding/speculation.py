@@ -26,6 +26,7 @@ from ..depth.block_drafting import block_run
 from ..depth.cache_slots import CacheSlots
 from ..depth.kv_cache import cache_is_returned, last_slot, start_recording, stop_recording
 from ..depth.skipping import LayerRun, active
+from ..prompt_inputs import types_behind
 from ..stats import ExitStats
 from ..structure import CACHE, counts_slots, has_windows, last_position, may_replace_cache, rope_limits
 from ..unembed import greedy_tokens
@@ -172,11 +173,9 @@ class SelfSpeculativeDecoder:
         if self.positions is not None:
             steps = torch.arange(start, start + width, device=self.positions.device)
             kwargs["position_ids"] = self.positions[..., None] + steps
-        if (types := kwargs.get("token_type_ids")) is not None:
+        for name, types in self.types.items():
             own = [row.index for row in self.batch] if len(types) > 1 else [0]
-            kwargs["token_type_ids"] = types[own, -1:].expand(rows, width)
-        if (types := kwargs.get("mm_token_type_ids")) is not None:  # what follows a prompt is text
-            kwargs["mm_token_type_ids"] = types.new_zeros((rows, width))
+            kwargs[name] = types[own].expand(rows, width)
         inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
@@ -189,6 +188,7 @@ class SelfSpeculativeDecoder:
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", CACHE):
             self.model_kwargs.pop(name, None)
+        self.types = types_behind(self.model, self.model_kwargs)
         threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
         config = self.model.config.get_text_config()
         length, windows = int(cache.get_seq_length()), has_windows(config)

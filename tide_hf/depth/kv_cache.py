@@ -184,7 +184,7 @@ def crop(layer: Any, num_tokens: int) -> None:
     """
     if isinstance(layer, StaticLayer):
         layer.cumulative_length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
-    else:
+    elif getattr(layer, "is_initialized", True):  # one that attends to images stays empty where there are none
         layer.crop(-num_tokens)
 
 
