@@ -17,6 +17,8 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding.attachment import hybrid_drafter
 from tide_hf.decoding.speculation import SelfSpeculativeDecoder
 from tide_hf.errors import UnsupportedOptionError
+from tide_hf.prompt_inputs import TYPES
+from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SCORED = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
@@ -130,6 +132,26 @@ def test_prompts_with_images_are_answered_on_steps(family, attach, rows):
     assert steps.warm_up.num_made == made
     TIDEModelForCausalLM.detach(model)
     assert torch.equal(model.generate(**text, **OPTIONS), answer)
+
+
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_second_turn_goes_on_behind_the_images_of_the_first(family, attach):
+    model, inputs = seeing_model(family), image_prompts(family)
+    question = torch.randint(3, 80, (1, 9), generator=torch.Generator().manual_seed(5))
+
+    def talk():
+        first = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, question], dim=1)
+        turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: first[CACHE]}
+        for name in TYPES:
+            if name in inputs:
+                turn[name] = torch.cat([inputs[name], torch.zeros_like(ids[:, LENGTH:])], dim=1)
+        return model.generate(**turn, **SCORED)
+
+    expected = talk()
+    attach(model)
+    assert differ_from(talk(), expected) < 1e-4
 
 
 @pytest.mark.parametrize("family", slow_but(FEW, FAMILIES))
