@@ -56,7 +56,8 @@ def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "folder", ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32", "one-thread", "sampling"]
+    "folder",
+    ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32", "one-thread", "sampling", "second-model"],
 )
 def test_the_pages_show_the_committed_results_of_smaller_configs(folder):
     assert any(f"<!-- report: {folder}-speed -->" in page.read_text(encoding="utf-8") for page in report.PAGES)

@@ -208,8 +208,11 @@ def test_convergence_cuts_long_texts_and_wants_some(tiny_llama, tiny_tokenizer):
 def test_a_block_head_has_a_table_of_its_own():
     block = {"layer": 1, "agreement": 0.4125, "confidence_auc": 0.8, "expected_calibration_error": 0.01}
     record = made_up_record() | {"block": block | {"parameters": 4_000_000, "epochs": 6}}
-    (table,) = (table for title, table, _ in tables.tables_of(record, 30) if title == "Block head")
+    ((table, note),) = ((table, note) for title, table, note in tables.tables_of(record, 30) if title == "Block head")
     assert table.rows == [["1 of 30", "41.2%", "0.800", "0.010", "4,000,000", "6"]]
+    assert "Documents before" not in note
+    record["block"]["documents_before"] = 600
+    assert any("Documents before" in note for _, _, note in tables.tables_of(record, 30))
     assert all(title != "Block head" for title, _, _ in tables.tables_of(made_up_record(), 30))
 
 

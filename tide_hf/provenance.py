@@ -26,7 +26,7 @@ def provenance(model: Any) -> dict[str, Any]:
     """Where, when and with what figures of `model` are measured, ready for JSON."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "model": _without_folders(model.config._name_or_path),
+        "model": without_folders(model.config._name_or_path),
         "revision": getattr(model.config, "_commit_hash", None),
         "weights_origin": getattr(model, "weights_origin", None),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -48,10 +48,11 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def command_line(argv: Sequence[str]) -> str:
     """The command that was run, as it may be published: of a place in this machine's files the last part alone."""
-    return f"tide-hf {shlex.join(map(_without_folders, argv))}"
+    return f"tide-hf {shlex.join(map(without_folders, argv))}"
 
 
-def _without_folders(word: str) -> str:
+def without_folders(word: str) -> str:
+    """A word of a command line; of a place in this machine's files the last part alone."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     path = Path(value)
     is_place = path.is_absolute() or path.parts[:1] in (("~",), ("..",)) or (len(path.parts) > 1 and path.exists())

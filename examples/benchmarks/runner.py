@@ -15,6 +15,7 @@ from tide_hf.choices import DEFAULT_MODEL, DTYPES
 from tide_hf.commands.arguments import positive
 from tide_hf.commands.model_arguments import load
 from tide_hf.errors import ConfigurationError, describe
+from tide_hf.provenance import without_folders
 
 from .bench import Bench
 from .checks import failures
@@ -69,7 +70,8 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
 
 def run_suite(bench: Bench, name: str, settings: Any) -> dict[str, Any]:
     """One suite's record, ready for JSON."""
-    record = setting(bench.model) | {"suite": name, "settings": asdict(settings), "routers": bench.routers_origin}
+    routers = bench.routers_origin and without_folders(bench.routers_origin)
+    record = setting(bench.model) | {"suite": name, "settings": asdict(settings), "routers": routers}
     start = perf_counter()
     found = SUITES[name].run(bench, settings)
     seconds = {"seconds": perf_counter() - start}

@@ -24,9 +24,10 @@ COVERAGE_NOTE = (
 BLOCK_NOTE = (
     "The block head only drafts (self_speculative). Agreement: its top token, given the true states before, is the "
     "full model's; along a draft it leans on its own guesses and agrees less often. AUC and calibration error are of "
-    "the probability that it gives to that token, as a prediction of that. Documents before: those that earlier "
-    "calibrations trained it on."
+    "the probability that it gives to that token, as a prediction of that."
 )
+DOCUMENTS_BEFORE = "documents before"
+DOCUMENTS_BEFORE_NOTE = " Documents before: those that earlier calibrations trained it on."
 TOLERANCE_NOTE = (
     "Each promise holds by itself, so pick the tolerance before looking. The interval is for the measured "
     "disagreement, by resampling documents."
@@ -48,9 +49,11 @@ class TextTable:
 
 def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTable, str]]:
     """Titles, tables and notes; the tables that a record is too old for are left out."""
+    block = block_table(record, num_layers)
+    block_note = BLOCK_NOTE + (DOCUMENTS_BEFORE_NOTE if DOCUMENTS_BEFORE in block.headings else "")
     tables = [
         ("Exit layers", layer_table(record, num_layers), LAYER_NOTE),
-        ("Block head", block_table(record, num_layers), BLOCK_NOTE),
+        ("Block head", block, block_note),
         ("Coverage", coverage_table(record), COVERAGE_NOTE),
         ("Tolerances", tolerance_table(record), TOLERANCE_NOTE),
     ]
@@ -82,7 +85,7 @@ def layer_table(record: dict[str, Any], num_layers: int) -> TextTable:
 def block_table(record: dict[str, Any], num_layers: int) -> TextTable:
     """One row, where there is a block head."""
     headings = ["after layer", "agreement", "confidence AUC", "calibration error"]
-    headings += ["parameters", "epochs", "documents before"]
+    headings += ["parameters", "epochs", DOCUMENTS_BEFORE]
     block = record.get("block")
     if block is None:
         return TextTable(headings, [])
