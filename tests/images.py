@@ -8,6 +8,8 @@ import torch
 from families import FAMILIES, IMAGE_TOKEN, VOCAB, random_model
 from transformers import PreTrainedModel
 
+from tide_hf.prompt_inputs import TYPES
+
 LENGTH = 24  # tokens of a prompt
 SIZE = 16  # of an image, in pixels
 MARKS = (91, 92)  # stand around an image
@@ -125,3 +127,12 @@ def image_prompts(family: str, rows: int = 1, seed: int = 0) -> dict[str, Any]:
     if family in TYPED:
         inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     return inputs
+
+
+def long_image_prompts(family: str, rows: int, more: int) -> dict[str, Any]:
+    """The same with so many tokens of text behind."""
+    inputs = image_prompts(family, rows)
+    text = torch.randint(3, VOCAB - 10, (rows, more), generator=torch.Generator().manual_seed(1))
+    behind = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    behind |= {name: torch.zeros_like(text) for name in TYPES if name in inputs}
+    return inputs | {name: torch.cat([inputs[name], values], dim=1) for name, values in behind.items()}

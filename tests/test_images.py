@@ -6,7 +6,7 @@ import pytest
 import torch
 from drafters import HeadDrafter, use_drafter
 from families import IMAGE_TOKEN, slow_but
-from images import LENGTH, SEEING, image_prompts, seeing_model
+from images import LENGTH, SEEING, image_prompts, long_image_prompts, seeing_model
 from test_block_head import routers_for
 from test_captured_steps import attach as attach_graphs
 from test_compiled_steps import attach as attach_compiled
@@ -14,8 +14,9 @@ from test_prompt_groups import attach_eagerly
 from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.cpu.many_queries import has_kernel
 from tide_hf.decoding.attachment import hybrid_drafter
-from tide_hf.decoding.speculation import SelfSpeculativeDecoder
+from tide_hf.decoding.speculation import LONG_PROMPT, SelfSpeculativeDecoder
 from tide_hf.errors import UnsupportedOptionError
 from tide_hf.prompt_inputs import TYPES
 from tide_hf.structure import CACHE
@@ -132,6 +133,19 @@ def test_prompts_with_images_are_answered_on_steps(family, attach, rows):
     assert steps.warm_up.num_made == made
     TIDEModelForCausalLM.detach(model)
     assert torch.equal(model.generate(**text, **OPTIONS), answer)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.usefixtures("fresh_kernels")
+def test_a_long_prompt_is_read_by_kernels_as_its_images_are_masked(family, rows):
+    model = seeing_model(family, attention="sdpa", max_position_embeddings=512)
+    inputs = long_image_prompts(family, rows, 2 * LONG_PROMPT)
+    expected = model.generate(**inputs, **SCORED)
+    TIDEModelForCausalLM.attach(model)
+    model.tide_warm_up()
+    assert has_kernel(model.dtype)
+    assert differ_from(model.generate(**inputs, **SCORED), expected) < 1e-4
 
 
 @pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])

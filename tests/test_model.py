@@ -168,8 +168,8 @@ def test_an_accelerate_hook_stays_in_place(family):
 
 
 def test_every_attention_family_is_listed_once():
-    assert len(FAMILIES) == 28
-    assert len(ATTENTION) + len(RECURRENT) == 28
+    assert len(FAMILIES) == 30
+    assert len(ATTENTION) + len(RECURRENT) == 30
 
 
 def test_a_new_model_of_an_attached_models_class_has_nothing_attached(tmp_path):

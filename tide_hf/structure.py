@@ -115,7 +115,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         norm=_resolve(model, layout.norm),
         projection=_resolve(model, layout.projection) if layout.projection else None,
         head=head,
-        cache_argument=_cache_argument(model, layers[0]),
+        cache_argument=cache_argument_of(model, layers[0]),
         returns_tuple=config.model_type in TUPLE_LAYERS,
         # MiniMax does not say so by itself, but has a cache of its own kind for it.
         is_recurrent=bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache(),
@@ -259,7 +259,12 @@ def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:
     return isinstance(layers, nn.ModuleList) and len(layers) == num_layers and num_layers > 1 and has_norm
 
 
-def _cache_argument(model: nn.Module, layer: nn.Module) -> str:
+def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
+    """The parameter of a layer's forward that takes the cache.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
     parameters = inspect.signature(type(layer).forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in parameters:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
-from ..structure import TUPLE_LAYERS, DecoderStructure, find_structure
+from ..structure import TUPLE_LAYERS, DecoderStructure, cache_argument_of, find_structure
 
 # What a config that fits no model can make transformers' constructors raise.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
@@ -102,7 +102,9 @@ def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:
     try:
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # text inside a model that takes media has no head
-            return AutoModel.from_config(config).layers[0], config.model_type in TUPLE_LAYERS
+            model = AutoModel.from_config(config)
+            cache_argument_of(model, model.layers[0])
+            return model.layers[0], config.model_type in TUPLE_LAYERS
         structure = find_structure(AutoModelForCausalLM.from_config(config))
     except TIDEError:
         raise
