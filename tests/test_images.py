@@ -1,5 +1,6 @@
 """Models that take images: the base model's tokens behind prompts with images, by every engine and mode."""
 
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def test_an_image_makes_a_difference():
     ("attach", "family"),
     [
         *((attach_eagerly, family) for family in FAMILIES),
-        *slow_but(FEW, FAMILIES, attach_compiled),
+        *slow_but((*FEW, "paligemma"), FAMILIES, attach_compiled),  # which counts positions from 1
         *slow_but(FEW, FAMILIES, attach_graphs),
     ],
 )
@@ -101,6 +102,8 @@ def test_images_that_layers_attend_to_across_are_left_to_post_hoc():
     for mode in ("self_speculative", "early_exit"):
         with pytest.raises(UnsupportedOptionError, match=r"got cross_attention_mask.* Choose tide_mode='post_hoc'"):
             model.generate(**inputs, **image, **OPTIONS, tide_mode=mode)
+    attach_compiled(TIDEModelForCausalLM.detach(model))
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])  # some layers keep nothing of it
 
 
 def test_what_stands_for_an_image_is_never_drafted(tiny_llama):
@@ -115,6 +118,23 @@ def test_what_stands_for_an_image_is_never_drafted(tiny_llama):
     length, position = index.match()
     assert length == 4
     assert index.continuation(position, 2) == [0, 9]
+
+
+def test_a_model_that_finds_positions_by_itself_is_left_to(caplog, monkeypatch):
+    """As those that make two dimensions of them at each pass."""
+    model, inputs = seeing_model("llava"), image_prompts("llava")
+    prepare = model.prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def prepare_without(*args, **options):
+        return prepare(*args, **options) | {"position_ids": None}
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prepare_without)
+    expected = model.generate(**inputs, **OPTIONS)
+    attach_compiled(model)
+    with caplog.at_level("INFO", logger="tide_hf"):
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert "runs eagerly behind its prompt: the model finds positions by itself" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -166,6 +166,10 @@ class SelfSpeculativeDecoder:
         Returns:
             The model's output, with logits (rows, len(tokens[0]), vocabulary).
         """
+        return self.model(**self.inputs_of(tokens, start), return_dict=True)
+
+    def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:
+        """What the model prepares of such a pass."""
         ids = self.input_ids.new_tensor(tokens)
         rows, width = ids.shape
         kwargs = {**self.model_kwargs, CACHE: self.slots.cache}
@@ -179,7 +183,7 @@ class SelfSpeculativeDecoder:
         inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
-        return self.model(**inputs, return_dict=True)
+        return inputs
 
     def _prefill(self, drafter: Drafter) -> None:
         cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..decoding.ranks import ranks_of
 from ..prompt_inputs import names_of_prompt_inputs, says_nothing
@@ -90,3 +91,18 @@ def facts_of(model: Any, steps: StepStore, rows: int, model_kwargs: dict[str, An
         autocast=torch.is_autocast_enabled(model.device.type),
         refused=steps.refused,
     )
+
+
+def why_not_behind_prompt(cache: Cache, positions: Tensor | None, prepared: Tensor | None) -> str | None:
+    """Why a call that looked as if it could goes on eagerly once its prompt is read, or `None`.
+
+    Args:
+        cache: The filled cache.
+        positions: Those of the next tokens, if the model is told.
+        prepared: The same as the model prepares them.
+    """
+    if not all(getattr(layer, "is_initialized", True) for layer in cache.layers):
+        return "some layers keep nothing of it"
+    if positions is not None and prepared is None:
+        return "the model finds positions by itself"
+    return None

@@ -28,7 +28,7 @@ from ..depth.cache_slots import CacheSlots
 from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back
 from ..steps.row_map import RowMap
 from ..steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
-from .capturable import facts_of, why_not_captured
+from .capturable import facts_of, why_not_behind_prompt, why_not_captured
 from .captured_shallow import CapturedShallow
 
 MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
@@ -105,7 +105,14 @@ class CapturedDecoder(SelfSpeculativeDecoder):
             return
         cache, mask = self.slots.cache, self.slots.mask
         length = cache.get_seq_length()
-        self.position_shape = None if self.positions is None else tuple(self.positions.shape[:-1])
+        positions = self.positions
+        if positions is not None:  # as the model prepares them: paligemma counts from 1
+            positions = self.inputs_of([[row.last] for row in self.batch]).get("position_ids")
+        if (reason := why_not_behind_prompt(cache, self.positions, positions)) is not None:
+            logger.info("the call runs eagerly behind its prompt: %s", reason)
+            return
+        positions = None if positions is None else positions[..., 0]
+        self.position_shape = None if positions is None else tuple(positions.shape[:-1])
         if not self._fits(length):
             return
         self.buffers = self._buffers(cache, length)
@@ -115,7 +122,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)
         self.slots = self.fixed_slots
         rows = len(self.batch)
-        self.starts = [[0]] * rows if self.positions is None else self.positions.reshape(-1, rows).T.tolist()
+        self.starts = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self.positions = None
 
     def _use_kernels(self, prompt: ExitStack) -> None:
