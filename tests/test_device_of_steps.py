@@ -3,6 +3,8 @@
 PyTorch's fake tensors know a device without having it, in builds with CUDA.
 """
 
+import math
+
 import pytest
 import torch
 from families import ATTENTION, MIXTURES, tiny_model
@@ -38,7 +40,9 @@ def run_every_step(model, routers, rows, has_block):
     """Read a prompt here, then go on there."""
     attachment = TIDEModelForCausalLM.attach(model, routers, pack_weights=False)._tide
     cache = DynamicCache(config=model.config)
-    block = block_run(model.config, attachment.structure, cache, attachment.unembed, routers, late=False)
+    config = model.config.get_text_config()
+    kinds = (4,) if config is not model.config and "mrope_section" in config.rope_parameters else ()  # of positions
+    block = block_run(config, attachment.structure, cache, attachment.unembed, routers, late=False)
     assert (block is not None) == has_block
     with torch.no_grad():
         model(input_ids=torch.zeros((rows, FILLED), dtype=torch.long), **{CACHE: cache}, use_cache=True)
@@ -50,10 +54,10 @@ def run_every_step(model, routers, rows, has_block):
             layer.keys, layer.values = moved(layer.keys), moved(layer.values)
         draft_unembed = attachment.draft_unembed()
         parts = Parts(model, attachment.structure, attachment.unembed, draft_unembed, routers)
-        buffers = StepBuffers(parts, cache, rows, SLOTS, position_shape=(), has_block=has_block)
+        buffers = StepBuffers(parts, cache, rows, SLOTS, position_shape=kinds, has_block=has_block)
         buffers.load(cache, FILLED, torch.ones((rows, FILLED), dtype=torch.long), None)
         for kept in (None, [1] * rows):
-            buffers.write(FILLED, [FILLED] * rows, [[5]] * rows, kept)
+            buffers.write(FILLED, [[FILLED] * math.prod(kinds)] * rows, [[5]] * rows, kept)
             for exit_layer in [routers.config.block_layer] if has_block else routers.exit_layers:
                 buffers.draft(exit_layer)
             logits = [buffers.verify(width)[1] for width in WIDTHS]
