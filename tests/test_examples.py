@@ -28,6 +28,11 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
         assert abs(left - share) < 0.1
     depths = [found["lines"][f"early_exit, all leave at {depth:.0%} depth"] for depth in gpu_lines.DEPTHS]
     assert [line["exit_layer"] for line in depths] == [1, 2, 3, 4]
+    filled = found["lines"]["early_exit, all leave at 25% depth, deeper K/V filled in"]
+    assert depths[0]["layers_executed"] == filled["layers_executed"]
+    gpu.main(["--models", str(tiny_model_folder), *arguments, "--lines", "never exit", "of which 0%"])
+    (found,) = json.loads(output.read_text())["models"].values()
+    assert list(found["lines"]) == ["early_exit, routers that never exit", "prompt of which 0% leaves at half depth"]
     gpu.main(["--models", str(tmp_path / "none"), str(tiny_model_folder), *arguments, "--minutes", "0"])
     lost, found = json.loads(output.read_text())["models"].values()
     assert lost["error"]

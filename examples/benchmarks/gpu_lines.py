@@ -161,10 +161,11 @@ def lossless_eagerly(bench: Bench) -> dict[str, Any]:
     return _without_bytes(bench.per_token())
 
 
-def exits_at(bench: Bench, depth: float) -> dict[str, Any]:
+def exits_at(bench: Bench, depth: float, strategy: str = "recompute") -> dict[str, Any]:
+    """All tokens leave at one depth. With `recompute` no deeper layer runs; `propagate` fills in its K/V."""
     layer = round(depth * bench.num_layers)
     leaves = layer < bench.num_layers
-    routers = _fresh_routers(bench, [layer if leaves else bench.num_layers // 2])
+    routers = _fresh_routers(bench, [layer if leaves else bench.num_layers // 2], strategy)
     bench.attach(routers, mode="early_exit", exit_threshold=0.0 if leaves else NEVER_EXIT)
     found = _without_bytes(bench.per_token(exact=False, exit_criterion="fixed" if leaves else "router"))
     return found | {"exit_layer": layer, "layers_executed": bench.model.last_exit_stats.layers_executed}
@@ -205,6 +206,9 @@ def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield f"our lossless mode, batch {BATCH}", lambda: lossless(bench, BATCH)
     for depth in DEPTHS:
         yield f"early_exit, all leave at {depth:.0%} depth", lambda depth=depth: exits_at(bench, depth)
+    for depth in DEPTHS[:-1]:
+        filled = f"early_exit, all leave at {depth:.0%} depth, deeper K/V filled in"
+        yield filled, lambda depth=depth: exits_at(bench, depth, "propagate")
     yield "early_exit, routers that never exit", lambda: never_exits(bench)
     for share in PROMPT_EXITS:
         yield f"prompt of which {share:.0%} leaves at half depth", lambda share=share: prefill(bench, share)
@@ -232,10 +236,9 @@ def _bytes_of_a_slot(model: Any) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * model.dtype.itemsize
 
 
-def _fresh_routers(bench: Bench, exit_layers: list[int]) -> TIDERouters:
-    return TIDERouters.for_model(bench.model, exit_layers=exit_layers, kv_cache_strategy="propagate").to(
-        bench.model.device
-    )
+def _fresh_routers(bench: Bench, exit_layers: list[int], strategy: str = "propagate") -> TIDERouters:
+    routers = TIDERouters.for_model(bench.model, exit_layers=exit_layers, kv_cache_strategy=strategy)
+    return routers.to(bench.model.device)
 
 
 def _steps(bench: Bench) -> dict[str, Any]:
