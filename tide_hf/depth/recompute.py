@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..prompt_inputs import TYPES
 from ..structure import CACHE
 from . import kv_cache
 from .early_exit import PostHocRun
@@ -128,7 +129,7 @@ class _Token:
 def _joined(tokens: list[_Token]) -> dict[str, Any]:
     """Keyword arguments of one call over several tokens that were called one by one."""
     joined = dict(tokens[-1].kwargs)
-    for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids"):
+    for name in ("input_ids", "position_ids", *TYPES):
         if joined.get(name) is not None:
             joined[name] = torch.cat([token.kwargs[name] for token in tokens], dim=-1)
     return joined
