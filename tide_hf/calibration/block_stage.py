@@ -186,7 +186,7 @@ class BlockStage:
     def figures(self) -> dict[str, float]:
         """Measure the block and its confidence on the certifying documents, ready for JSON."""
         log_probabilities, agrees = self._scored("certify")
-        scores = self.point.score(log_probabilities)
+        scores = self.point.score(log_probabilities.to(self.point.confidence.device)).cpu()
         return {
             "layer": self.block_layer,
             "agreement": float(agrees.double().mean()),

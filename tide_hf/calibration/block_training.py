@@ -90,8 +90,8 @@ class BlockTrainer:
         for batch in batches:
             features, targets = self._regression(batch)
             weights = targets.square().mean(dim=-1, keepdim=True).clamp_min(1e-12).reciprocal()
-            products += ((features * weights).T @ features).double().cpu()
-            cross += ((features * weights).T @ targets).double().cpu()
+            products += ((features * weights).T @ features).cpu().double()
+            cross += ((features * weights).T @ targets).cpu().double()
         penalty = torch.diag(RIDGE_PENALTY * products.diagonal().clamp_min(1e-9))
         solution = torch.linalg.solve(products + penalty, cross).float()
         with torch.no_grad():

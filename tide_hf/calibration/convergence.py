@@ -78,6 +78,6 @@ def convergence_by_layer(
             for index, layer in enumerate(layers):
                 cosine = cosine_similarity(batch.hidden_states[layer], batch.final_states)
                 converged[index] += int((cosine > convergence_threshold).sum())
-                total[index] += float(cosine.double().sum())
+                total[index] += float(cosine.cpu().double().sum())
     shares, means = (converged / count).tolist(), (total / count).tolist()
     return [LayerConvergence(*row) for row in zip(layers, shares, means, strict=True)]

@@ -69,7 +69,7 @@ class Moments:
             directions = torch.linalg.eigh(solution @ covariance @ solution.T).eigenvectors[:, -rank:]
             factors = (directions.T @ solution, directions)
             solution = directions @ factors[0]
-        origin_x, origin_y = (origin.double().cpu() for origin in self.origin)  # type: ignore[union-attr]
+        origin_x, origin_y = (origin.cpu().double() for origin in self.origin)  # type: ignore[union-attr]
         mean_x, mean_y = mean_x + origin_x, mean_y + origin_y
         return *(factor.float() for factor in factors), (mean_y - mean_x - solution @ mean_x).float()
 
@@ -101,7 +101,7 @@ def train_router(
             parameter.copy_(torch.empty(parameter.shape).uniform_(-limit, limit, generator=generator))
         router.up.bias.zero_()
     states, labels = (fit[0] - mean) / std, fit[1].float()
-    tune_states = (tune[0] - mean) / std
+    tune_states, tune_labels = (tune[0] - mean) / std, tune[1].cpu()
     optimizer = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     best: dict[str, float] = {}
     scaling, kept = (1.0, 0.0), router.state_dict()
@@ -112,9 +112,9 @@ def train_router(
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            logits = router.logits(tune_states)
-        found = platt_scaling(logits, tune[1])
-        figures = _router_figures(found[0] * logits + found[1], tune[1])
+            logits = router.logits(tune_states).cpu()  # float64 is not to be had on every device
+        found = platt_scaling(logits, tune_labels)
+        figures = _router_figures(found[0] * logits + found[1], tune_labels)
         if not best or figures["log_loss"] < best["log_loss"]:
             best, scaling = {"epoch": epoch, **figures}, found
             kept = {name: value.clone() for name, value in router.state_dict().items()}
@@ -139,10 +139,10 @@ def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     """Find (a, c) so that `sigmoid(a * logits + c)` are probabilities (Platt 1999, with his smoothed targets).
 
     Args:
-        logits: (N,).
-        labels: (N,) bool.
+        logits: (N,), on the CPU.
+        labels: (N,) bool, on the CPU.
     """
-    x, labels = logits.double().cpu(), labels.cpu()
+    x = logits.double()
     positives, negatives = float(labels.sum()), float((~labels).sum())
     target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
     features = torch.stack([x, torch.ones_like(x)], dim=1)

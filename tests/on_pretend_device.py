@@ -1,0 +1,299 @@
+"""What runs where there is no GPU does on another device too: the same, without asking for what such a device has not.
+
+`test_pretend_device.py` runs this in a process of its own. What runs on CPUs alone is not here: packed and joined
+weights, compiled engines.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from families import ATTENTION, LAYERS, VOCAB, tiny_model
+from images import image_prompts, seeing_model
+from pretend_device import NAME, times_waited
+from recorded import Recorder
+from test_block_head import WITH_BLOCK, block_layer_of, routers_for
+from test_calibration_pipeline import texts
+from test_captured_steps import COPYING, FEW, WINDOWED, linear_heads, prompts
+from test_dataset_generation import prompts as dataset_rows
+from transformers import TextStreamer
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate, generate_dataset
+from tide_hf.benchmark import compare
+from tide_hf.calibration.convergence import convergence_by_layer
+from tide_hf.contenders import tide_contenders
+from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
+from tide_hf.logits_process import TIDELogitsProcessor
+from tide_hf.steps.captured_steps import CapturedSteps
+from tide_hf.structure import CACHE
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
+FIT = {"samples": 24, "max_length": 12, "batch_size": 8, "exit_layers": [1, 2], "progress": False}
+APPROXIMATE = [("post_hoc", "propagate"), ("early_exit", "propagate"), ("early_exit", "recompute")]
+APPROXIMATE += [("early_exit", "zero_pad"), ("early_exit", "prompt")]  # prompts' tokens leave as well
+
+
+def there(batch):
+    return {name: value.to(NAME) for name, value in batch.items()}
+
+
+def two(family, **overrides):
+    """The same model twice: on the CPU, and on the device."""
+    return tiny_model(family, **overrides), tiny_model(family, **overrides).to(NAME)
+
+
+def answer(model, batch, **options):
+    torch.manual_seed(0)
+    found = model.generate(**batch, **options)
+    assert found.device == batch["input_ids"].device
+    return found.cpu()
+
+
+def test_the_device_has_rules_of_its_own():
+    tensor = torch.ones(3, device=NAME)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.where(torch.ones(3, dtype=torch.bool), tensor, tensor)
+    with pytest.raises(TypeError, match="no float64"):
+        tensor.double()
+    before = times_waited()
+    assert (tensor + 1).sum().item() == 6
+    assert torch.equal(copy.deepcopy(tensor).cpu(), torch.ones(3))
+    assert times_waited() - before == 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_every_familys_tokens_are_the_base_models(family, rows):
+    plain, model = two(family)
+    batch = prompts(rows, pads=2 if rows > 1 else 0)
+    expected = answer(plain, batch, **GREEDY)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain))
+    continuations = expected[:, batch["input_ids"].shape[1] :].tolist()
+
+    def make(_, prompt, shallow):
+        heads = HeadDrafter(prompt, shallow, 1 if rows > 1 else 3, 3)
+        return Alternating(heads, ScriptedDrafter("mixed", continuations, VOCAB))
+
+    model._tide.make_drafter = make
+    assert torch.equal(answer(model, there(batch), **GREEDY), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", [family for family in WITH_BLOCK if family in FEW])
+def test_a_block_drafts(family, rows):
+    plain, model = two(family)
+    layer, batch = block_layer_of(family), prompts(rows)
+    expected = answer(plain, batch, **GREEDY)
+    TIDEModelForCausalLM.attach(model, routers_for(plain, layer))
+    model._tide.make_drafter = lambda _, prompt, shallow: HeadDrafter(prompt, shallow, layer, 3)
+    assert torch.equal(answer(model, there(batch), **GREEDY), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("mode", "strategy"), APPROXIMATE)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_tokens_leave_as_on_a_cpu(family, mode, strategy, rows, options):
+    in_prompt = {"exits_in_prompt": True} if strategy == "prompt" else {}
+    found = []
+    for model in two(family):
+        routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
+        routers.config.kv_cache_strategy = "propagate" if in_prompt else strategy
+        TIDEModelForCausalLM.attach(model, routers, mode=mode, pack_weights=False)
+        batch = prompts(rows, pads=3)
+        batch = batch if model.device.type == "cpu" else there(batch)
+        found.append((answer(model, batch, **options, **in_prompt), model.last_exit_stats))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[0][1].layers_executed < LAYERS * rows * GREEDY["max_new_tokens"] or mode == "post_hoc"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_tokens_are_those_of_a_cpu(rows):
+    plain, model = two("llama")
+    expected = answer(plain, prompts(rows), **SAMPLED)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain))
+    assert torch.equal(answer(model, there(prompts(rows)), **SAMPLED), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "llava"])
+def test_prompts_with_images(family, rows):
+    batch = image_prompts(family, rows)
+    expected = answer(seeing_model(family), batch, **GREEDY)
+    model = TIDEModelForCausalLM.attach(seeing_model(family).to(NAME))
+    use_drafter(model, "wrong at the last position", expected[:, batch["input_ids"].shape[1] :].tolist())
+    assert torch.equal(answer(model, there(batch), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("mode", ["self_speculative", "early_exit", "post_hoc"])
+def test_a_prompt_may_be_on_the_cpu(mode, tiny_tokenizer, capsys):
+    """As `generate` has it: it moves what the model reads, and leaves the answer where the prompt was."""
+    plain, model = two("llama")
+    routers = TIDERouters.for_model(plain, exit_layers=[2], exit_threshold=0.9)
+    expected = answer(plain, prompts(), **GREEDY)
+    TIDEModelForCausalLM.attach(model, routers, mode=mode)
+    found = answer(model, prompts(), streamer=TextStreamer(tiny_tokenizer), **GREEDY)
+    assert mode != "self_speculative" or torch.equal(found, expected)
+    assert capsys.readouterr().out
+
+
+def test_a_cache_goes_on_in_the_next_call():
+    plain, model = two("llama")
+    first, second = prompts()["input_ids"], torch.tensor([[7, 9, 11]])
+    expected = answer(plain, {"input_ids": first}, **GREEDY)
+    longer = torch.cat([expected, second], dim=1)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain))
+    kept = model.generate(first.to(NAME), **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(kept.sequences.cpu(), expected)
+    found = answer(model, {"input_ids": longer.to(NAME)}, **GREEDY, **{CACHE: kept[CACHE]})
+    assert torch.equal(found, answer(plain, {"input_ids": longer}, **GREEDY))
+
+
+def rounds_and_waits(model, new):
+    before = times_waited()
+    model.generate(**there(prompts()), **{**GREEDY, "max_new_tokens": new})
+    return model.last_exit_stats.rounds, times_waited() - before
+
+
+def test_the_eager_engine_waits_once_a_round():
+    plain, model = two("llama")
+    continuations = answer(plain, prompts(), **GREEDY)[:, prompts()["input_ids"].shape[1] :].tolist()
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "wrong at the last position", continuations, width=4)
+    (few, before), (many, after) = (rounds_and_waits(model, new) for new in (3, 24))
+    assert many > few
+    assert after - before == many - few
+
+
+CAPTURED = [(family, 1) for family in ATTENTION if family not in COPYING]  # the others copy from the host
+CAPTURED += [(family, 3) for family in FEW if family not in COPYING + WINDOWED]
+
+
+@pytest.mark.parametrize(("family", "rows"), CAPTURED)
+def test_captured_steps_ask_for_nothing(family, rows):
+    plain, model = two(family)
+    batch = prompts(rows)
+    expected = answer(plain, batch, **GREEDY)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="cuda_graph")
+    waits = []
+
+    def replay_of(function, state, device, pool):
+        before = times_waited()
+        replay = Recorder()(function, state, device, pool)
+        waits.append(times_waited() - before)
+        run = replay.run
+
+        def counted():
+            before = times_waited()
+            found = run()
+            waits.append(times_waited() - before)
+            return found
+
+        replay.run = counted
+        return replay
+
+    model._tide.captured_steps = steps = CapturedSteps(replay_of, layers=None)
+    model._tide.make_drafter = lambda _, prompt, shallow: AheadDrafter(prompt, shallow, [1, 3], 3)
+    assert torch.equal(answer(model, there(batch), **GREEDY), expected)
+    assert steps.refused is None
+    assert steps.replays > 0
+    assert not any(waits)
+
+
+def test_captured_rounds_wait_once():
+    plain, model = two("llama")
+    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="cuda_graph")
+    model._tide.captured_steps = CapturedSteps(Recorder(), layers=None)
+    model._tide.make_drafter = lambda _, prompt, shallow: AheadDrafter(prompt, shallow, [1], 7)
+    rounds_and_waits(model, 24)
+    (few, before), (many, after) = (rounds_and_waits(model, new) for new in (2, 24))
+    assert many > few
+    assert after - before == many - few
+
+
+@pytest.fixture
+def device_llama(tiny_llama):
+    return tiny_llama().to(NAME)
+
+
+@pytest.mark.parametrize("labels", ["agreement", "cosine", "kl"])
+@pytest.mark.parametrize("exit_strategy", ["identity", "linear", "block"])
+def test_calibration_makes_the_routers_of_a_cpu(tiny_llama, device_llama, tiny_tokenizer, exit_strategy, labels):
+    options = {**FIT, "exit_strategy": exit_strategy, "labels": labels}
+    expected, found = (calibrate(model, tiny_tokenizer, texts(60), **options) for model in (tiny_llama(), device_llama))
+    states = found.state_dict()
+    assert {value.device.type for value in states.values()} == {"cpu"}
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(states[name].float(), value.float(), atol=0.02), name
+    assert found.config.calibration["exit_layers"].keys() == expected.config.calibration["exit_layers"].keys()
+
+
+def test_calibration_on_text_of_the_models_own_and_from_routers(device_llama, tiny_tokenizer):
+    assert calibrate(device_llama, tiny_tokenizer, **FIT, translator_rank=4).config.calibration["num_documents"] > 0
+    block = calibrate(device_llama, tiny_tokenizer, texts(60), **FIT, exit_strategy="block")
+    again = calibrate(device_llama, tiny_tokenizer, texts(60), **FIT, exit_strategy="block", start_from=block)
+    assert again.config.calibration["block"]["agreement"] >= 0.0
+    half = device_llama.to(torch.bfloat16)
+    assert calibrate(half, tiny_tokenizer, texts(60), **FIT, exit_strategy="block").exit_layers == [1, 2]
+
+
+def test_what_exits_cost_is_measured(tiny_llama, device_llama, tiny_tokenizer):
+    rows = [{"question": text, "answer": "the"} for text in texts(6)]
+    options = QualityOptions(text=texts(12), questions=rows, samples=6, max_length=16, max_new_tokens=6)
+    routers = TIDERouters.for_model(device_llama, exit_layers=[1, 3], exit_threshold=0.5)
+    records = [measure_quality(model, tiny_tokenizer, routers, options) for model in (tiny_llama(), device_llama)]
+    for one, other in zip(*(record["perplexity"]["rows"] for record in records), strict=True):
+        assert one["perplexity"]["value"] == pytest.approx(other["perplexity"]["value"], rel=1e-4)
+    assert records[0]["exact_match"] == records[1]["exact_match"]
+    ids = torch.arange(3, 12, device=NAME)[None]
+    assert exit_logits(device_llama, routers, ids, exit_threshold=0.5).logits.device.type == NAME
+    found = [convergence_by_layer(model, tiny_tokenizer, texts(4)) for model in (tiny_llama(), device_llama)]
+    for one, other in zip(*found, strict=True):
+        assert one.mean_cosine == pytest.approx(other.mean_cosine, rel=1e-5)
+
+
+def test_a_data_set_is_answered(tiny_llama, device_llama, tiny_tokenizer, tmp_path):
+    options = {"max_new_tokens": 6, "do_sample": False, "batch_size": 2, "progress": False}
+    files = []
+    for name, model in (("cpu", tiny_llama()), (NAME, device_llama)):
+        TIDEModelForCausalLM.attach(model)
+        files.append(generate_dataset(model, tiny_tokenizer, dataset_rows(), tmp_path / name, **options))
+    assert files[0][0].read_text() == files[1][0].read_text()
+
+
+def test_ways_of_decoding_are_compared(device_llama):
+    routers = TIDERouters.for_model(device_llama, exit_layers=[2], exit_strategy="linear")
+    batch = there(prompts())
+    results = compare(
+        tide_contenders(device_llama, routers, ["self_speculative"]), [batch], max_new_tokens=8, repeats=1
+    )
+    assert results[1].num_equal == 1
+
+
+def test_the_published_selection_runs_as_a_logits_processor():
+    found = []
+    for model in two("llama"):
+        routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
+        batch = prompts() if model.device.type == "cpu" else there(prompts())
+        with TIDELogitsProcessor(model, routers) as processor:
+            found.append(answer(model, batch, logits_processor=[processor], **GREEDY))
+    assert torch.equal(*found)
+
+
+def test_served_answers_are_those_of_a_cpu(make_served):
+    """Alone and in batches, with what is kept of a conversation."""
+    from servers import ask, client, serving  # noqa: PLC0415 - needs packages of an extra
+
+    said = []
+    for move in (lambda model: model, functools.partial(torch.nn.Module.to, device=torch.device(NAME))):
+        served = make_served()
+        move(served.model)
+        with serving(served) as (url, _, _):
+            said.append([ask(client(url), text, max_tokens=12).choices[0].message.content for text in ("sea", "tide")])
+    assert said[0] == said[1]

@@ -1,0 +1,17 @@
+"""Runs `on_pretend_device.py` in a process of its own, since a device changes what a whole process does."""
+
+import os
+import subprocess
+import sys
+
+from repository import ROOT
+
+
+def test_everything_runs_on_a_device_other_than_the_cpu(tmp_path):
+    script = ROOT / "tests" / "on_pretend_device.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--basetemp", str(tmp_path / "inside"), str(script)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
