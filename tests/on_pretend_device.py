@@ -5,12 +5,13 @@ weights, compiled engines.
 """
 
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENTION, LAYERS, VOCAB, tiny_model
+from families import ATTENTION, LAYERS, VOCAB, slow_but, tiny_model
 from images import image_prompts, seeing_model
 from pretend_device import NAME, times_waited
 from recorded import Recorder
@@ -27,7 +28,7 @@ from tide_hf.contenders import tide_contenders
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.logits_process import TIDELogitsProcessor
 from tide_hf.steps.captured_steps import CapturedSteps
-from tide_hf.structure import CACHE
+from tide_hf.structure import CACHE, find_structure
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
@@ -38,6 +39,21 @@ APPROXIMATE += [("early_exit", "zero_pad"), ("early_exit", "prompt")]  # prompts
 
 def there(batch):
     return {name: value.to(NAME) for name, value in batch.items()}
+
+
+def spread(model, *, head=1):
+    """Over both devices: embeddings and the first two layers on one, the rest on the other, and the head as told."""
+    structure = find_structure(model)
+    names = {module: name for name, module in model.named_modules()}
+    layers = [names[layer] for layer in structure.layers]
+    decoder = layers[0].rpartition(".")[0]
+    places = dict(zip(layers, [f"{NAME}:0"] * 2 + [f"{NAME}:1"] * (len(layers) - 2), strict=True))
+    for name in names.values():
+        holds_or_is_held = decoder.startswith(name) or any(name.startswith(f"{place}.") for place in (decoder, *places))
+        if not holds_or_is_held and name != decoder:
+            places[name] = f"{NAME}:{0 if structure.norm is None or name != names[structure.norm] else 1}"
+    places[names[structure.head]] = f"{NAME}:{head}"
+    return dispatch_model(model, places, main_device=f"{NAME}:0", force_hooks=True)
 
 
 def two(family, **overrides):
@@ -64,8 +80,9 @@ def test_the_device_has_rules_of_its_own():
     assert times_waited() - before == 2
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize(
+    ("rows", "family"), [*((3, family) for family in ATTENTION), *slow_but(("llama",), ATTENTION, 1)]
+)
 def test_every_familys_tokens_are_the_base_models(family, rows):
     plain, model = two(family)
     batch = prompts(rows, pads=2 if rows > 1 else 0)
@@ -94,22 +111,39 @@ def test_a_block_drafts(family, rows):
     assert model.last_exit_stats.drafted > 0
 
 
+@pytest.mark.parametrize(
+    ("head", "family"), [*slow_but((*FEW, "deepseek_v3"), ATTENTION, 1), *slow_but(("llama", "opt"), ATTENTION, 0)]
+)
+def test_a_model_is_spread_over_devices(family, head):
+    """Heads draft on either side of the cut, whose head is with the embeddings or with the last layer."""
+    expected = answer(tiny_model(family), prompts(3, pads=2), **GREEDY)
+    model = spread(tiny_model(family), head=head)
+    kinds = [(linear_heads, 1), (linear_heads, 3)]
+    if family in WITH_BLOCK:
+        kinds.append((lambda model: routers_for(model, block_layer_of(family)), block_layer_of(family)))
+    for make_routers, layer in kinds:
+        TIDEModelForCausalLM.attach(model, make_routers(tiny_model(family)))
+        model._tide.make_drafter = lambda _, texts, shallow, layer=layer: HeadDrafter(texts, shallow, layer, 3)
+        assert torch.equal(answer(model, there(prompts(3, pads=2)), **GREEDY), expected)
+        assert model.last_exit_stats.drafted > 0
+
+
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("mode", "strategy"), APPROXIMATE)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", slow_but(("llama", "gemma2"), ("llama", "gemma2", "qwen3_moe")))
 def test_tokens_leave_as_on_a_cpu(family, mode, strategy, rows, options):
     in_prompt = {"exits_in_prompt": True} if strategy == "prompt" else {}
     found = []
-    for model in two(family):
+    for model in (*two(family), spread(tiny_model(family))):
         routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
         routers.config.kv_cache_strategy = "propagate" if in_prompt else strategy
         TIDEModelForCausalLM.attach(model, routers, mode=mode, pack_weights=False)
         batch = prompts(rows, pads=3)
         batch = batch if model.device.type == "cpu" else there(batch)
         found.append((answer(model, batch, **options, **in_prompt), model.last_exit_stats))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+    assert all(torch.equal(tokens, found[0][0]) for tokens, _ in found)
+    assert all(stats == found[0][1] for _, stats in found)
     assert found[0][1].layers_executed < LAYERS * rows * GREEDY["max_new_tokens"] or mode == "post_hoc"
 
 
@@ -171,11 +205,14 @@ def test_the_eager_engine_waits_once_a_round():
     assert after - before == many - few
 
 
-CAPTURED = [(family, 1) for family in ATTENTION if family not in COPYING]  # the others copy from the host
-CAPTURED += [(family, 3) for family in FEW if family not in COPYING + WINDOWED]
+CAPTURED = [family for family in ATTENTION if family not in COPYING]  # the others copy from the host
+IN_BATCHES = [family for family in FEW if family in CAPTURED and family not in WINDOWED]
 
 
-@pytest.mark.parametrize(("family", "rows"), CAPTURED)
+@pytest.mark.parametrize(
+    ("rows", "family"),
+    [*slow_but(("llama", "gemma2", "gpt2"), CAPTURED, 1), *slow_but(("qwen3_moe", "bloom"), IN_BATCHES, 3)],
+)
 def test_captured_steps_ask_for_nothing(family, rows):
     plain, model = two(family)
     batch = prompts(rows)
@@ -217,16 +254,32 @@ def test_captured_rounds_wait_once():
     assert after - before == many - few
 
 
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_are_brought_from_elsewhere(tiny_llama, tiny_tokenizer, tmp_path, offload, rows):
+    where = {"offload_dir": tmp_path} if offload is disk_offload else {}
+    model = offload(tiny_llama(), execution_device=torch.device(f"{NAME}:0"), **where)
+    expected = answer(tiny_llama(), prompts(rows), **GREEDY)
+    routers = calibrate(model, tiny_tokenizer, texts(60), **FIT)
+    TIDEModelForCausalLM.attach(model, routers)
+    model._tide.make_drafter = lambda _, prompt, shallow: HeadDrafter(prompt, shallow, 1, 3)
+    assert torch.equal(answer(model, there(prompts(rows)), **GREEDY), expected)
+
+
 @pytest.fixture
 def device_llama(tiny_llama):
     return tiny_llama().to(NAME)
 
 
-@pytest.mark.parametrize("labels", ["agreement", "cosine", "kl"])
-@pytest.mark.parametrize("exit_strategy", ["identity", "linear", "block"])
-def test_calibration_makes_the_routers_of_a_cpu(tiny_llama, device_llama, tiny_tokenizer, exit_strategy, labels):
+@pytest.mark.parametrize("place", [lambda model: model.to(NAME), spread, partial(spread, head=0)])
+@pytest.mark.parametrize(
+    ("exit_strategy", "labels"),
+    [("identity", "agreement"), ("linear", "cosine"), ("linear", "kl"), ("block", "agreement")],
+)
+def test_calibration_makes_the_routers_of_a_cpu(tiny_llama, tiny_tokenizer, exit_strategy, labels, place):
     options = {**FIT, "exit_strategy": exit_strategy, "labels": labels}
-    expected, found = (calibrate(model, tiny_tokenizer, texts(60), **options) for model in (tiny_llama(), device_llama))
+    models = (tiny_llama(), place(tiny_llama()))
+    expected, found = (calibrate(model, tiny_tokenizer, texts(60), **options) for model in models)
     states = found.state_dict()
     assert {value.device.type for value in states.values()} == {"cpu"}
     for name, value in expected.state_dict().items():
@@ -243,7 +296,9 @@ def test_calibration_on_text_of_the_models_own_and_from_routers(device_llama, ti
     assert calibrate(half, tiny_tokenizer, texts(60), **FIT, exit_strategy="block").exit_layers == [1, 2]
 
 
-def test_what_exits_cost_is_measured(tiny_llama, device_llama, tiny_tokenizer):
+@pytest.mark.parametrize("place", [lambda model: model.to(NAME), spread])
+def test_what_exits_cost_is_measured(tiny_llama, tiny_tokenizer, place):
+    device_llama = place(tiny_llama())
     rows = [{"question": text, "answer": "the"} for text in texts(6)]
     options = QualityOptions(text=texts(12), questions=rows, samples=6, max_length=16, max_new_tokens=6)
     routers = TIDERouters.for_model(device_llama, exit_layers=[1, 3], exit_threshold=0.5)
@@ -278,12 +333,13 @@ def test_ways_of_decoding_are_compared(device_llama):
 
 def test_the_published_selection_runs_as_a_logits_processor():
     found = []
-    for model in two("llama"):
+    for model in (*two("llama"), spread(tiny_model("llama"))):
         routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
         batch = prompts() if model.device.type == "cpu" else there(prompts())
         with TIDELogitsProcessor(model, routers) as processor:
             found.append(answer(model, batch, logits_processor=[processor], **GREEDY))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_served_answers_are_those_of_a_cpu(make_served):
@@ -291,7 +347,7 @@ def test_served_answers_are_those_of_a_cpu(make_served):
     from servers import ask, client, serving  # noqa: PLC0415 - needs packages of an extra
 
     said = []
-    for move in (lambda model: model, functools.partial(torch.nn.Module.to, device=torch.device(NAME))):
+    for move in (lambda model: model, partial(torch.nn.Module.to, device=torch.device(NAME))):
         served = make_served()
         move(served.model)
         with serving(served) as (url, _, _):

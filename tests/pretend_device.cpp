@@ -1,4 +1,4 @@
-// A device that is none: the host's memory and arithmetic behind the rules of an accelerator.
+// Two devices that are none: the host's memory and arithmetic behind the rules of accelerators.
 //
 // - Tensors of two devices do not mix, but for numbers (of no dimensions), and indices as CUDA allows them.
 // - There is no float64, as on Apple's GPUs.
@@ -31,13 +31,16 @@ using c10::SymIntArrayRef;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
-const c10::Device kHere(kType, 0);
+constexpr c10::DeviceIndex kDevices = 2;
 std::atomic<int64_t> waits{0};
+thread_local c10::DeviceIndex current = 0;
+
+c10::Device device_at(c10::DeviceIndex index) { return c10::Device(kType, index < 0 ? current : index); }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = c10::GetCPUAllocator()->raw_allocate(bytes);
-    return {data, data, raw_deleter(), kHere};
+    return {data, data, raw_deleter(), device_at(-1)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* data) { c10::GetCPUAllocator()->raw_deallocate(data); };
@@ -49,13 +52,17 @@ REGISTER_ALLOCATOR(kType, &allocator)
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
-  c10::Device exchangeDevice(c10::Device) const override { return kHere; }
-  c10::Device getDevice() const override { return kHere; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, kHere); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = device_at(-1);
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return device_at(-1); }
+  void setDevice(c10::Device device) const override { uncheckedSetDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device_at(device.index()).index(); }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -64,13 +71,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
 };
 
 bool is_here(const Tensor& tensor) { return tensor.device().type() == kType; }
 
-void check_dtype(at::ScalarType dtype) { TORCH_CHECK_TYPE(dtype != at::kDouble, "the pretended device has no float64"); }
+void check_dtype(at::ScalarType dtype) { TORCH_CHECK_TYPE(dtype != at::kDouble, "pretended devices have no float64"); }
 
 // A tensor of the device as the CPU sees it: the same memory.
 Tensor on_host(const Tensor& tensor) {
@@ -82,11 +89,11 @@ Tensor on_host(const Tensor& tensor) {
   return all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
-// A new tensor of the device, which takes the memory of one that the CPU has made.
-Tensor taken(const Tensor& made) {
+// A new tensor of a device, which takes the memory of one that the CPU has made.
+Tensor taken(const Tensor& made, c10::Device device) {
   check_dtype(made.scalar_type());
   c10::DataPtr data(made.storage().mutable_data(), new Tensor(made),
-                    [](void* owner) { delete static_cast<Tensor*>(owner); }, kHere);
+                    [](void* owner) { delete static_cast<Tensor*>(owner); }, device);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), made.storage().nbytes(),
                                                        std::move(data), &allocator, true);
   Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), kKeys, made.dtype());
@@ -94,40 +101,50 @@ Tensor taken(const Tensor& made) {
   return tensor;
 }
 
-// An argument as the CPU gets it. What is to be resized and written (`out`) is made anew, and copied back later.
-Tensor given(const Tensor& tensor, const c10::OperatorHandle& op, bool out = false) {
-  if (!tensor.defined()) return tensor;
-  if (is_here(tensor)) return out ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
-  const auto& name = op.operator_name().name;
-  const bool indexes = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
-  TORCH_CHECK(tensor.dim() == 0 || indexes, "Expected all tensors to be on the same device, but ", name,
-              " got one on the CPU, of shape ", tensor.sizes());
-  return tensor;
-}
+// A call of an operation, whose arguments are to be on one device.
+struct Call {
+  const std::string& name;
+  std::optional<c10::Device> device;
+
+  // An argument as the CPU gets it. What is to be resized and written (`out`) is made anew, and copied back later.
+  Tensor given(const Tensor& tensor, bool out = false) {
+    if (!tensor.defined()) return tensor;
+    const bool indexes = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
+    const bool fits = is_here(tensor) ? tensor.device() == device.value_or(tensor.device()) : tensor.dim() == 0 || indexes;
+    TORCH_CHECK(fits, "Expected all tensors to be on the same device, but ", name, " got one on ", tensor.device(),
+                ", of shape ", tensor.sizes());
+    if (!is_here(tensor)) return tensor;
+    device = tensor.device();
+    return out ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
+  }
+};
 
 // Whatever has no implementation below: done by the CPU.
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack->size() - arguments.size();
   std::vector<Tensor> originals(arguments.size()), hosts(arguments.size());
+  Call call{op.operator_name().name};
   for (size_t i = 0; i < arguments.size(); ++i) {
     auto& value = (*stack)[begin + i];
     if (value.isTensor()) {
       originals[i] = value.toTensor();
-      value = hosts[i] = given(originals[i], op, arguments[i].is_out());
+      value = hosts[i] = call.given(originals[i], arguments[i].is_out());
     } else if (value.isTensorList()) {
       c10::List<Tensor> all;
-      for (const Tensor& tensor : value.toTensorVector()) all.push_back(given(tensor, op));
+      for (const Tensor& tensor : value.toTensorVector()) all.push_back(call.given(tensor));
       value = all;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> all;
       for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
-        all.push_back(tensor.has_value() ? std::optional<Tensor>(given(*tensor, op)) : std::nullopt);
+        all.push_back(tensor.has_value() ? std::optional<Tensor>(call.given(*tensor)) : std::nullopt);
       value = all;
     } else if (value.isDevice() && value.toDevice().type() == kType) {
+      call.device = device_at(value.toDevice().index());
       value = c10::Device(at::kCPU);
     }
   }
+  const c10::Device device = call.device.value_or(device_at(-1));
   op.callBoxed(stack);
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!originals[i].defined() || !is_here(originals[i])) continue;
@@ -138,31 +155,33 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
   for (size_t r = 0; r < returns.size(); ++r) {
     auto& value = (*stack)[stack->size() - returns.size() + r];
     const auto* alias = returns[r].alias_info();
-    TORCH_CHECK(alias == nullptr || alias->isWrite(), "the pretended device has no view for ", op.operator_name());
+    TORCH_CHECK(alias == nullptr || alias->isWrite(), "pretended devices have no view for ", op.operator_name());
     if (alias != nullptr) {
       for (size_t i = 0; i < arguments.size(); ++i)
         if (arguments[i].alias_info() != nullptr && *arguments[i].alias_info() == *alias) value = originals[i];
     } else if (value.isTensor() && value.toTensor().defined()) {
-      value = taken(value.toTensor());
+      value = taken(value.toTensor(), device);
     } else if (value.isTensorList()) {
       c10::List<Tensor> all;
-      for (const Tensor& tensor : value.toTensorVector()) all.push_back(taken(tensor));
+      for (const Tensor& tensor : value.toTensorVector()) all.push_back(taken(tensor, device));
       value = all;
     }
   }
 }
 
 Tensor empty(SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   const auto kind = c10::dtype_or_default(dtype);
   check_dtype(kind);
+  const c10::DeviceGuard guard(device_at(device.has_value() ? device->index() : -1));
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, kKeys, kind, format);
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const auto kind = c10::dtype_or_default(dtype);
   check_dtype(kind);
+  const c10::DeviceGuard guard(device_at(device.has_value() ? device->index() : -1));
   return at::detail::empty_strided_generic(size, stride, &allocator, kKeys, kind);
 }
 
@@ -172,6 +191,7 @@ const Tensor& resize(const Tensor& tensor, SymIntArrayRef size, std::optional<at
   const size_t bytes = (c10::multiply_integers(sizes) + tensor.storage_offset()) * tensor.itemsize();
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   if (storage->nbytes() < bytes) {
+    const c10::DeviceGuard guard(tensor.device());
     auto data = allocator.allocate(bytes);
     std::memcpy(data.get(), storage->data(), storage->nbytes());
     storage->set_data_ptr_noswap(std::move(data));
@@ -196,7 +216,7 @@ at::Scalar item(const Tensor& tensor) {
 
 Tensor nonzero(const Tensor& tensor) {
   ++waits;
-  return taken(at::nonzero(on_host(tensor)));
+  return taken(at::nonzero(on_host(tensor)), tensor.device());
 }
 
 bool equal(const Tensor& one, const Tensor& other) {
@@ -206,7 +226,7 @@ bool equal(const Tensor& one, const Tensor& other) {
 }
 
 Tensor histogram(const Tensor& tensor, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
-  return taken(at::histc(on_host(tensor).to(at::kFloat), bins, least, most).to(tensor.scalar_type()));
+  return taken(at::histc(on_host(tensor).to(at::kFloat), bins, least, most).to(tensor.scalar_type()), tensor.device());
 }
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, SymIntArrayRef stride,
@@ -215,7 +235,8 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const std::optiona
   std::optional<Tensor> own;
   if (bias.has_value() && bias->defined()) own = on_host(*bias);
   return taken(at::convolution_symint(on_host(input), on_host(weight), own, stride, padding, dilation, transposed,
-                                      output_padding, groups));
+                                      output_padding, groups),
+               input.device());
 }
 
 Tensor& set_to(Tensor& tensor, at::Storage storage, c10::SymInt offset, SymIntArrayRef size, SymIntArrayRef stride) {

@@ -1,6 +1,6 @@
-"""A device for tests where there is no accelerator; see pretend_device.cpp. Importing this makes it known to PyTorch.
+"""Devices for tests where there is no accelerator; see pretend_device.cpp. Importing this makes them known to PyTorch.
 
-It changes which accelerator the whole process has, so what uses it runs in a process of its own.
+They change which accelerator the whole process has, so what uses them runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _library.times_waited.restype = ctypes.c_int64
 
 
 def times_waited() -> int:
-    """How often the host has asked for what a tensor of the device holds."""
+    """How often the host has asked for what a tensor of such a device holds."""
     return _library.times_waited()
 
 
@@ -27,7 +27,7 @@ def _module() -> ModuleType:
     """What `torch.cuda` is to a GPU, as far as it is asked for."""
     module = ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
-    module.device_count = lambda: 1
+    module.device_count = lambda: 2
     module.current_device = lambda: 0
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None

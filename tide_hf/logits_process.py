@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from .adapters import base_inside, check_wrapper
+from .depth.skipping import on_device
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .model import TIDEModelForCausalLM
 from .routers.configuration_tide import check_exit_threshold
@@ -94,8 +95,8 @@ class TIDELogitsProcessor(LogitsProcessor):
                         do="Use it with greedy search, sampling or beam search of the model it was made for.",
                     )
                 )
-            exit_point = self.routers[exit_layer]
-            leaves = exit_point.router(self.unembed.normalize(state)).to(scores.device) >= self.exit_threshold
+            exit_point = on_device(self.routers[exit_layer], state)
+            leaves = self.unembed.route(exit_point.router, state).to(scores.device) >= self.exit_threshold
             leaves &= undecided
             if leaves.any():
                 logits = self.unembed(exit_point.head(state)).to(scores)

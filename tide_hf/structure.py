@@ -142,11 +142,20 @@ def input_device(model: PreTrainedModel) -> torch.device:
     Args:
         model: A causal language model, possibly dispatched or offloaded by accelerate.
     """
-    embeddings = model.get_input_embeddings()
-    device = embeddings.weight.device
+    return _device_of(model.get_input_embeddings())
+
+
+def output_device(structure: DecoderStructure) -> torch.device:
+    """Where the final norm of a model reads states and leaves them; the head, where there is none."""
+    has_weights = structure.norm is not None and any(True for _ in structure.norm.parameters())
+    return _device_of(structure.norm if has_weights else structure.head)
+
+
+def _device_of(module: Any) -> torch.device:
+    device = next(module.parameters()).device
     if device.type != "meta":
         return device
-    hook = getattr(embeddings, "_hf_hook", None)
+    hook = getattr(module, "_hf_hook", None)
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 

@@ -63,7 +63,7 @@ class Unembed:
             self._norms[hidden_states.dtype] = which_norm(norm, hidden_states)
         found = self._norms[hidden_states.dtype] if fused else None
         if found is None:
-            return router(self.normalize(hidden_states))
+            return router(self.normalize(hidden_states).to(down.weight.device))  # the norm may be on another one
         rows, (name, eps) = hidden_states.reshape(-1, hidden_states.shape[-1]), found
         weights = (weight, bias, down.weight, down.bias, up.weight, up.bias)
         scores, _ = self.ops.norm_route(rows, *weights, eps=eps, exit_threshold=1.0, norm=name)
@@ -145,7 +145,9 @@ class DraftUnembed:
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.normalize(hidden_states)
         projection = self.unembed.structure.projection
-        return state if projection is None else projection(state)
+        state = state if projection is None else projection(state)
+        # A head's own hooks move what it reads; a copy of some of its rows has none.
+        return state if self.token_ids is None else state.to(next(self.head.parameters()).device)
 
     def _is_fused(self, state: Tensor) -> bool:
         head: Any = self.head

@@ -17,7 +17,7 @@ from ..cpu.linear_gate import faster_passes
 from ..parity import check_parity
 from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure, find_structure, input_device
+from ..structure import DecoderStructure, find_structure, input_device, output_device
 from ..unembed import weights_hash
 from .arguments import check_arguments, check_for_model, check_positions
 from .block_stage import BlockStart, block_start, place_block
@@ -210,7 +210,7 @@ def _fresh_routers(
     translator_rank: int | None,
     draft_vocab_size: int | None,
 ) -> TIDERouters:
-    """Routers that have learnt nothing yet, but for the block that is trained further; where the model's input goes."""
+    """Routers that have learnt nothing yet, but for the block that is trained further; where states leave the model."""
     config: dict[str, Any] = {
         "exit_strategy": exit_strategy,
         "exit_layers": list(exit_layers) if exit_layers is not None else _candidates(structure),
@@ -223,7 +223,7 @@ def _fresh_routers(
     routers = TIDERouters.for_model(model, **config)
     if start is not None and routers.block is not None:
         routers.block.load_state_dict(start.point.state_dict())
-    return routers.to(input_device(model))
+    return routers.to(output_device(structure))
 
 
 def _candidates(structure: DecoderStructure) -> list[int]:

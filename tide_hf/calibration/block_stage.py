@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, UnsupportedModelError, describe
 from ..routers.block_head import block_config_of
 from ..routers.exit_points import BlockPoint, logit_of
 from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure, input_device
+from ..structure import DecoderStructure, output_device
 from ..unembed import DraftUnembed, Unembed
 from .block_training import BlockTrainer, DocumentBatch
 from .distillation import FrequentUnembed
@@ -142,7 +142,7 @@ class BlockStage:
     ) -> None:
         self.store, self.point, self.block_layer, self.seed = store, point, block_layer, seed
         self.is_fresh = is_fresh
-        self.unembed = unembed
+        self.unembed, self.device = unembed, output_device(structure)
         self.drafts = DraftUnembed(unembed, tokens)
         taught = FrequentUnembed(unembed, tokens)
         self.trainer = BlockTrainer(model, structure, unembed, taught, point.head, block_layer)
@@ -186,7 +186,7 @@ class BlockStage:
     def figures(self) -> dict[str, float]:
         """Measure the block and its confidence on the certifying documents, ready for JSON."""
         log_probabilities, agrees = self._scored("certify")
-        scores = self.point.score(log_probabilities.to(self.point.confidence.device)).cpu()
+        scores = self.point.score(log_probabilities).cpu()
         return {
             "layer": self.block_layer,
             "agreement": float(agrees.double().mean()),
@@ -217,7 +217,7 @@ class BlockStage:
         if seed is not None:
             random.Random(seed).shuffle(shards)
         for shard in shards:
-            whole = self.store.read(shard, [self.block_layer]).to(input_device(self.trainer.model), torch.float32)
+            whole = self.store.read(shard, [self.block_layer]).to(self.device, torch.float32)
             documents = whole.document_ids.unique_consecutive().tolist()
             if seed is not None:
                 random.Random(seed + shard.number).shuffle(documents)

@@ -141,7 +141,7 @@ class BlockTrainer:
             (rows, length, D).
         """
         inputs = self._inputs(batch, batch.final if deep is None else deep)
-        call = self._call(batch).with_state(self.head.translate(*inputs))
+        call = self._call(batch).on(inputs[0].device).with_state(self.head.translate(*inputs))
         return self.head.state_of(self.gate.native(*call.args, **call.kwargs))
 
     def _step(self, batch: DocumentBatch, optimizer: torch.optim.Optimizer) -> float:

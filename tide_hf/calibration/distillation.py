@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..routers.exit_points import ExitHead
-from ..structure import DecoderStructure
+from ..structure import DecoderStructure, output_device
 from ..unembed import Unembed, is_plain_linear
 from .fitting import round_weights
 from .hidden_states import StateBatch
@@ -49,8 +49,7 @@ class FrequentUnembed:
     def __init__(self, unembed: Unembed, tokens: Tensor) -> None:
         structure = unembed.structure
         source: Any = structure.head
-        self.device = source.weight.device
-        tokens = tokens.to(self.device)
+        self.device, tokens = output_device(structure), tokens.to(source.weight.device)
         head = nn.Linear(source.weight.shape[1], len(tokens), bias=getattr(source, "bias", None) is not None)
         head.to(self.device)
         with torch.no_grad():

@@ -122,7 +122,7 @@ class StateReader:
             yield StateBatch(
                 states,
                 final_states,
-                top_tokens(self.unembed, final_states),
+                top_tokens(self.unembed, final_states).to(device),
                 tokens=batch.input_ids[is_token].to(device),
                 counted=batch.counted[is_token].to(device),
                 document_ids=batch.document_ids[:, None].expand_as(is_token)[is_token].to(device),

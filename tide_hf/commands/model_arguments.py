@@ -104,7 +104,7 @@ def attached_contender(loaded: Loaded, args: argparse.Namespace) -> Contender:
 
 def _device(name: str | None) -> torch.device:
     """The device of that name; without one the accelerator, or else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
     count = torch.accelerator.device_count() if accelerator else 0

@@ -17,7 +17,7 @@ from ..structure import DecoderStructure
 from ..unembed import Unembed
 from .block_memory import BlockMemory, memory_of
 from .kv_cache import crop, fill_skipped
-from .skipping import LayerCall, LayerGate, LayerRun
+from .skipping import LayerCall, LayerGate, LayerRun, on_device
 
 
 class BlockRun(LayerRun):
@@ -136,9 +136,10 @@ class BlockRun(LayerRun):
         return final
 
     def _inputs(self, call: LayerCall, deep_before: Tensor | None) -> LayerCall:
-        early = self.unembed.normalize(call.state)
-        deep = deep_before.to(early.device) if deep_before is not None else torch.zeros_like(early)
-        return call.with_state(self.point.head.translate(early, deep))
+        device = call.state.device
+        early = self.unembed.normalize(call.state).to(device)
+        deep = deep_before.to(device) if deep_before is not None else torch.zeros_like(early)
+        return call.on(device).with_state(on_device(self.point, call.state).head.translate(early, deep))
 
     def _normalize(self, state: Tensor) -> Tensor:
         return self.unembed.normalize(state)

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..ops import PLAIN, Ops
-from ..routers.exit_points import ExitPoint
+from ..routers.exit_points import BlockPoint, ExitPoint
 from ..structure import DecoderStructure
 
 _ACTIVE: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
@@ -233,6 +235,13 @@ class LayerCall:
             return LayerCall((state, *self.args[1:]), self.kwargs)
         return LayerCall((), {**self.kwargs, "hidden_states": state})
 
+    def on(self, device: torch.device) -> LayerCall:
+        """The same call with all tensors on one device; a model may be spread over several."""
+        tensors = (value for value in tree_leaves([self.args, self.kwargs]) if isinstance(value, Tensor))
+        if all(tensor.device == device for tensor in tensors):
+            return self
+        return LayerCall(send_to_device(self.args, device), send_to_device(self.kwargs, device))
+
 
 class _Left(BaseException):
     """Carries the call of the first layer that is not needed out of a forward pass."""
@@ -269,8 +278,11 @@ def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def on_device(exit_point: ExitPoint, state: Tensor) -> ExitPoint:
+Point = TypeVar("Point", ExitPoint, BlockPoint)
+
+
+def on_device(point: Point, state: Tensor) -> Point:
     """Move an exit point to where its layer's output lies; a model may be spread over devices."""
-    if exit_point.router.up.weight.device != state.device:
-        exit_point.to(state.device)
-    return exit_point
+    if next(point.parameters()).device != state.device:
+        point.to(state.device)
+    return point

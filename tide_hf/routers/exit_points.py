@@ -90,7 +90,7 @@ class BlockPoint(nn.Module):
     def score(self, log_probabilities: Tensor) -> Tensor:
         """(...) log-probabilities of the top tokens -> (...) probabilities that they are the full model's."""
         scale, shift = self.confidence.float()
-        return torch.sigmoid(scale * logit_of(log_probabilities) + shift)
+        return torch.sigmoid(scale * logit_of(log_probabilities.to(scale.device)) + shift)
 
 
 def logit_of(log_probabilities: Tensor) -> Tensor:

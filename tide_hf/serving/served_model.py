@@ -110,11 +110,11 @@ class ServedModel:
 
     @classmethod
     def load(cls, options: ServingOptions) -> ServedModel:
-        """Load the model and attach TIDE to it, on the GPU where there is one."""
+        """Load the model and attach TIDE to it, on the accelerator where there is one."""
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         model, tokenizer = load_demo_model(options.model, dtype=options.dtype, console=Console(stderr=True))
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
         return cls(attach(model, options, batch_sizes(options.max_batch)), tokenizer, options)
 
     def prepare(self, request: ChatRequest, emit: Callable[[Event], None]) -> Job:
