@@ -41,13 +41,13 @@ def there(batch):
     return {name: value.to(NAME) for name, value in batch.items()}
 
 
-def spread(model, *, head=1):
-    """Over both devices: embeddings and the first two layers on one, the rest on the other, and the head as told."""
+def spread(model, *, cut=2, head=1):
+    """Over both devices: embeddings and the first layers on one, the rest on the other, and the head as told."""
     structure = find_structure(model)
     names = {module: name for name, module in model.named_modules()}
     layers = [names[layer] for layer in structure.layers]
     decoder = layers[0].rpartition(".")[0]
-    places = dict(zip(layers, [f"{NAME}:0"] * 2 + [f"{NAME}:1"] * (len(layers) - 2), strict=True))
+    places = dict(zip(layers, [f"{NAME}:0"] * cut + [f"{NAME}:1"] * (len(layers) - cut), strict=True))
     for name in names.values():
         holds_or_is_held = decoder.startswith(name) or any(name.startswith(f"{place}.") for place in (decoder, *places))
         if not holds_or_is_held and name != decoder:
@@ -117,11 +117,12 @@ def test_a_block_drafts(family, rows):
 def test_a_model_is_spread_over_devices(family, head):
     """Heads draft on either side of the cut, whose head is with the embeddings or with the last layer."""
     expected = answer(tiny_model(family), prompts(3, pads=2), **GREEDY)
-    model = spread(tiny_model(family), head=head)
-    kinds = [(linear_heads, 1), (linear_heads, 3)]
+    kinds = [(2, linear_heads, 1), (2, linear_heads, 3)]
     if family in WITH_BLOCK:
-        kinds.append((lambda model: routers_for(model, block_layer_of(family)), block_layer_of(family)))
-    for make_routers, layer in kinds:
+        layer = block_layer_of(family)
+        kinds += [(cut, lambda model, layer=layer: routers_for(model, layer), layer) for cut in (layer - 1, layer + 1)]
+    for cut, make_routers, layer in kinds:
+        model = spread(tiny_model(family), cut=cut, head=head)
         TIDEModelForCausalLM.attach(model, make_routers(tiny_model(family)))
         model._tide.make_drafter = lambda _, texts, shallow, layer=layer: HeadDrafter(texts, shallow, layer, 3)
         assert torch.equal(answer(model, there(prompts(3, pads=2)), **GREEDY), expected)
@@ -296,7 +297,7 @@ def test_calibration_on_text_of_the_models_own_and_from_routers(device_llama, ti
     assert calibrate(half, tiny_tokenizer, texts(60), **FIT, exit_strategy="block").exit_layers == [1, 2]
 
 
-@pytest.mark.parametrize("place", [lambda model: model.to(NAME), spread])
+@pytest.mark.parametrize("place", [lambda model: model.to(NAME), spread, partial(spread, head=0)])
 def test_what_exits_cost_is_measured(tiny_llama, tiny_tokenizer, place):
     device_llama = place(tiny_llama())
     rows = [{"question": text, "answer": "the"} for text in texts(6)]
@@ -334,7 +335,7 @@ def test_ways_of_decoding_are_compared(device_llama):
 def test_the_published_selection_runs_as_a_logits_processor():
     found = []
     for model in (*two("llama"), spread(tiny_model("llama"))):
-        routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
+        routers = TIDERouters.for_model(model, exit_layers=[3], exit_strategy="linear", exit_threshold=0.5)
         batch = prompts() if model.device.type == "cpu" else there(prompts())
         with TIDELogitsProcessor(model, routers) as processor:
             found.append(answer(model, batch, logits_processor=[processor], **GREEDY))
