@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -146,13 +147,13 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def output_device(structure: DecoderStructure) -> torch.device:
-    """Where the final norm of a model reads states and leaves them; the head, where there is none."""
+    """Where the final norm of a model reads states and leaves them; the head, where the norm has no weights."""
     has_weights = structure.norm is not None and any(True for _ in structure.norm.parameters())
     return _device_of(structure.norm if has_weights else structure.head)
 
 
 def _device_of(module: Any) -> torch.device:
-    device = next(module.parameters()).device
+    device = next(chain(module.parameters(), module.buffers())).device
     if device.type != "meta":
         return device
     hook = getattr(module, "_hf_hook", None)
