@@ -37,8 +37,8 @@ APPROXIMATE = [("post_hoc", "propagate"), ("early_exit", "propagate"), ("early_e
 APPROXIMATE += [("early_exit", "zero_pad"), ("early_exit", "prompt")]  # prompts' tokens leave as well
 
 
-def there(batch):
-    return {name: value.to(NAME) for name, value in batch.items()}
+def there(batch, device=NAME):
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def spread(model, *, cut=2, head=1):
@@ -49,9 +49,11 @@ def spread(model, *, cut=2, head=1):
     decoder = layers[0].rpartition(".")[0]
     places = dict(zip(layers, [f"{NAME}:0"] * cut + [f"{NAME}:1"] * (len(layers) - cut), strict=True))
     for name in names.values():
-        holds_or_is_held = decoder.startswith(name) or any(name.startswith(f"{place}.") for place in (decoder, *places))
-        if not holds_or_is_held and name != decoder:
-            places[name] = f"{NAME}:{0 if structure.norm is None or name != names[structure.norm] else 1}"
+        holds_layers = decoder.startswith(name)
+        if not holds_layers and not any(name.startswith(f"{place}.") for place in places):
+            places[name] = f"{NAME}:0"
+    if structure.norm is not None:
+        places[names[structure.norm]] = f"{NAME}:1"
     places[names[structure.head]] = f"{NAME}:{head}"
     return dispatch_model(model, places, main_device=f"{NAME}:0", force_hooks=True)
 
@@ -139,8 +141,7 @@ def test_tokens_leave_as_on_a_cpu(family, mode, strategy, rows, options):
         routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
         routers.config.kv_cache_strategy = "propagate" if in_prompt else strategy
         TIDEModelForCausalLM.attach(model, routers, mode=mode, pack_weights=False)
-        batch = prompts(rows, pads=3)
-        batch = batch if model.device.type == "cpu" else there(batch)
+        batch = there(prompts(rows, pads=3), model.device)
         found.append((answer(model, batch, **options, **in_prompt), model.last_exit_stats))
     assert all(torch.equal(tokens, found[0][0]) for tokens, _ in found)
     assert all(stats == found[0][1] for _, stats in found)
@@ -338,7 +339,7 @@ def test_the_published_selection_runs_as_a_logits_processor():
     found = []
     for model in (*two("llama"), spread(tiny_model("llama"))):
         routers = TIDERouters.for_model(model, exit_layers=[3], exit_strategy="linear", exit_threshold=0.5)
-        batch = prompts() if model.device.type == "cpu" else there(prompts())
+        batch = there(prompts(), model.device)
         with TIDELogitsProcessor(model, routers) as processor:
             found.append(answer(model, batch, logits_processor=[processor], **GREEDY))
     assert torch.equal(found[0], found[1])

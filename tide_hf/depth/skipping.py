@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..ops import PLAIN, Ops
 from ..routers.exit_points import BlockPoint, ExitPoint
@@ -237,8 +236,8 @@ class LayerCall:
 
     def on(self, device: torch.device) -> LayerCall:
         """The same call with all tensors on one device; a model may be spread over several."""
-        tensors = (value for value in tree_leaves([self.args, self.kwargs]) if isinstance(value, Tensor))
-        if all(tensor.device == device for tensor in tensors):
+        values = (value if isinstance(value, tuple) else (value,) for value in (*self.args, *self.kwargs.values()))
+        if all(part.device == device for value in values for part in value if isinstance(part, Tensor)):
             return self
         return LayerCall(send_to_device(self.args, device), send_to_device(self.kwargs, device))
 
