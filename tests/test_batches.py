@@ -4,11 +4,10 @@ import pytest
 import torch
 from drafters import KINDS, use_drafter
 from families import ATTENTION, VOCAB, tiny_model
-from transformers import DynamicCache, TextStreamer
+from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.decoding import speculation
-from tide_hf.errors import UnsupportedOptionError
 from tide_hf.structure import CACHE
 
 PROMPT, NEW = 10, 24
@@ -158,16 +157,3 @@ def test_the_real_drafter_in_a_batch(family):
     TIDEModelForCausalLM.attach(model, routers)
     for _ in range(3):
         assert torch.equal(model.generate(ids, **OPTIONS), expected)
-
-
-def test_a_streamer_needs_a_single_sequence():
-    class AnyStreamer(TextStreamer):
-        def __init__(self):
-            pass
-
-        def put(self, value):
-            pass
-
-    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
-    with pytest.raises(UnsupportedOptionError, match=r"got a streamer with a batch of 2\. Expected one process"):
-        model.generate(**prompts(2), streamer=AnyStreamer(), **OPTIONS)

@@ -127,7 +127,7 @@ def test_what_a_cache_records_would_be_lost():
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     with pytest.raises(UnsupportedOptionError, match=r"DynamicCache that records the past.*activate_past_recording"):
-        model.generate(prompts(1), max_new_tokens=4, **OPTIONS, **{CACHE: cache})
+        model.generate(prompts(1), tide_strict=True, max_new_tokens=4, **OPTIONS, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("engine", ["eager", "compiled"])

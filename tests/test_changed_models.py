@@ -142,7 +142,9 @@ def test_a_layer_that_was_moved_to_another_device_is_left_to_pytorch():
 
 def test_a_head_that_has_lost_tokens_is_refused():
     model = tiny_model("llama")
-    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear"))
+    TIDEModelForCausalLM.attach(
+        model, TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear"), strict=True
+    )
     model.resize_token_embeddings(120, mean_resizing=False)
     assert len(answer(model)[0]) == 19
     model.resize_token_embeddings(64, mean_resizing=False)

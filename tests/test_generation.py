@@ -92,20 +92,6 @@ def test_as_an_assistant_and_with_an_assistant_the_output_is_plain():
     assert torch.equal(model.generate(prompt(), prompt_lookup_num_tokens=2, **OPTIONS), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [
-        ({"use_cache": False}, "no cache"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
-    ],
-)
-def test_what_is_not_there_yet_is_said(options, got):
-    model = attached()
-    with pytest.raises(UnsupportedOptionError, match=rf"(?s)self_speculative.*got {got}.*Expected"):
-        model.generate(prompt(), **OPTIONS, **options)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_runs_in_every_mode(mode):
     assert attached(exit_threshold=0.0).generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 19)

@@ -101,7 +101,8 @@ def test_images_that_layers_attend_to_across_are_left_to_post_hoc():
     assert torch.equal(model.generate(**inputs, **image, **OPTIONS, tide_mode="post_hoc"), expected[1])
     for mode in ("self_speculative", "early_exit"):
         with pytest.raises(UnsupportedOptionError, match=r"got cross_attention_mask.* Choose tide_mode='post_hoc'"):
-            model.generate(**inputs, **image, **OPTIONS, tide_mode=mode)
+            model.generate(**inputs, **image, **OPTIONS, tide_mode=mode, tide_strict=True)
+    assert torch.equal(model.generate(**inputs, **image, **OPTIONS), expected[1])
     attach_compiled(TIDEModelForCausalLM.detach(model))
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])  # some layers keep nothing of it
 

@@ -260,7 +260,7 @@ def test_a_model_that_training_left_without_a_cache(mode):
     passed = GenerationConfig.from_dict(model.generation_config.to_dict())  # as pipelines do
     assert torch.equal(model.generate(prompt(), generation_config=passed, **OPTIONS), expected)
     with pytest.raises(UnsupportedOptionError, match="no cache"):
-        model.generate(prompt(), **OPTIONS, use_cache=False)
+        model.generate(prompt(), **OPTIONS, use_cache=False, tide_strict=True)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_model_that_training_left_without_a_cache(mode):
     ],
 )
 def test_caches_that_cannot_be_rolled_back(family, rows, options, got):
-    model = TIDEModelForCausalLM.attach(tiny_model(family))
+    model = TIDEModelForCausalLM.attach(tiny_model(family), strict=True)
     with pytest.raises(UnsupportedOptionError, match=f"self_speculative.*got {got}.*Expected a DynamicCache"):
         model.generate(prompt().expand(rows, -1), **OPTIONS, **options)
 

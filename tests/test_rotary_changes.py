@@ -30,7 +30,8 @@ ROPES = {
 
 
 def rope_model(kind):
-    return TIDEModelForCausalLM.attach(tiny_model("llama", rope_parameters=ROPES[kind], max_position_embeddings=20))
+    model = tiny_model("llama", rope_parameters=ROPES[kind], max_position_embeddings=20)
+    return TIDEModelForCausalLM.attach(model, strict=True)
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -84,7 +85,7 @@ def padded(_model, ids):
 def test_an_answer_across_the_change_is_refused_however_the_prompt_comes(hand_in):
     model, ids = model_and_ids()
     inputs = hand_in(model, ids)
-    TIDEModelForCausalLM.attach(model)
+    TIDEModelForCausalLM.attach(model, strict=True)
     with pytest.raises(
         UnsupportedOptionError, match=rf"a prompt of {PROMPT} tokens and max_length=26.*at most {LIMIT}"
     ):

@@ -233,7 +233,7 @@ def test_recurrent_models_are_refused_with_the_reason(family):
     routers = TIDERouters.for_model(model, exit_layers=[2])
     for mode in ("early_exit", "self_speculative"):
         with pytest.raises(UnsupportedModelError, match=r"recurrent state.*Expected tide_mode='post_hoc'"):
-            TIDEModelForCausalLM.attach(model, routers, mode=mode)
+            TIDEModelForCausalLM.attach(model, routers, mode=mode, strict=True)
     assert not isinstance(model, TIDEModelForCausalLM)
     TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
     with pytest.raises(UnsupportedModelError, match="recurrent state"):

@@ -69,12 +69,12 @@ def test_layers_that_hold_more_than_k_and_v_in_a_batch():
     expected = model.generate(prompt(), **options())
     TIDEModelForCausalLM.attach(model)
     assert torch.equal(model.generate(prompt(), **options()), expected)
-    with pytest.raises(UnsupportedOptionError, match=r"with 2 sequences cannot use this cache: got .* with a Indexed"):
-        model.generate(prompt(2), **options())
+    with pytest.raises(UnsupportedOptionError, match=r"in a batch cannot use this cache: got .* with a Indexed"):
+        model.generate(prompt(2), tide_strict=True, **options())
 
 
 def test_caches_of_encoders_are_refused():
-    model = TIDEModelForCausalLM.attach(tiny_model("gpt2", add_cross_attention=True))
+    model = TIDEModelForCausalLM.attach(tiny_model("gpt2", add_cross_attention=True), strict=True)
     both = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     with pytest.raises(UnsupportedOptionError, match="got EncoderDecoderCache"):
         model.generate(prompt(), **OPTIONS, **{CACHE: both})
@@ -220,13 +220,15 @@ def test_a_window_that_the_cache_alone_keeps_to(attach, monkeypatch):
     assert torch.equal(model.generate(prompt(), **options), expected)
     options["max_new_tokens"] += 1
     with pytest.raises(UnsupportedOptionError, match=r"moshi attends .* got 25 tokens .* at most 24, its sliding"):
-        model.generate(prompt(), **options)
+        model.generate(prompt(), tide_strict=True, **options)
     more, cache = expected[:, -4:], DynamicCache(config=model.config)
     with torch.no_grad():
         model(expected[:, :-4], **{CACHE: cache})
     mask = torch.ones(1, 24, dtype=torch.long)
     with pytest.raises(UnsupportedOptionError, match="moshi attends"):
-        model.generate(more, attention_mask=mask, **{CACHE: cache}, **{**OPTIONS, "max_new_tokens": 1})
+        model.generate(
+            more, tide_strict=True, attention_mask=mask, **{CACHE: cache}, **{**OPTIONS, "max_new_tokens": 1}
+        )
 
 
 def test_a_recurrent_state_in_a_cache_of_its_own_kind(monkeypatch):
@@ -235,7 +237,7 @@ def test_a_recurrent_state_in_a_cache_of_its_own_kind(monkeypatch):
     model = tiny_model("minimax")
     expected = model.generate(prompt(), **OPTIONS)
     with pytest.raises(UnsupportedModelError, match="keeps a recurrent state, which tide_mode='self_speculative'"):
-        TIDEModelForCausalLM.attach(model)
+        TIDEModelForCausalLM.attach(model, strict=True)
     routers = TIDERouters.for_model(model, exit_layers=[2])
     TIDEModelForCausalLM.attach(model, routers, mode="post_hoc", exit_threshold=2.0)
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)

@@ -122,3 +122,8 @@ def describe(problem: str, *, got: object, expected: str, do: str) -> str:
         The message, in three sentences.
     """
     return f"{problem}: got {got}. Expected {expected}. {do}"
+
+
+def problem_of(error: Exception) -> str:
+    """The first sentence of what [`describe`] has worded: what is wrong, and what was given."""
+    return str(error).partition(". Expected ")[0]

@@ -8,22 +8,22 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .adapters import check_adapters
 from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
-from .compilation import check_uncompiled, leave_uncompiled
+from .compilation import leave_uncompiled
 from .decoding.attachment import Attachment
 from .decoding.engine_choice import EAGER
+from .decoding.requirements import check_call
 from .decoding.rows import max_length_of
-from .decoding.speculation import SelfSpeculativeDecoder
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
-from .depth.kv_cache import WINDOW_IN_CACHE_ALONE, cache_is_returned, check_window, fill_for, find_cache
+from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .depth.recompute import RecomputeRun
 from .depth.skipping import active, active_run
 from .engines.captured_decoding import decoder_for
 from .engines.dispatch import candidate_for, engine_of
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
-from .errors import UnsupportedOptionError, describe
+from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .padding import up_to_end
 from .prompt_inputs import check_no_cross_attention
 from .routers.configuration_tide import (
@@ -31,16 +31,18 @@ from .routers.configuration_tide import (
     check_min_layers,
 )
 from .stats import ExitStats
-from .structure import CACHE, check_rope, rope_limits
+from .structure import CACHE
 
-OPTIONS = ("tide_mode", "tide_engine", "exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
+OPTIONS_OF_EXITS = ("exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
+OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *OPTIONS_OF_EXITS)
 
 
 class TIDEGenerationMixin:
     """Mixed in front of a model's class while TIDE is attached.
 
     Attributes:
-        last_exit_stats: Counts of the last call that a TIDE mode decoded; `None` before the first.
+        last_exit_stats: Counts of the last call; `None` before the first, and after one in which TIDE had no part, as
+            in beam search.
     """
 
     config: Any
@@ -50,6 +52,7 @@ class TIDEGenerationMixin:
 
     def _prepare_generation_config(self, generation_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         """Take TIDE's options out of `generate`'s keyword arguments and carry them in this call's own config."""
+        self.last_exit_stats = None
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
         for name, value in options.items():
@@ -70,49 +73,82 @@ class TIDEGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:
         attachment = self._tide
-        for name in ("tokenizer", "assistant_tokenizer"):  # which the criteria have that want them
-            model_kwargs.pop(name, None)
-        common = {
+        options = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
             "generation_config": generation_config,
             "streamer": streamer,
         }
-        mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
+        plain = {"synced_gpus": synced_gpus, **options, **model_kwargs}
         if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
-            return super()._sample(input_ids, synced_gpus=synced_gpus, **common, **model_kwargs)  # type: ignore[misc]
-        attachment.check_mode(mode)
-        attachment.check_head(self)
-        check_adapters(self, attachment.structure)
-        check_uncompiled(self, attachment.structure)
-        leave_uncompiled(generation_config)
-        gates = attachment.gates()
-        for gate in gates:
-            gate.release_if_changed()
-        # A MaxLengthCriteria of the caller's takes the place of what the config says.
-        generation_config.max_length = max_length_of(stopping_criteria) or generation_config.max_length
+            return super()._sample(input_ids, **plain)  # type: ignore[misc]
+        mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
         engine = check_choice(
             "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
         )
+        # A MaxLengthCriteria of the caller's takes the place of what the config says.
+        max_length = max_length_of(stopping_criteria) or generation_config.max_length
+        try:
+            attachment.check_model(self, mode)
+            if mode == "self_speculative":
+                check_call(self, input_ids, generation_config, model_kwargs, max_length, synced_gpus, streamer)
+        except (UnsupportedModelError, UnsupportedOptionError) as error:
+            strict = getattr(generation_config, "tide_strict", None)
+            if mode != "self_speculative" or (attachment.strict if strict is None else strict):
+                raise
+            return self._tide_fall_back(error, input_ids, plain)
+        generation_config.max_length = max_length
+        for name in ("tokenizer", "assistant_tokenizer"):  # which the stopping criteria have by now
+            model_kwargs.pop(name, None)
+        leave_uncompiled(generation_config)
+        return self._tide_decode(mode, engine, input_ids, options, synced_gpus, model_kwargs)
+
+    def _tide_decode(
+        self,
+        mode: str,
+        engine: str,
+        input_ids: Tensor,
+        options: dict[str, Any],
+        synced_gpus: bool,
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """Decode in a TIDE mode."""
+        attachment, generation_config = self._tide, options["generation_config"]
+        gates = attachment.gates()
+        for gate in gates:
+            gate.release_if_changed()
         engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
         warm_up_seconds = attachment.warm_up_seconds(engine)
-        if mode != "post_hoc":
-            check_no_cross_attention(f"tide_mode={mode!r}", model_kwargs)
         if mode == "self_speculative":
-            _check_speculative(input_ids, generation_config, synced_gpus, streamer)
-            decoder = self._tide_decoder(engine, input_ids, common, model_kwargs)
+            decoder = decoder_for(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **options)
             with attachment.running(engine, decoder.run, gates, decoder.on_steps):
                 prompts = input_ids.tolist()
                 result = decoder.decode(lambda shallow: attachment.make_drafter(attachment, prompts, shallow))
             learn(decoder)
             stats = decoder.stats
         else:
+            if mode == "early_exit":
+                check_no_cross_attention(f"tide_mode={mode!r}", model_kwargs)
             run = _exit_run(attachment, mode, generation_config, model_kwargs, self.config.get_text_config())
             with attachment.running(engine, run, gates), active(run):
-                result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **common, **model_kwargs})
-            sequences = result if isinstance(result, Tensor) else result.sequences
-            stats = _exit_stats(mode, engine, run, sequences[:, input_ids.shape[1] :], generation_config)
+                result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **options, **model_kwargs})
+            per_token = _depths(run.per_pass, result, input_ids, generation_config)
+            stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine)
+            stats.mlp_tokens_skipped = run.mlp_tokens_skipped
         stats.warm_up_s = attachment.warm_up_seconds(engine) - warm_up_seconds
+        self.last_exit_stats = stats
+        return result
+
+    def _tide_fall_back(self, error: Exception, input_ids: Tensor, options: dict[str, Any]) -> Any:
+        """Decode by the loop of the model's own class, at full depth, since `self_speculative` cannot have the call."""
+        reason = self._tide.note_fallback(error)
+        result = super()._sample(input_ids, **options)  # type: ignore[misc]
+        depth, rows = self._tide.structure.num_layers, input_ids.shape[0]
+        stats = ExitStats("self_speculative", depth, fallback_reason=reason)
+        if isinstance(result, Tensor | GenerateDecoderOnlyOutput):
+            passes = _new_tokens(result, input_ids).shape[1]
+            stats.layers_executed = depth * rows * passes
+            stats.per_token = _depths([[depth] * rows] * passes, result, input_ids, options["generation_config"])
         self.last_exit_stats = stats
         return result
 
@@ -128,16 +164,6 @@ class TIDEGenerationMixin:
             raise
         run.flush(super().__call__)  # type: ignore[misc]
         return result
-
-    def _tide_decoder(
-        self, engine: str, input_ids: Tensor, common: dict[str, Any], model_kwargs: dict[str, Any]
-    ) -> SelfSpeculativeDecoder:
-        """The decoder of a `self_speculative` call, once the call is known to be one that it can decode."""
-        _check_length(self.config.get_text_config(), input_ids, common["generation_config"].max_length, model_kwargs)
-        rows = input_ids.shape[0]
-        user = "tide_mode='self_speculative'" + (f" with {rows} sequences" if rows > 1 else "")
-        find_cache(model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
-        return decoder_for(self, self._tide, engine, input_ids, model_kwargs=model_kwargs, **common)
 
     def tide_release(self) -> None:
         """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
@@ -216,51 +242,12 @@ def _new_attached(base_class: type) -> Any:
     return object.__new__(attached_class(base_class))
 
 
-def _check_speculative(input_ids: Tensor, generation_config: Any, synced_gpus: bool, streamer: Any) -> None:
-    """Refuse what self-speculation cannot do yet."""
-    problems = {
-        f"a streamer with a batch of {input_ids.shape[0]}": streamer is not None and input_ids.shape[0] != 1,
-        "synced_gpus=True": synced_gpus,
-        "output_attentions=True": generation_config.output_attentions,
-        "output_hidden_states=True": generation_config.output_hidden_states,
-    }
-    for got, is_problem in problems.items():
-        if is_problem:
-            raise UnsupportedOptionError(
-                describe(
-                    "tide_mode='self_speculative' cannot do this yet",
-                    got=got,
-                    expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
-                    do="Leave it out, choose another tide_mode, or detach TIDE for plain decoding. A "
-                    "tide_hf.decoding.rows.RowCriterion sees the tokens of every row of a batch.",
-                )
-            )
-
-
-def _check_length(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
-    """Refuse an answer that goes beyond a window of the cache's alone, or within which rotary embeddings change.
-
-    The latter go by positions: `input_ids` may be padded, or a part.
-    """
-    limits = rope_limits(config)
-    if not limits and config.model_type not in WINDOW_IN_CACHE_ALONE:
-        return
-    positions, cache, embeds = (model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
-    length = (embeds if embeds is not None else input_ids).shape[1]
-    length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-    new = max_length - input_ids.shape[1]
-    check_window(config, length + new)
-    if limits:
-        length = length if positions is None else int(positions.max()) + 1
-        check_rope(config, length, length + new)
-
-
 def _exit_run(
     attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any], text_config: Any
 ) -> ExitRun:
     """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS[2:])
+    threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS_OF_EXITS)
     options: dict[str, Any] = {
         "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
@@ -289,14 +276,18 @@ def _exit_run(
     return PropagateRun(*common, **options, fill=fill, exits_in_prompt=bool(in_prompt))
 
 
-def _exit_stats(mode: str, engine: str, run: ExitRun, new_tokens: Tensor, generation_config: Any) -> ExitStats:
-    """Counts of a call, without the padding behind rows that finished early."""
+def _new_tokens(result: Any, input_ids: Tensor) -> Tensor:
+    """(rows, passes) of what `generate` is about to return."""
+    sequences = result if isinstance(result, Tensor) else result.sequences
+    return sequences[:, input_ids.shape[1] :]
+
+
+def _depths(per_pass: list[list[int]], result: Any, input_ids: Tensor, generation_config: Any) -> list[list[int]]:
+    """The layer that each new token of each row was read from, without the padding behind rows that finished early."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
     eos_tokens = set(eos.tolist()) if eos is not None else set()
     per_token = []
-    for row, tokens in enumerate(new_tokens.tolist()):
+    for row, tokens in enumerate(_new_tokens(result, input_ids).tolist()):
         length = len(up_to_end(tokens, eos_tokens))
-        per_token.append([layers[row] for layers in run.per_pass[:length]])
-    stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine)
-    stats.mlp_tokens_skipped = run.mlp_tokens_skipped
-    return stats
+        per_token.append([layers[row] for layers in per_pass[:length]])
+    return per_token

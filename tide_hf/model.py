@@ -11,7 +11,7 @@ from .compilation import check_uncompiled
 from .cpu.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .decoding.attachment import Attachment, hybrid_drafter
 from .depth.skipping import open_gates, remove_gates
-from .errors import ConfigurationError, describe
+from .errors import ConfigurationError, UnsupportedModelError, describe
 from .generation import TIDEGenerationMixin, attached_class
 from .loading import load_base_model
 from .ops import USE_KERNELS, load_kernels
@@ -60,6 +60,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         pack_weights: bool | str = "auto",
         use_kernels: bool | str = "auto",
         engine: str = "eager",
+        strict: bool = False,
         **auto_model_kwargs: Any,
     ) -> Any:
         """Load a base model and attach TIDE to it.
@@ -86,6 +87,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 such steps as CUDA graphs on one GPU, and leaves to eager what cannot be captured; or `"auto"`, which
                 begins with `"eager"` and changes to what is measured to pay. A call may name another
                 (`tide_engine=`).
+            strict: Raise where `self_speculative` cannot have a call or a model: attention maps or hidden states that
+                are to be returned, caches that cannot be rolled back, recurrent states and so on. By default these
+                decode plainly, by transformers' own loop: the output is the same, the log says why at the first of a
+                kind, and `last_exit_stats.fallback_reason` each time. A call may say otherwise (`tide_strict=`).
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
                 `proxies` are used for the routers as well.
@@ -120,6 +125,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             pack_weights=pack_weights,
             use_kernels=use_kernels,
             engine=engine,
+            strict=strict,
         )
 
     @classmethod
@@ -134,6 +140,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         pack_weights: bool | str = "auto",
         use_kernels: bool | str = "auto",
         engine: str = "eager",
+        strict: bool = False,
     ) -> Any:
         """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
 
@@ -147,6 +154,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             pack_weights: As in `from_pretrained`.
             use_kernels: As in `from_pretrained`.
             engine: As in `from_pretrained`.
+            strict: As in `from_pretrained`.
 
         Returns:
             `model` itself.
@@ -178,8 +186,14 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             make_drafter=hybrid_drafter,
             engine=engine,
             use_kernels=use_kernels,
+            strict=strict,
         )
-        attachment.check_mode(mode)
+        try:
+            attachment.check_mode(mode)
+        except UnsupportedModelError as error:
+            if mode != "self_speculative" or strict:
+                raise
+            attachment.note_fallback(error)
         check_parity(model, structure)
         if loaded is not None:
             loaded.place(device, model.dtype)

@@ -24,6 +24,8 @@ class ExitStats:
         mlp_tokens_skipped: Prompt tokens that an MLP did not have to see, counted once per layer (`early_exit` with
             `exits_in_prompt`).
         engine: What ran the layers.
+        fallback_reason: Why the call decoded plainly, by transformers' own loop at full depth; `None` where TIDE
+            decoded it. Then `layers_executed` is what plain decoding takes for as many tokens.
         warm_up_s: Seconds of the call that went into making that engine ready; later calls are spared them.
     """
 
@@ -36,6 +38,7 @@ class ExitStats:
     accepted: int = 0
     mlp_tokens_skipped: int = 0
     engine: str = "eager"
+    fallback_reason: str | None = None
     warm_up_s: float = field(default=0.0, compare=False)
 
     @property
@@ -85,7 +88,8 @@ class ExitStats:
     def headlines(self) -> list[str]:
         """How deep tokens ran and, where there were drafts, how many were accepted; a line each, for people."""
         layers = self.depth_fraction * self.num_layers
-        lines = [
+        lines = [] if self.fallback_reason is None else [f"decoded plainly, without TIDE: {self.fallback_reason}"]
+        lines += [
             f"{self.mode}: {self.total_tokens} tokens, {layers:.1f} of {self.num_layers} layers per token "
             f"({self.depth_fraction:.0%})"
         ]

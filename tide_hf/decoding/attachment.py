@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..adapters import check_adapters
+from ..compilation import check_uncompiled
 from ..cpu.linear_gate import (
     COMPILED,
     Forms,
@@ -20,7 +23,7 @@ from ..cpu.linear_gate import (
 from ..cpu.products import has_stored_product
 from ..cpu.weight_forms import UNCOMPILED
 from ..depth.skipping import LayerRun
-from ..errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..errors import UnsupportedModelError, UnsupportedOptionError, describe, problem_of
 from ..routers.block_head import BlockHead
 from ..routers.configuration_tide import TIDEConfig
 from ..routers.exit_points import ExitPoint
@@ -35,6 +38,8 @@ from ..unembed import DraftUnembed, Unembed, is_plain_linear
 from .costs import CostTable
 from .drafting import Drafter, HybridDrafter
 from .engine_choice import EngineChooser
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Attachment:
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
         engine: The engine of a call that names none.
         use_kernels: Whether eager calls may use kernels.
+        strict: Whether calls that `self_speculative` cannot have raise, instead of decoding plainly.
         compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
         compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
         captured_steps: The same in calls with `engine="cuda_graph"`.
@@ -68,6 +74,7 @@ class Attachment:
     make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
     engine: str = "eager"
     use_kernels: bool | str = "auto"
+    strict: bool = False
     compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
     compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
     captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
@@ -75,6 +82,7 @@ class Attachment:
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     chooser: EngineChooser = field(default_factory=EngineChooser)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
+    _fallbacks: set[str] = field(default_factory=set, repr=False)  # the problems that have been warned of
 
     @property
     def compaction_threshold(self) -> float:
@@ -183,7 +191,23 @@ class Attachment:
             )
         return self.routers
 
-    def check_head(self, model: Any) -> None:
+    def check_model(self, model: Any, mode: str) -> None:
+        """Raise where the model, as it is now, cannot run in `mode`."""
+        self.check_mode(mode)
+        self._check_head(model)
+        check_adapters(model, self.structure)
+        check_uncompiled(model, self.structure)
+
+    def note_fallback(self, error: Exception) -> str:
+        """Log that calls decode plainly, as a warning at the first of a kind; return why."""
+        reason = problem_of(error)
+        kind = reason.partition(": got ")[0]
+        level = logging.INFO if kind in self._fallbacks else logging.WARNING
+        logger.log(level, "TIDE leaves this call to plain decoding, with the same output but no faster: %s", reason)
+        self._fallbacks.add(kind)
+        return reason
+
+    def _check_head(self, model: Any) -> None:
         """Raise where the model has lost tokens since TIDE was attached, which exit heads would still draft."""
         head, known = model.get_output_embeddings(), self.structure.vocab_size
         if head is self.structure.head or self.routers is None:

@@ -164,6 +164,7 @@ def _run(
             stopping_criteria=[enough],
             tide_mode="self_speculative",
             tide_engine=engine,
+            tide_strict=True,
             do_sample=False,
             num_beams=1,
             num_return_sequences=1,

@@ -117,7 +117,8 @@ class TIDELM(HFLM):
                 use_cache=True,
                 **kwargs,
             )
-        for layers in self.model.last_exit_stats.per_token:
+        stats = self.model.last_exit_stats  # none of beam search
+        for layers in stats.per_token if stats is not None else ():
             self._count("generation", layers)
         return sequences
 
