@@ -72,11 +72,12 @@ def test_where_the_template_does_not_tell_the_whole_chat_is_looked_at(tokenizer,
     ],
 )
 def test_chats_that_cannot_be_used(chat, message, tokenizer, tmp_path):
-    with pytest.raises(CalibrationError, match=message):
+    with pytest.raises(CalibrationError, match=f"got 1 rows, of which none can be used.*{message}"):
         read([chat], tokenizer)
     write_json(tmp_path / "chats.json", [chat, *CHATS])
-    documents, num_skipped = read(tmp_path / "chats.json", tokenizer)
-    assert (len(documents), num_skipped) == (6, 1)
+    for source in (tmp_path / "chats.json", [chat, *CHATS]):
+        documents, num_skipped = read(source, tokenizer)
+        assert (len(documents), num_skipped) == (6, 1)
 
 
 def test_a_template_that_refuses_and_a_tokenizer_without_one(tokenizer):

@@ -126,10 +126,15 @@ def test_a_row_without_a_column_to_read(tokenizer, tmp_path):
         read(tmp_path / "a.parquet", tokenizer)
 
 
-def test_useless_rows_of_a_file_are_skipped_and_counted(tokenizer, tmp_path):
-    write_json_lines(tmp_path / "a.jsonl", rows_of([*TEXTS, "", "x", None]))
-    documents, num_skipped = read(tmp_path / "a.jsonl", tokenizer)
-    assert (len(documents), num_skipped) == (6, 3)
+def test_useless_rows_of_a_file_or_a_list_are_skipped_counted_and_told(tokenizer, tmp_path, caplog):
+    texts = [*TEXTS, "", "x", None]
+    write_json_lines(tmp_path / "a.jsonl", rows_of(texts))
+    for source in (tmp_path / "a.jsonl", texts, tuple(texts)):
+        caplog.clear()
+        documents, num_skipped = read(source, tokenizer)
+        assert (len(documents), num_skipped) == (6, 3)
+        (warning,) = caplog.messages
+        assert warning.startswith("rows that cannot be used and were skipped: 3; of the last: a ")
 
 
 # Objects in memory

@@ -81,8 +81,8 @@ def calibrate(
               the first 10,000 + 10 * `samples` rows are read.
 
             Rows have a `text` column or a `messages` column, which goes through the tokenizer's chat template; of a
-            chat, the last answer is looked at. Repeats are dropped. Rows that are too short are skipped, but for those
-            of a list, where they are errors.
+            chat, the last answer is looked at. Repeats are dropped. Rows that are too short are skipped, and a warning
+            tells how many.
         samples: Documents to use. A tenth of them tunes (150 at most), four tenths certify the threshold (500 at most),
             the rest fits. To certify a tolerance of 2% with 95% confidence takes at least 373; the more there are, the
             more tokens may leave, and the better heads are.

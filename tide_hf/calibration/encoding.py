@@ -16,7 +16,7 @@ SHOWN = 80  # characters of a text that an error shows
 
 
 class UnusableRowError(CalibrationError):
-    """One row cannot be used; a file or data set can do without it."""
+    """One row cannot be used; the rest can do without it."""
 
 
 @dataclass(frozen=True)

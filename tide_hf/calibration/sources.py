@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -18,6 +19,8 @@ from ..errors import CalibrationError, describe
 from .data import Document
 from .encoding import RowEncoder, UnusableRowError
 from .files import READERS, import_extra, read_rows
+
+logger = logging.getLogger(__name__)
 
 # "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
@@ -48,7 +51,7 @@ def read_documents(
 
     Returns:
         The documents, and the number of rows that were skipped: those of fewer than two tokens, and chats that the
-        template refuses or whose prompt is very long. In a list or tuple such a row is an error instead.
+        template refuses or whose prompt is very long. A warning tells how many, and why the last one.
 
     Raises:
         CalibrationError: The dataset cannot be found or read, or holds nothing that can be used.
@@ -57,28 +60,27 @@ def read_documents(
     source = describe_source(dataset)
     encode = RowEncoder(tokenizer, max_length, source)
     documents: dict[tuple[int, ...], Document] = {}
-    num_skipped, got = 0, "no texts"
+    num_skipped, last = 0, ""
     for row in random_rows(dataset, POOL + 10 * samples, seed):
         if len(documents) >= samples:
             break
         try:
             document = encode(row)
         except UnusableRowError as error:
-            if isinstance(dataset, (list, tuple)):
-                raise
-            num_skipped += 1
-            got = f"{num_skipped} rows, of which none can be used; of the last: {error}"
+            num_skipped, last = num_skipped + 1, str(error)
             continue
         documents.setdefault(tuple(document.tokens), document)
     if not documents:
         raise CalibrationError(
             describe(
                 f"the dataset is empty ({source})",
-                got=got,
+                got=f"{num_skipped} rows, of which none can be used; of the last: {last}" if last else "no texts",
                 expected="texts or chats",
                 do="Pass other data; calibrate() without any lets the model write its own text.",
             )
         )
+    if num_skipped:
+        logger.warning("rows that cannot be used and were skipped: %d; of the last: %s", num_skipped, last)
     return list(documents.values()), num_skipped
 
 
