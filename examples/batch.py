@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     expected = model.generate(**inputs, **options)
 
-    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(args.model))
+    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(model))
     output = model.generate(**inputs, **options)
     for prompt, tokens in zip(args.prompts, output[:, inputs["input_ids"].shape[1] :], strict=True):
         print(f"> {prompt}\n{tokenizer.decode(tokens, skip_special_tokens=True)}\n")

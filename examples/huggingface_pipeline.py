@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # With the Hub in reach: TIDEModelForCausalLM.from_pretrained(model, routers=...) and AutoTokenizer.
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
-    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(args.model))
+    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(model))
 
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     chat = [{"role": "user", "content": "Name three colours."}]

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Or AutoModelForCausalLM and AutoTokenizer: this one also finds the default model where the Hub is out of reach.
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
-    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(args.model))
+    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(model))
 
     chat = [{"role": "user", "content": args.prompt}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

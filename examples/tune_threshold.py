@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     expected = [model.generate(**prompt, **options)[0].tolist() for prompt in inputs]
     starts = [prompt["input_ids"].shape[1] for prompt in inputs]
 
-    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(args.model), mode="early_exit")
+    TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(model), mode="early_exit")
     print("threshold   layers executed   tokens that exit   answer's start that is the full model's")
     for threshold in args.thresholds:
         depths, exits, same = [], [], []

@@ -73,6 +73,12 @@ def _forms_are_chosen_anew():
 
 
 @pytest.fixture(autouse=True)
+def _the_machine_is_quiet(monkeypatch):
+    """Commands do not warn of other work, whatever runs beside the tests."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _no_kernels_are_kept():
     """Tests meet no kernels that another process has compiled, and leave none.
 

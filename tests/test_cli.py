@@ -71,7 +71,7 @@ def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_fol
     out = capsys.readouterr().out
     assert "exit layer 2: 7" in out
     assert "exit_threshold 0;" in out
-    assert "1 threads" in out
+    assert "1 thread, device" in out
     assert "self_speculative" not in out
 
 
@@ -89,6 +89,26 @@ def test_demo_of_one_mode_at_a_threshold_and_with_so_many_threads(tiny_model_fol
 def test_an_error_is_explained_on_standard_error(tiny_model_folder, monkeypatch, refused, arguments, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(["demo", str(tiny_model_folder), *QUICK, *arguments], message)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "MODEL", " "], ["generate", "MODEL"], ["demo", "--prompt", ""], ["benchmark", "M", "--prompt", ""]],
+    ids=["argument", "pipe", "demo", "benchmark"],
+)
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(arguments):
+    code = "import sys; from tide_hf import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, input="\n")
+    assert done.stdout == "2 False\n"
+    assert done.stderr.startswith("tide-hf: the prompt is empty: got '")
+
+
+@pytest.mark.parametrize(
+    ("repeats", "said"), [(1, "one run after one that is not"), (3, "median of 3 interleaved runs after one that is")]
+)
+def test_the_notes_say_how_many_runs_were_timed(repeats, said):
+    assert said in comparison.notes([], max_new_tokens=8, repeats=repeats)[0]
 
 
 def test_debug_shows_the_traceback(tmp_path, capsys, caplog):

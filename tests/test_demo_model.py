@@ -15,9 +15,8 @@ from huggingface_hub import HfApi, constants
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide_hf import TIDEError, demo_model, loading
+from tide_hf import TIDEError, demo_model, hub_access
 from tide_hf.demo_model import DEFAULT_MODEL, DemoModelError, load_demo_model
-from tide_hf.errors import RoutersNotFoundError
 
 GGUF = b"not really a model"
 
@@ -38,7 +37,6 @@ def no_hub(tmp_path, monkeypatch):
     """No Hub within reach, and nothing fetched from it earlier."""
     monkeypatch.setattr(HfApi, "model_info", unreachable)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: None)
 
 
 def unreachable(*args, **kwargs):
@@ -103,14 +101,18 @@ def test_the_hub_comes_first(tiny_model_folder, pip, monkeypatch, console):
     monkeypatch.setattr(HfApi, "model_info", lambda self, name, timeout: asked.append((name, timeout)))
     redirect_loading(monkeypatch, tiny_model_folder)
     model, _ = load_demo_model(console=console)
-    assert asked == [(DEFAULT_MODEL, loading.REACH_TIMEOUT)]
+    assert asked == [(DEFAULT_MODEL, hub_access.REACH_TIMEOUT)]
     assert model.weights_origin == "the Hub"
     assert pip.commands == []
 
 
 @pytest.mark.usefixtures("home", "no_hub")
-def test_what_the_hub_gave_earlier_is_used_when_it_is_out_of_reach(tiny_model_folder, pip, monkeypatch, console):
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "config.json")
+def test_what_the_hub_gave_earlier_is_used_when_it_is_out_of_reach(
+    tiny_model_folder, pip, tmp_path, monkeypatch, console
+):
+    (tmp_path / "hub" / f"models--{DEFAULT_MODEL.replace('/', '--')}" / "snapshots" / "0" / "config.json").mkdir(
+        parents=True
+    )
     options = redirect_loading(monkeypatch, tiny_model_folder)
     model, _ = load_demo_model(console=console)
     assert "fetched earlier" in model.weights_origin
@@ -216,24 +218,11 @@ def test_any_other_model_out_of_reach_is_explained(pip, console, name):
 
 
 def test_a_misspelt_name_is_told_from_a_hub_out_of_reach(model_hub, console):
-    with pytest.raises(DemoModelError, match="got no such repository on the Hub, or a private one"):
+    with pytest.raises(DemoModelError, match="got no such folder, and no such repository on the Hub, or a private one"):
         load_demo_model("someone/misspelt", console=console)
     with pytest.raises(DemoModelError, match="got no such folder, and no name that a repository could have"):
         load_demo_model("./no/such/folder", console=console)
     assert model_hub.asked
-
-
-def test_routers_that_the_hub_gave_earlier_are_loaded_when_it_is_out_of_reach(model_hub, routers_folder, monkeypatch):
-    model_hub.add("org/routers", routers_folder)
-    assert loading.load_routers("org/routers").config.exit_layers == [2]
-    with pytest.raises(RoutersNotFoundError, match="got no such repository on the Hub, or a private one"):
-        loading.load_routers("org/misspelt")
-    asked = len(model_hub.asked)
-    monkeypatch.setattr(HfApi, "model_info", unreachable)
-    assert loading.load_routers("org/routers").config.exit_layers == [2]
-    assert len(model_hub.asked) == asked  # not even tried, let alone tried again and again
-    with pytest.raises(RoutersNotFoundError, match="Check the name and the network"):
-        loading.load_routers("org/others")
 
 
 @pytest.mark.usefixtures("home")

@@ -87,7 +87,9 @@ def _drop_output() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """Load the command, which may take seconds, and run it."""
+    """Load the command, which may take seconds, and run it; refuse what can be refused before that."""
+    if hasattr(args, "prepare"):
+        args.prepare(args)
     command = import_module(f".commands.{args.command}", __package__)
     if args.command != "completion" and not sys.stderr.isatty():
         import_module("transformers.utils.logging").disable_progress_bar()

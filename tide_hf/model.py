@@ -13,7 +13,7 @@ from .decoding.attachment import Attachment, hybrid_drafter
 from .depth.skipping import open_gates, remove_gates
 from .errors import ConfigurationError, UnsupportedModelError, describe
 from .generation import TIDEGenerationMixin, attached_class
-from .loading import load_base_model
+from .loading import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers
 from .ops import USE_KERNELS, load_kernels
 from .parity import check_parity
 from .routers.configuration_tide import FOR_BOTH, NEVER_EXIT, check_exit_threshold
@@ -67,8 +67,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
 
         Args:
             base: Hub name or folder of the base model; or of routers, which name their base model.
-            routers: Routers made for it: a folder, a Hub repository or [`TIDERouters`]. Without them drafts come
-                from n-grams of the context alone, and only `self_speculative` can run.
+            routers: Routers made for it: a folder, a Hub repository, [`TIDERouters`], or `"default"`: those that come
+                with this library for this model. Without routers drafts come from n-grams of the context alone, and
+                only `self_speculative` can run.
             mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
             exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
@@ -101,7 +102,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         Raises:
             UnsupportedModelError: The model, or the model in this mode, is not supported.
             BaseModelMismatchError: The routers belong to another model.
-            RoutersFileError, RoutersNotFoundError: The routers cannot be read.
+            RoutersFileError, RoutersNotFoundError: The routers cannot be read, or none come with this library.
+            BaseModelNotFoundError: There is no such base model, or the Hub cannot be reached.
             ConfigurationError: A setting makes no sense.
             KernelError: `use_kernels=True`, and kernels cannot be had.
         """
@@ -112,7 +114,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in FOR_BOTH if name in auto_model_kwargs}
-        loaded = _load_routers(routers, revision=routers_revision, **hub_kwargs)
+        loaded: Routers = routers
+        if routers != DEFAULT_ROUTERS:  # which `attach` finds by the model's head
+            loaded = find_routers(routers, None, revision=routers_revision, **hub_kwargs)
         model = load_base_model(base, **auto_model_kwargs)
         if loaded is None and _is_attached(model):  # `base` is a repository of routers
             loaded = model._tide.routers
@@ -167,7 +171,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_choice("engine", engine, ENGINES)
         check_wrapper(model)
         given, model = model, base_inside(model)
-        loaded = _load_routers(routers)
+        loaded = find_routers(routers, model)
+        if loaded is None:
+            log_no_routers(model)
         structure = find_structure(model)
         check_uncompiled(model, structure)
         threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
@@ -230,9 +236,3 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
 
 def _is_attached(model: Any) -> bool:
     return isinstance(model, TIDEGenerationMixin)
-
-
-def _load_routers(routers: Routers, **hub_kwargs: Any) -> TIDERouters | None:
-    if routers is None or isinstance(routers, TIDERouters):
-        return routers
-    return TIDERouters.from_pretrained(routers, **{k: v for k, v in hub_kwargs.items() if v is not None})

@@ -119,7 +119,7 @@ def table(record: dict[str, Any]) -> str:
 
 def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Measure every certified tolerance."""
-    routers = TIDERouters.from_pretrained(options.routers or shipped_routers(options.model))
+    routers = TIDERouters.from_pretrained(options.routers or shipped_routers(model))
     calibration = routers.config.calibration
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers)
     seed = calibration["seed"]

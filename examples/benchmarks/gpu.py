@@ -103,7 +103,7 @@ def load(name: str, dtype: torch.dtype, device: str, routers: str | None = None)
         model, _ = load_demo_model(dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.to(device).eval(), shipped_routers(name) or routers
+    return model.to(device).eval(), shipped_routers(model) or routers
 
 
 def copy_bandwidth(device: str, size: int) -> float:

@@ -25,6 +25,7 @@ from .arguments import (
     share,
     threshold_list,
 )
+from .prompts import given_prompts, read_prompt
 
 KEY_VARIABLE = "TIDE_HF_API_KEY"
 SERVERS = ("batches", "transformers")
@@ -67,7 +68,11 @@ EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 
 
 def make_parser() -> CommandParser:
-    """The parser of the whole command line. It sets `command`, the command's name, and `command_parser`."""
+    """The parser of the whole command line.
+
+    It sets `command`, the command's name, and `command_parser`; and `prepare`, what is to be done with the arguments
+    before the command is loaded.
+    """
     common = CommandParser(add_help=False)
     common.add_argument(
         "--debug", action="store_true", help="log what goes on inside, and show the traceback of an error"
@@ -96,6 +101,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="go on from the prompt as it is, without the chat template")
     add_decoding_arguments(parser, max_new_tokens=256)
     parser.add_argument("--json", action="store_true", help="print text, tokens and counts as JSON")
+    parser.set_defaults(prepare=_read_prompt)
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +198,7 @@ def _benchmark(parser: argparse.ArgumentParser) -> None:
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="may be repeated (default: a few built-in prompts)")
+    parser.set_defaults(prepare=_check_prompts)
     parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
 
@@ -238,6 +245,14 @@ def _push(parser: argparse.ArgumentParser) -> None:
 
 def _completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
+
+
+def _read_prompt(args: argparse.Namespace) -> None:
+    args.prompt = read_prompt(args.prompt, args.prompt_file)
+
+
+def _check_prompts(args: argparse.Namespace) -> None:
+    given_prompts(args.prompt)
 
 
 def _flag(name: str) -> str:

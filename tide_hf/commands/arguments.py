@@ -95,7 +95,10 @@ def add_model_arguments(
         parser.add_argument("model", metavar="MODEL", nargs="?", default=model, help=f"{what} (default: %(default)s)")
     if routers:
         parser.add_argument(
-            "--routers", metavar="ROUTERS", help="folder or Hub repository (default: those shipped for the model)"
+            "--routers",
+            metavar="ROUTERS",
+            help="folder or Hub repository, or default: those shipped for the model, which are also used where this is "
+            "left out and there are some",
         )
     default = "%(default)s" if dtype is not None else "what it was saved in"
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"to load the model in (default: {default})")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from ..alternatives import assistant_early_exit, prompt_lookup, those_that_run
@@ -17,7 +18,7 @@ from ..contenders import tide_contenders
 from ..errors import MissingPackageError, describe
 from .arguments import refuse_unused
 from .comparison import measure, print_setting, setting
-from .model_arguments import load, modes_to_run
+from .model_arguments import load, modes_to_run, warn_if_busy
 from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 
 CLONE = Path(__file__).parent.parent.parent  # where there is one, its examples stand beside the package
@@ -70,6 +71,7 @@ def _run_suites(args: argparse.Namespace) -> None:
                 do="Clone it, or leave --suite out.",
             )
         )
+    warn_if_busy(args.threads or torch.get_num_threads())
     command = [sys.executable, "-m", "examples.benchmarks", "run"]
     for name in args.suite:
         command += ["--suite", name]

@@ -15,9 +15,11 @@ from rich.console import Console
 from ..errors import TIDEError
 from . import CHAT_HELP
 from .conversation import Conversation
-from .model_arguments import attached_contender, load
+from .model_arguments import NO_ROUTERS, attached_contender, load
 from .prompts import decode
 from .streaming import answer_record, print_figures, stream_answer
+
+MAKING_READY = "Making the engine ready; the first time on a machine this can take a minute ..."
 
 
 def run(args: argparse.Namespace) -> None:
@@ -27,7 +29,10 @@ def run(args: argparse.Namespace) -> None:
     loaded = load(args, notices)
     contender = attached_contender(loaded, args)
     conversation = Conversation(contender, loaded.tokenizer, args.max_new_tokens)
+    notices.print(f"routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)
     if contender.lossless:  # the other modes run layer by layer
+        if not notices.is_terminal:  # where a progress line tells
+            notices.print(MAKING_READY, style="dim", soft_wrap=True)
         contender.model.tide_warm_up()
     if interactive:
         notices.print(CHAT_HELP, style="dim", markup=False, highlight=False, soft_wrap=True)

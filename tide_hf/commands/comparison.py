@@ -16,7 +16,7 @@ from rich.table import Table
 from ..benchmark import Result, compare, count_runs
 from ..contenders import Contender
 from ..provenance import provenance
-from .model_arguments import Loaded
+from .model_arguments import NO_ROUTERS, Loaded
 
 
 def setting(loaded: Loaded, engine: str) -> dict[str, Any]:
@@ -28,12 +28,12 @@ def setting(loaded: Loaded, engine: str) -> dict[str, Any]:
 
 def print_setting(record: dict[str, Any], console: Console) -> None:
     """Print the part of `setting` that people need."""
-    routers = record["routers"] or "none: drafts come from n-grams alone, early_exit and post_hoc cannot run"
+    threads = record["torch_threads"]
     lines = (
         f"model    {record['model']}, {record['dtype']}, from {record['weights_origin']}",
-        f"routers  {routers}",
+        f"routers  {record['routers'] or NO_ROUTERS}",
         f"engine   {record['engine']}",
-        f"machine  {record['cpu']}, {record['torch_threads']} threads, device {record['device']}",
+        f"machine  {record['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, device {record['device']}",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -109,9 +109,10 @@ def _equality(result: Result) -> str:
 
 def notes(results: Sequence[Result], max_new_tokens: int, repeats: int) -> list[str]:
     """What has to be known to read the table."""
+    runs = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
     lines = [
-        f"Tokens per second: at most {max_new_tokens} new tokens, the prompt's own pass included, median of {repeats} "
-        "interleaved runs after one that is not counted. Speed-up over generate of the same weights in this process."
+        f"Tokens per second: at most {max_new_tokens} new tokens, the prompt's own pass included, {runs} "
+        "after one that is not counted. Speed-up over generate of the same weights in this process."
     ]
     for result in results:
         name, threshold = result.contender.name, result.contender.exit_threshold

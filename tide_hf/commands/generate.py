@@ -10,14 +10,14 @@ from rich.console import Console
 
 from ..benchmark import timed_run
 from ..chat_prompts import encode_prompt
-from .model_arguments import attached_contender, load
-from .prompts import check_room, read_prompt
+from .model_arguments import NO_ROUTERS, attached_contender, load
+from .prompts import check_room
 from .streaming import answer_record, print_figures, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    prompt = read_prompt(args.prompt, args.prompt_file)
+    prompt = args.prompt  # which `prompts.read_prompt` has read
     notices = Console(stderr=True)
     loaded = load(args, notices)
     inputs = encode_prompt(loaded.tokenizer, prompt, raw=args.raw)
@@ -30,3 +30,4 @@ def run(args: argparse.Namespace) -> None:
         return
     answer = partial(timed_run, contender, inputs, args.max_new_tokens)
     print_figures(stream_answer(answer, loaded.tokenizer, Console()), notices)
+    notices.print(f"  routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)

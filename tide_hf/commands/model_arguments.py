@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ from ..choices import MODES
 from ..contenders import Contender, tide_contender, usable_threshold
 from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, describe
-from ..loading import load_routers, shipped_routers
+from ..loading import DEFAULT_ROUTERS, default_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..routers.modeling_tide import TIDERouters
 from .arguments import ALL
+
+logger = logging.getLogger(__name__)
+NO_ROUTERS = "none: drafts come from n-grams alone, early_exit and post_hoc cannot run"
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,41 @@ def load(args: argparse.Namespace, console: Console) -> Loaded:
     device = _device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    asked = getattr(args, "routers", None)
-    folder = asked or shipped_routers(args.model)
-    routers = load_routers(folder) if folder is not None else None  # first, since they are small
+    if device.type == "cpu":
+        warn_if_busy(torch.get_num_threads())
+    origin = getattr(args, "routers", None)
+    if origin == DEFAULT_ROUTERS:
+        origin = None
+    routers = TIDERouters.from_pretrained(origin) if origin is not None else None  # first, since they are small
     model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
-    return Loaded(model.to(device), tokenizer, routers, asked or (folder and f"shipped, {Path(folder).name}"))
+    if origin is None and hasattr(args, "routers"):
+        routers, origin = _shipped(model, required=args.routers is not None)
+    return Loaded(model.to(device), tokenizer, routers, origin)
+
+
+def _shipped(model: Any, *, required: bool) -> tuple[TIDERouters | None, str | None]:
+    """The routers for the model that come with this library, and where they are from, for people."""
+    folder = shipped_routers(model)
+    if folder is None and not required:
+        return None, None
+    return default_routers(model), folder and f"shipped, {Path(folder).name}"
+
+
+def warn_if_busy(threads: int) -> None:
+    """Warn where other work leaves no cores to threads that wait for each other by spinning, as OpenMP's do.
+
+    Args:
+        threads: How many compute.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    cores = os.cpu_count() or 1
+    if threads > 1 and load > cores:
+        logger.warning(
+            "This machine is busy: its load average is %.1f on %d cores. Threads of PyTorch that wait for each other "
+            "then take time from each other; on cores that other work fills, --threads 1 can be several times as fast.",
+            load,
+            cores,
+        )
 
 
 def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:

@@ -1,4 +1,7 @@
-"""Where the prompts of a command come from: an argument, standard input, a file, or this library."""
+"""Where the prompts of a command come from: an argument, standard input, a file, or this library.
+
+Nothing here imports torch before there is a prompt, so an empty one is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..calibration.files import read_rows
 from ..errors import ConfigurationError, describe
 
 PROMPTS = (
@@ -85,6 +87,8 @@ def read_prompts(file: Path) -> list[str]:
         CalibrationError: The file cannot be read.
         MissingPackageError: A .parquet file is to be read without the package that reads it.
     """
+    from ..calibration.files import read_rows  # noqa: PLC0415 - imports torch
+
     if not file.is_file():
         raise ConfigurationError(
             describe("the prompts cannot be read", got=f"no file at {file}", expected="a file", do="Check --prompts.")

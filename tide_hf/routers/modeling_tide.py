@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..adapters import base_inside
 from ..errors import BaseModelMismatchError, RoutersFileError, describe, quoted
+from ..hub_access import hub_options
 from ..structure import find_structure
 from ..unembed import hash_distance, unembed_hash
 from .block_head import BlockHead
@@ -31,6 +32,7 @@ from .router_files import (
     finish_save,
     read_router_pt,
     refuse_shards,
+    routers_not_found,
     routers_not_saved,
     weights_digest,
 )
@@ -169,6 +171,7 @@ class TIDERouters(PreTrainedModel):
             ConfigurationError: The config has impossible values.
         """
         kwargs.update(use_safetensors=True, output_loading_info=True)
+        kwargs |= hub_options(name_or_path, kwargs, routers_not_found)
         refuse_shards(name_or_path, kwargs.get("subfolder", ""))
         finish_save(Path(name_or_path, kwargs.get("subfolder", "")))
         with explained(name_or_path):
@@ -255,24 +258,29 @@ class TIDERouters(PreTrainedModel):
         Raises:
             BaseModelMismatchError: Shapes differ; or heads (see [`unembed.unembed_hash`]), where not ignored.
         """
-        structure = find_structure(model)
-        ours = (self.config.num_hidden_layers, self.config.hidden_size, self.config.vocab_size)
-        theirs = (structure.num_layers, structure.hidden_size, structure.vocab_size)
-        if ours != theirs:
-            raise _mismatch(self.config, f"one with (layers, hidden size, vocabulary) {theirs}", f"{ours}")
-        if ignore_base_mismatch:
-            return
-        known, actual = self.config.unembed_hash, unembed_hash(structure.head)
-        if known is not None and actual is not None:
-            distance = hash_distance(known, actual)
-            if distance > MAX_HASH_DISTANCE:
-                raise _mismatch(
-                    self.config,
-                    f"one whose head differs in {distance:.0%} of the fingerprint's bits",
-                    f"at most {MAX_HASH_DISTANCE:.0%}",
-                )
-        elif self.config.base_model_name_or_path not in (None, model.config._name_or_path):
-            raise _mismatch(self.config, repr(model.config._name_or_path), repr(self.config.base_model_name_or_path))
+        check_base_model(self.config, model, ignore_base_mismatch=ignore_base_mismatch)
+
+
+def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
+    """Refuse a base model that the routers of `config` were not made for; see [`TIDERouters.check_base_model`]."""
+    structure = find_structure(model)
+    ours = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    theirs = (structure.num_layers, structure.hidden_size, structure.vocab_size)
+    if ours != theirs:
+        raise _mismatch(config, f"one with (layers, hidden size, vocabulary) {theirs}", f"{ours}")
+    if ignore_base_mismatch:
+        return
+    known, actual = config.unembed_hash, unembed_hash(structure.head)
+    if known is not None and actual is not None:
+        distance = hash_distance(known, actual)
+        if distance > MAX_HASH_DISTANCE:
+            raise _mismatch(
+                config,
+                f"one whose head differs in {distance:.0%} of the fingerprint's bits",
+                f"at most {MAX_HASH_DISTANCE:.0%}",
+            )
+    elif config.base_model_name_or_path not in (None, model.config._name_or_path):
+        raise _mismatch(config, repr(model.config._name_or_path), repr(config.base_model_name_or_path))
 
 
 def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchError:

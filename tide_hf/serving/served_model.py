@@ -16,7 +16,7 @@ from ..decoding.kept_caches import KeptCaches
 from ..decoding.rows import RowCriterion
 from ..demo_model import load_demo_model
 from ..errors import ChatTemplateError, ConfigurationError, RequestError, TIDEError, UnsupportedOptionError, describe
-from ..loading import load_routers, shipped_routers
+from ..loading import shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..padding import end_tokens, left_padded
 from ..structure import CACHE, check_rope
@@ -234,13 +234,12 @@ def attach(model: Any, options: ServingOptions, rows: Sequence[int]) -> Any:
                 do="Pass --routers; tide-hf calibrate makes them.",
             )
         )
-    loaded = load_routers(routers) if routers is not None else None
     settings: dict[str, Any] = {
         "mode": options.mode,
         "exit_threshold": options.exit_threshold,
         "engine": options.engine,
     }
-    attached = TIDEModelForCausalLM.attach(model, loaded, **settings)
+    attached = TIDEModelForCausalLM.attach(model, routers, **settings)
     if options.mode == "self_speculative":  # the other modes run layer by layer
         attached.tide_warm_up(rows)
     return attached

@@ -1,0 +1,55 @@
+"""Commands that run a model warn where other work fills the cores."""
+
+import pytest
+import torch
+
+from tide_hf.cli import main
+from tide_hf.commands.model_arguments import warn_if_busy
+from tide_hf.errors import DemoModelError
+
+
+@pytest.fixture
+def load_average(monkeypatch):
+    """A function that sets the load average of a machine with two cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    return lambda load: monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+
+
+@pytest.mark.parametrize(("load", "threads", "warned"), [(2.1, 2, 1), (2.0, 2, 0), (9.0, 1, 0), (0.1, 4, 0)])
+def test_a_load_above_the_cores_is_warned_of(load_average, caplog, load, threads, warned):
+    load_average(load)
+    warn_if_busy(threads)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert ["load average is 2.1 on 2 cores" in message for message in caplog.messages] == [True] * warned
+
+
+def test_a_system_without_load_averages_is_not_busy(monkeypatch, caplog):
+    monkeypatch.delattr("os.getloadavg", raising=False)
+    warn_if_busy(2)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "MODEL", "hello"],
+        ["chat", "MODEL"],
+        ["benchmark", "MODEL"],
+        ["demo", "MODEL"],
+        ["calibrate", "MODEL", "--output-dir", "FOLDER"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_that_runs_a_model_looks(load_average, monkeypatch, tmp_path, caplog, command):
+    def stop(*_args, **_options):
+        raise DemoModelError("as far as this test goes")
+
+    monkeypatch.setattr("tide_hf.commands.model_arguments.load_demo_model", stop)
+    load_average(3.0)
+    threads = torch.get_num_threads()
+    line = [str(tmp_path / "made") if word == "FOLDER" else word for word in command]
+    try:
+        assert main([*line, "--device", "cpu", "--threads", "2"]) == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert ["--threads 1" in message for message in caplog.messages] == [True]

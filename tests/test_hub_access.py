@@ -1,0 +1,82 @@
+"""A mistyped folder and a Hub out of reach are told at once, and not after many tries."""
+
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, hub_access
+from tide_hf.errors import BaseModelNotFoundError, RoutersNotFoundError, TIDEError
+
+PATHS = ["./nowhere", "../nowhere/model", "/no/such/model", "~/models/nowhere", "models\\nowhere", "a/b/c", "nowhere/"]
+
+
+def load_base(name, **options):
+    return TIDEModelForCausalLM.from_pretrained(name, **options)
+
+
+def load_routers(name, **options):
+    return TIDEModelForCausalLM.from_pretrained("org/base", routers=name, **options)
+
+
+KINDS = [(load_base, BaseModelNotFoundError), (load_routers, RoutersNotFoundError)]
+
+
+def unreachable(*_args, **_options):
+    raise ConnectionError("the network is down")
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(("load", "error"), KINDS)
+def test_a_path_that_is_no_folder_asks_nobody(model_hub, load, error, name):
+    with pytest.raises(error, match="got no such folder, and no name that a repository could have") as caught:
+        load(name)
+    assert isinstance(caught.value, FileNotFoundError)
+    assert model_hub.asked == []
+
+
+@pytest.mark.parametrize(("load", "error"), KINDS)
+def test_a_name_that_cannot_be_reached_costs_one_try(model_hub, monkeypatch, load, error):
+    asked = []
+    monkeypatch.setattr(HfApi, "model_info", lambda api, name, **options: asked.append(name) or unreachable())
+    with pytest.raises(error, match="got no such folder, and the Hub cannot be reached: 'the network is down'"):
+        load("models/nowhere")
+    assert asked == ["models/nowhere"]
+    assert model_hub.asked == []
+
+
+@pytest.mark.parametrize(("load", "error"), KINDS)
+def test_a_name_that_the_hub_does_not_have(model_hub, load, error):
+    with pytest.raises(error, match="got no such folder, and no such repository on the Hub, or a private one"):
+        load("models/nowhere")
+    assert [path for path in model_hub.asked if "nowhere" in path] == ["api/models/models/nowhere"]
+
+
+def test_what_was_fetched_earlier_is_loaded_without_a_try(model_hub, on_hub, monkeypatch, tmp_path):
+    for where in ({}, {"cache_dir": str(tmp_path / "elsewhere")}):
+        TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", **where)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    model_hub.asked.clear()
+    for where in ({}, {"cache_dir": str(tmp_path / "elsewhere")}):
+        model = TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", **where)
+        assert model._tide.routers.exit_layers == [1, 3]
+    assert [path for path in model_hub.asked if not path.endswith("adapter_config.json")] == []
+    with pytest.raises(RoutersNotFoundError, match="the network is down"):
+        TIDERouters.from_pretrained("org/base-tide", cache_dir=tmp_path / "empty")
+
+
+def test_a_revision_that_was_fetched_needs_no_main(model_hub, on_hub, monkeypatch):
+    commit = model_hub.repos["models", "org/base-tide"].refs["main"]
+    TIDERouters.from_pretrained("org/base-tide", revision=commit)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    assert TIDERouters.from_pretrained("org/base-tide", revision=commit).exit_layers == [1, 3]
+
+
+@pytest.mark.parametrize("options", [{"local_files_only": True}, {"force_download": True}])
+def test_who_says_where_to_look_is_obeyed(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    assert hub_access.hub_options("org/name", options, lambda *_: TIDEError()) == {}
+    assert hub_access.hub_options(tmp_path, {}, lambda *_: TIDEError()) == {}
+
+
+def test_other_errors_are_told_as_they_are():
+    assert hub_access.why_not_found(LocalEntryNotFoundError("not in the cache")) == "'not in the cache'"

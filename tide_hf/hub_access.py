@@ -1,0 +1,86 @@
+"""Whether the Hub can be asked for a repository: one short try, where transformers retries for most of a minute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import HFValidationError
+
+from .errors import TIDEError, quoted
+
+REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
+
+
+def hub_options(
+    name: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    not_found: Callable[[str | os.PathLike[str], str], TIDEError],
+) -> dict[str, Any]:
+    """What `from_pretrained` has to be told besides, so that a Hub out of reach costs no retries.
+
+    Args:
+        name: Folder or Hub repository.
+        options: Of `from_pretrained`, from which `token`, `cache_dir` and their like are read.
+        not_found: Makes the error, of the name and of what was found in its place.
+
+    Returns:
+        `local_files_only`, where the Hub cannot be asked about what was fetched from it earlier; else nothing.
+
+    Raises:
+        TIDEError: There is no such folder, and the Hub cannot be reached or has no repository of that name.
+    """
+    if os.path.exists(name) or options.get("local_files_only") or options.get("force_download"):
+        return {}
+    try:
+        kept = is_kept_only(os.fspath(name), token=options.get("token"), cache_dir=options.get("cache_dir"))
+    except (HTTPError, OSError, HFValidationError) as error:
+        if isinstance(error, HfHubHTTPError) and type(error) is not RepositoryNotFoundError:
+            return {}  # the Hub has answered, and transformers says what
+        raise not_found(name, f"no such folder, and {why_not_found(error)}") from error
+    return {"local_files_only": True} if kept else {}
+
+
+def is_kept_only(
+    name: str, *, token: str | bool | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> bool:
+    """Whether the Hub cannot be asked about a repository that was fetched from it earlier.
+
+    Args:
+        name: Of the repository.
+        token: As in huggingface_hub.
+        cache_dir: Where what was fetched is kept; default: the Hub's own cache.
+
+    Raises:
+        HTTPError, OSError: It cannot be asked, and nothing was fetched; or it has no such repository.
+        HFValidationError: It cannot have one of that name.
+    """
+    try:
+        HfApi(token=token).model_info(name, timeout=REACH_TIMEOUT)
+    except (HTTPError, OSError):
+        if not _is_kept(name, cache_dir):
+            raise
+        return True
+    return False
+
+
+def why_not_found(error: Exception) -> str:
+    """What an error of `is_kept_only`, or of loading, says, in one line."""
+    if isinstance(error, HFValidationError):
+        return "no name that a repository could have"
+    if type(error) is RepositoryNotFoundError:
+        return "no such repository on the Hub, or a private one"
+    if isinstance(error, (HTTPError, ConnectionError)) and not isinstance(error, HfHubHTTPError):
+        return f"the Hub cannot be reached: {quoted(error)}"
+    return quoted(error)
+
+
+def _is_kept(name: str, cache_dir: str | os.PathLike[str] | None) -> bool:
+    """Whether any file of the repository, at any revision, was fetched."""
+    folder = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    return any(folder.glob("snapshots/*/*"))
