@@ -1,5 +1,7 @@
 """Commands that run a model warn where other work fills the cores."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,4 +54,11 @@ def test_every_command_that_runs_a_model_looks(load_average, monkeypatch, tmp_pa
         assert main([*line, "--device", "cpu", "--threads", "2"]) == 2
     finally:
         torch.set_num_threads(threads)
+    assert ["--threads 1" in message for message in caplog.messages] == [True]
+
+
+def test_the_suites_are_no_exception(load_average, monkeypatch, caplog):
+    monkeypatch.setattr("tide_hf.commands.benchmark.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
+    load_average(3.0)
+    assert main(["benchmark", "MODEL", "--suite", "decode", "--threads", "2"]) == 0
     assert ["--threads 1" in message for message in caplog.messages] == [True]
