@@ -5,7 +5,6 @@ The default run needs the Hub or PyPI once, for the real model; `pytest -m "not 
 
 import io
 import os
-import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters  # noqa: E402
+from tide_hf import TIDERouters  # noqa: E402
 from tide_hf.cli import main  # noqa: E402
 from tide_hf.cpu import kernels  # noqa: E402
 from tide_hf.cpu.form_choice import _fastest_form  # noqa: E402
@@ -240,23 +239,6 @@ def routers_folder(tmp_path, tiny_llama):
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=record)
     routers.save_pretrained(tmp_path / "routers")
     return tmp_path / "routers"
-
-
-@pytest.fixture
-def make_served(tiny_llama, tiny_tokenizer):
-    """A function that makes a served model of a tiny attached one."""
-
-    from tide_hf.serving.served_model import ServedModel, ServingOptions  # noqa: PLC0415 - needs packages of an extra
-
-    def make(mode="self_speculative", slow=0.0, config=None, **options):
-        model = tiny_llama(**(config or {}))
-        routers = TIDERouters.for_model(model, exit_layers=[2])
-        TIDEModelForCausalLM.attach(model, routers, mode=mode)
-        if slow:
-            model.register_forward_pre_hook(lambda *_: time.sleep(slow))
-        return ServedModel(model, tiny_tokenizer, ServingOptions(model="tiny", mode=mode, **options))
-
-    return make
 
 
 @pytest.fixture

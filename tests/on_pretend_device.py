@@ -344,16 +344,3 @@ def test_the_published_selection_runs_as_a_logits_processor():
             found.append(answer(model, batch, logits_processor=[processor], **GREEDY))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-def test_served_answers_are_those_of_a_cpu(make_served):
-    """Alone and in batches, with what is kept of a conversation."""
-    from servers import ask, client, serving  # noqa: PLC0415 - needs packages of an extra
-
-    said = []
-    for move in (lambda model: model, partial(torch.nn.Module.to, device=torch.device(NAME))):
-        served = make_served()
-        move(served.model)
-        with serving(served) as (url, _, _):
-            said.append([ask(client(url), text, max_tokens=12).choices[0].message.content for text in ("sea", "tide")])
-    assert said[0] == said[1]

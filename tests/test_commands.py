@@ -105,8 +105,6 @@ def test_evaluate_has_the_defaults_of_the_function():
         (["calibrate", "m"], "required: --output-dir"),
         (["calibrate", "m", "--output-dir", "x", "--tolerance", "7"], "'7' is not a number between 0 and 1"),
         (["calibrate", "m", "--output-dir", "x", "--max-minutes", "-1"], "'-1' is not a number of at least 0"),
-        (["serve", "m", "--port", "99999"], "'99999' is not a port"),
-        (["serve", "m", "--rate", "-1"], "'-1' is not a whole number of at least 0"),
         (["completion", "fish"], "invalid choice: 'fish'"),
     ],
 )

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import any_model, batch, calibrate_and_push, huggingface_pipeline, quickstart, tune_threshold
+from examples import any_model, batch, calibrate_and_push, huggingface_pipeline, quickstart, ray_serve, tune_threshold
 from tide_hf import TIDERouters, demo_model, loading
 
 FOLDER = Path(any_model.__file__).parent
@@ -103,6 +103,16 @@ def test_calibrate_and_push(tiny_model_folder, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "no threshold was certified for early_exit" in out  # a few texts certify nothing
     assert "https://hub/commit" in out
+
+
+def test_a_replica_of_ray_serve_answers_as_openai_s_api_does(tiny_model_folder, routers_folder):
+    replica = ray_serve.Replica(str(tiny_model_folder), str(routers_folder), "eager", 1)
+    body = {"messages": [{"role": "user", "content": "abcabc"}], "max_tokens": 6}
+    answers = [replica.answer(body | {"temperature": temperature}) for temperature in (0, 0, 0.7)]
+    assert answers[0] == answers[1]
+    assert answers[0]["choices"][0]["finish_reason"] == "length"
+    assert answers[0]["usage"]["completion_tokens"] == 6
+    assert replica.model.last_exit_stats.mode == "self_speculative"
 
 
 def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):

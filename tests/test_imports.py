@@ -40,7 +40,7 @@ def test_every_room_stands_in_the_readme():
     assert {name for name, _ in rooms()} == set(rows_of_readme())
 
 
-@pytest.mark.parametrize("room", ["routers", "depth", "cpu", "steps", "decoding", "engines", "display", "serving"])
+@pytest.mark.parametrize("room", ["routers", "depth", "cpu", "steps", "decoding", "engines", "display"])
 def test_a_room_says_what_each_of_its_modules_is_for(room):
     said = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
     modules = {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"}

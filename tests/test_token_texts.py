@@ -5,7 +5,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tide_hf.display.token_texts import TokenTexts, token_texts
-from tide_hf.serving.text import TextPieces
 
 
 def test_a_character_of_several_tokens_is_the_last_ones(tiny_tokenizer):
@@ -60,7 +59,4 @@ def sentencepiece_tokenizer():
 )
 def test_a_word_behind_tokens_without_text_keeps_its_space(sentencepiece_tokenizer, tokens, expected):
     assert texts_of(tokens, sentencepiece_tokenizer) == expected
-    pieces = TextPieces(sentencepiece_tokenizer, ())
-    assert [pieces.add(token) for token in tokens] == expected
-    assert pieces.finish() == ""
     assert sentencepiece_tokenizer.decode(tokens, skip_special_tokens=True) == "".join(expected)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .contenders import Contender
-from .decoding.kept_caches import num_shared
+from .decoding.prefix_cache import num_shared
 from .stats import ExitStats
 from .structure import input_device
 

@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_streams()
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args, passed_on = parser.parse_known_args(argv)
+    if passed_on and args.command != "serve":  # only serve hands options on to another program
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
+    args.passed_on = passed_on
     args.parser, args.argv = parser, list(sys.argv[1:] if argv is None else argv)
     if args.debug:
         logging.basicConfig()  # to standard error

@@ -78,23 +78,6 @@ class DemoModelError(TIDEError, OSError):
     """The demo's model could not be had from anywhere."""
 
 
-class RequestError(TIDEError, ValueError):
-    """A client's request cannot be answered.
-
-    Args:
-        message: What is wrong with it.
-        status: HTTP status.
-        code: OpenAI's word for it, or one like it.
-        param: The field of the request that it is about.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-
-
 def first_line(error: Exception) -> str:
     """The first line of what an error says; its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.benchmark import same_start, synchronize
-from tide_hf.decoding.kept_caches import num_shared
+from tide_hf.decoding.prefix_cache import num_shared
 from tide_hf.routers.configuration_tide import NEVER_EXIT
 
 from .common import NoDrafts

@@ -25,7 +25,7 @@ from tide_hf.chat_prompts import encode_prompt
 from tide_hf.choices import ENGINES
 from tide_hf.contenders import weight_sharing_copy
 from tide_hf.decoding.drafting import Draft
-from tide_hf.decoding.kept_caches import num_shared
+from tide_hf.decoding.prefix_cache import num_shared
 from tide_hf.provenance import provenance
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record

@@ -18,17 +18,13 @@ from .arguments import (
     add_mode_arguments,
     add_model_arguments,
     amount,
-    count,
     layer_list,
-    port,
     positive,
     share,
     threshold_list,
 )
 from .prompts import given_prompts, read_prompt
 
-KEY_VARIABLE = "TIDE_HF_API_KEY"
-SERVERS = ("batches", "transformers")
 SHELLS = ("bash", "zsh")
 CHAT_HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is sent."
 DATA = "a .txt, .jsonl, .json or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
@@ -113,45 +109,7 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 def _serve(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, device=False)
     add_mode_arguments(parser, threshold_default="the calibrated one")
-    parser.add_argument(
-        "--server",
-        default=SERVERS[0],
-        choices=SERVERS,
-        help="batches: this server; transformers: the server of `transformers serve` with TIDE inside, one request at "
-        "a time (default: %(default)s)",
-    )
-    group = parser.add_argument_group("address")
-    group.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s, this machine alone)")
-    group.add_argument("--port", type=port, default=8000, help="(default: %(default)s)")
-    group.add_argument(
-        "--api-key",
-        help=f"that clients must send (default: ${KEY_VARIABLE}, which other users of the machine cannot see)",
-    )
-    group.add_argument("--model-name", help="for clients (default: the Hub name, or the folder's own name)")
-    group = parser.add_argument_group("limits")
-    for name, default, text in (
-        ("--max-batch", 8, "requests that decode together"),
-        ("--max-queue", 64, "requests that wait or are being answered"),
-        ("--max-prompt-tokens", 4096, "tokens of a prompt"),
-        ("--max-tokens", 1024, "tokens of an answer"),
-        ("--max-body-bytes", 1_000_000, "bytes of a request"),
-    ):
-        group.add_argument(name, type=positive, default=default, help=f"most {text} (default: %(default)s)")
-    group.add_argument(
-        "--keep",
-        type=count,
-        default=4,
-        help="conversations whose K/V are kept, for their next turns (default: %(default)s)",
-    )
-    group.add_argument(
-        "--rate", type=count, default=600, help="requests a minute from one address; 0: any (default: %(default)s)"
-    )
-    group = parser.add_argument_group("replicas, through Ray Serve")
-    group.add_argument("--replicas", type=positive, help="models, in processes of their own (default: one, in this)")
-    group.add_argument("--ray-address", help="of a Ray cluster, or auto (default: one is started on this machine)")
-    group.add_argument("--cpus-per-replica", type=amount, default=1.0, help="and its threads (default: %(default)s)")
-    group.add_argument("--gpus-per-replica", type=amount, default=0.0, help="(default: %(default)s)")
-    group.add_argument("--max-replicas-per-node", type=positive, help="(default: as its resources allow)")
+    parser.epilog = "All other options, such as --host, --port and --device, are those of `transformers serve`."
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +226,7 @@ COMMANDS = {
         "talk with a model, each answer coloured by the depth that its tokens were read from",
         f"{CHAT_HELP} Where standard input is a pipe, each line is a message.",
     ),
-    "serve": (_serve, "answer chats over HTTP as OpenAI's API does, requests decoded together in batches", ""),
+    "serve": (_serve, "run the HTTP server of transformers, OpenAI's API, with TIDE attached to its model", ""),
     "calibrate": (
         _calibrate,
         "make routers for a model and write them, with their card, to a folder",

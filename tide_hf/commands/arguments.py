@@ -43,10 +43,8 @@ def _number(kind: type, accepts: Callable[[Any], bool], what: str) -> Callable[[
     return read
 
 
-count = _number(int, lambda number: number >= 0, "a whole number of at least 0")
 positive = _number(int, lambda number: 1 <= number < 2**31, "a whole number of at least 1, and below 2^31")
 threads = _number(int, lambda number: 1 <= number <= 4096, "a number of threads, from 1 to 4096")
-port = _number(int, lambda number: 1 <= number <= 65535, "a port, from 1 to 65535")
 share = _number(float, lambda number: 0 < number < 1, "a number between 0 and 1")
 amount = _number(float, lambda number: isfinite(number) and number >= 0, "a number of at least 0")
 threshold = _number(

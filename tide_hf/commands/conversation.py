@@ -8,7 +8,7 @@ from typing import Any
 from ..benchmark import Run, timed_run
 from ..chat_prompts import encode_messages
 from ..contenders import Contender
-from ..decoding.kept_caches import KeptCaches
+from ..decoding.prefix_cache import PrefixCache
 from ..errors import ConfigurationError, describe
 from ..structure import CACHE, find_structure
 from .prompts import check_room
@@ -52,7 +52,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything that was said."""
         self.messages: list[dict[str, str]] = []
-        self._caches = None if self._recurrent else KeptCaches(self.contender.model.config)
+        self._prefix = None if self._recurrent else PrefixCache(self.contender.model.config)
 
     def ask(self, question: str, streamer: Any = None) -> Run:
         """Take a turn. One that fails or is interrupted leaves the conversation as it was.
@@ -71,11 +71,11 @@ class Conversation:
         inputs = encode_messages(self.tokenizer, messages)
         tokens = inputs["input_ids"][0].tolist()
         check_room(self.contender.model, len(tokens), self.max_new_tokens)
-        caches = {} if self._caches is None else {CACHE: self._caches.take(tokens)}
+        caches = {} if self._prefix is None else {CACHE: self._prefix.take(tokens)}
         options = self.contender.options | caches
         run = timed_run(replace(self.contender, options=options), inputs, self.max_new_tokens, streamer)
-        if self._caches is not None:
-            self._caches.keep(caches[CACHE], tokens + run.new_tokens)
+        if self._prefix is not None:
+            self._prefix.keep(caches[CACHE], tokens + run.new_tokens)
         answer = self.tokenizer.decode(run.new_tokens, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return run

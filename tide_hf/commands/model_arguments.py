@@ -59,20 +59,39 @@ def load(args: argparse.Namespace, console: Console) -> Loaded:
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         warn_if_busy(torch.get_num_threads())
-    origin = getattr(args, "routers", None)
-    if origin == DEFAULT_ROUTERS:
-        origin = None
-    routers = TIDERouters.from_pretrained(origin) if origin is not None else None  # first, since they are small
+    named = named_routers(args)  # first, since they are small
     model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
-    if origin is None and hasattr(args, "routers"):
-        routers, origin = _shipped(model, required=args.routers is not None)
+    routers, origin = routers_for(model, args, named) if hasattr(args, "routers") else (None, None)
     return Loaded(model.to(device), tokenizer, routers, origin)
 
 
-def _shipped(model: Any, *, required: bool) -> tuple[TIDERouters | None, str | None]:
-    """The routers for the model that come with this library, and where they are from, for people."""
+def named_routers(args: argparse.Namespace) -> TIDERouters | None:
+    """The routers of the folder or repository that the arguments name, if they name one.
+
+    Raises:
+        RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
+    """
+    asked = getattr(args, "routers", None)
+    return None if asked in (None, DEFAULT_ROUTERS) else TIDERouters.from_pretrained(asked)
+
+
+def routers_for(
+    model: Any, args: argparse.Namespace, named: TIDERouters | None
+) -> tuple[TIDERouters | None, str | None]:
+    """The routers that the arguments name, else those that come with this library, and where they are from, for people.
+
+    Args:
+        model: The base model.
+        args: They.
+        named: Of [`named_routers`].
+
+    Raises:
+        RoutersNotFoundError: Those that come with this library are asked for, and none fits the model.
+    """
+    if named is not None:
+        return named, args.routers
     folder = shipped_routers(model)
-    if folder is None and not required:
+    if folder is None and args.routers is None:
         return None, None
     return default_routers(model), folder and f"shipped, {Path(folder).name}"
 

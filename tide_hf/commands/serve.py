@@ -1,178 +1,111 @@
-"""``tide-hf serve``: an OpenAI-compatible chat server."""
+"""``tide-hf serve``: transformers' own server, with TIDE attached to the model that it loads."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from rich.console import Console
+import torch
+import typer
+from transformers.utils.import_utils import is_serve_available
 
 from ..errors import ConfigurationError, MissingPackageError, describe
-from . import KEY_VARIABLE
-
-if TYPE_CHECKING:
-    from ..serving.limits import Limits
-    from ..serving.served_model import ServingOptions
-
-LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-MAX_CONNECTIONS_BESIDE = 200  # open connections beside those of requests that are answered
+from ..model import TIDEModelForCausalLM
+from ..routers.modeling_tide import TIDERouters
+from .model_arguments import named_routers, required, routers_for
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
-    uses_ray = args.replicas is not None or args.ray_address is not None
-    _check_packages(["starlette", "uvicorn", "prometheus_client"] + ["ray", "grpc"] * uses_ray)  # Ray Serve needs grpc
-    from ..serving.served_model import ServingOptions  # noqa: PLC0415 - needs packages of the extra
-
-    options = ServingOptions(
-        model=args.model,
-        routers=args.routers,
-        mode=args.mode,
-        exit_threshold=args.exit_threshold,
-        engine=args.engine,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_batch=args.max_batch,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_tokens=args.max_tokens,
-        keep=args.keep,
-    )
-    if args.server == "transformers":
-        _serve_with_transformers(args, options, uses_ray)
-        return
-    _run(args, options, limits_of(args), uses_ray)
-
-
-def limits_of(args: argparse.Namespace) -> Limits:
-    """The limits that the arguments name.
+    """Run the command. What its parser does not know, `args.passed_on`, goes to `transformers serve`.
 
     Raises:
-        ConfigurationError: Other machines could use the server, and there is no key.
+        MissingPackageError: A package of the server is not installed.
+        ConfigurationError: The mode needs routers, and there are none; or continuous batching is asked for.
     """
-    from ..serving.limits import Limits, is_loopback  # noqa: PLC0415
+    _check_packages()
+    _check_batching(args.passed_on)
+    named = named_routers(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    from transformers.cli.serve import Serve  # noqa: PLC0415 - needs packages of the extra
 
-    api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
-    local = is_loopback(args.host)
-    if not local and api_key is None:
-        raise ConfigurationError(
-            describe(
-                "a server that others can reach needs an API key",
-                got=f"--host {args.host} without one",
-                expected=f"a key in ${KEY_VARIABLE} or --api-key, or --host 127.0.0.1",
-                do=f"Set {KEY_VARIABLE} to a long random text.",
-            )
-        )
-    return Limits(
-        api_key=api_key,
-        hosts=(*dict.fromkeys((*LOCAL_NAMES, args.host)),) if local and api_key is None else None,
-        max_body_bytes=args.max_body_bytes,
-        max_requests=args.max_queue,
-        requests_per_minute=args.rate,
-    )
+    server = typer.Typer(add_completion=False)
+    server.command()(Serve)
+    with prepared_models(partial(attach_warmed_up, args=args, named=named)):
+        server([args.model, "--dtype", args.dtype or "auto", *args.passed_on], prog_name="tide-hf serve")
 
 
-def listener(host: str, port: int) -> socket.socket:
-    """A socket at this address, taken before the model is loaded: whoever cannot have it is told at once.
+@contextmanager
+def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
+    """Have transformers' server, where it is built and run within, do something to each model that it loads.
 
-    Raises:
-        ConfigurationError: Another program has it, or this machine has no such address.
+    The server has no setting for that, so the method that loads a model is replaced. A server loads the model that it
+    is built for before it listens.
+
+    Args:
+        prepare: Takes a model that was loaded, and gives the one to serve.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    taken = socket.socket(family)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    from transformers.cli.serving.model_manager import ModelManager  # noqa: PLC0415 - needs packages of the extra
+
+    load = ModelManager._load_model
+
+    def load_and_prepare(self: ModelManager, *args: Any, **kwargs: Any) -> Any:
+        return prepare(load(self, *args, **kwargs))
+
+    ModelManager._load_model = load_and_prepare
     try:
-        taken.bind((host, port))
-        taken.listen()  # else another program could still take it while the model is loaded
-    except (OSError, UnicodeError) as error:
-        taken.close()
-        raise ConfigurationError(
-            describe(
-                "the server cannot listen there",
-                got=f"'{error}' for {host} port {port}",
-                expected="an address of this machine with a port that no other program has",
-                do="Name another --port or --host, or stop the other program.",
-            )
-        ) from error
-    return taken
+        yield
+    finally:
+        ModelManager._load_model = load
 
 
-def _run(args: argparse.Namespace, options: ServingOptions, limits: Limits, uses_ray: bool) -> None:
-    import uvicorn  # noqa: PLC0415
+def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
+    """Attach TIDE as the arguments say, and warm its engine up, so that no request waits for a compiler.
 
-    from ..serving.app import create_app  # noqa: PLC0415
-    from ..serving.http_server import HTTPServer  # noqa: PLC0415
-    from ..serving.metrics import Metrics  # noqa: PLC0415
+    Args:
+        model: A base model.
+        args: The command's.
+        named: The routers that they name, if any.
 
-    metrics, name, taken = Metrics(), model_name(args), listener(args.host, args.port)
-    backend = _ray_backend(args, options, metrics) if uses_ray else _local_backend(options)
-    app = create_app(backend, name, limits, metrics)
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    Console(stderr=True).print(f"Serving {name} at http://{host}:{args.port}/v1", highlight=False, soft_wrap=True)
-    # h11 bounds what it reads of headers; proxies' words about who a client is are not taken.
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        proxy_headers=False,
-        server_header=False,
-        limit_concurrency=limits.max_requests + MAX_CONNECTIONS_BESIDE,
-        log_level="warning",
-        timeout_graceful_shutdown=10,
+    Returns:
+        The model, attached.
+
+    Raises:
+        ConfigurationError: The mode needs routers, and there are none.
+    """
+    routers, _ = routers_for(model, args, named)
+    if args.mode != "self_speculative":
+        required(routers, f"--mode {args.mode}")
+    attached = TIDEModelForCausalLM.attach(
+        model, routers, mode=args.mode, exit_threshold=args.exit_threshold, engine=args.engine
     )
-    with suppress(KeyboardInterrupt), taken:  # by which servers are stopped
-        HTTPServer(config, backend).run(sockets=[taken])
+    if args.mode == "self_speculative":  # the other modes run layer by layer
+        attached.tide_warm_up()
+    return attached
 
 
-def _local_backend(options: ServingOptions) -> Any:
-    from ..serving.batching import Batcher  # noqa: PLC0415
-    from ..serving.served_model import ServedModel  # noqa: PLC0415
-
-    return Batcher(ServedModel.load(options))
-
-
-def _ray_backend(args: argparse.Namespace, options: ServingOptions, metrics: Any) -> Any:
-    from ..serving.deployment import ClusterOptions, start_replicas  # noqa: PLC0415
-
-    names = ("ray_address", "cpus_per_replica", "gpus_per_replica", "max_replicas_per_node")
-    cluster = ClusterOptions(replicas=args.replicas or 1, **{name: getattr(args, name) for name in names})
-    return start_replicas(options, cluster, metrics)
-
-
-def _serve_with_transformers(args: argparse.Namespace, options: ServingOptions, uses_ray: bool) -> None:
-    limits = limits_of(args)
-    if limits.api_key is not None or limits.hosts is None or uses_ray:
-        raise ConfigurationError(
-            describe(
-                "the server of transformers can do neither API keys nor replicas",
-                got="--server transformers with one of them",
-                expected="one process on this machine alone",
-                do="Leave them out, or use --server batches.",
-            )
-        )
-    _check_packages(["fastapi", "openai"])
-    from ..serving.transformers_server import run_transformers_server  # noqa: PLC0415
-
-    run_transformers_server(options, args.host, args.port)
-
-
-def model_name(args: argparse.Namespace) -> str:
-    """The name by which clients know the model: no path of this machine."""
-    return str(args.model_name or (Path(args.model).resolve().name if Path(args.model).is_dir() else args.model))
-
-
-def _check_packages(names: list[str]) -> None:
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
+def _check_packages() -> None:
+    if not is_serve_available():
         raise MissingPackageError(
             describe(
                 "the server cannot start",
-                got=f"an environment without {', '.join(missing)}",
+                got="an environment without fastapi, uvicorn, pydantic or openai",
                 expected="the packages of the extra 'serve'",
                 do='Run: pip install "tide-hf[serve]"',
+            )
+        )
+
+
+def _check_batching(passed_on: list[str]) -> None:
+    if "--continuous-batching" in passed_on:
+        raise ConfigurationError(
+            describe(
+                "TIDE does not decode in continuous batches",
+                got="--continuous-batching",
+                expected="a server that answers one request at a time",
+                do="Leave it out, or run `transformers serve` without TIDE.",
             )
         )
