@@ -18,10 +18,9 @@ from recorded import Recorder
 from test_block_head import WITH_BLOCK, block_layer_of, routers_for
 from test_calibration_pipeline import texts
 from test_captured_steps import COPYING, FEW, WINDOWED, linear_heads, prompts
-from test_dataset_generation import prompts as dataset_rows
 from transformers import TextStreamer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate, generate_dataset
+from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.benchmark import compare
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.contenders import tide_contenders
@@ -315,15 +314,6 @@ def test_what_exits_cost_is_measured(tiny_llama, tiny_tokenizer, place):
     found = [convergence_by_layer(model, tiny_tokenizer, texts(4)) for model in (tiny_llama(), device_llama)]
     for one, other in zip(*found, strict=True):
         assert one.mean_cosine == pytest.approx(other.mean_cosine, rel=1e-5)
-
-
-def test_a_data_set_is_answered(tiny_llama, device_llama, tiny_tokenizer, tmp_path):
-    options = {"max_new_tokens": 6, "do_sample": False, "batch_size": 2, "progress": False}
-    files = []
-    for name, model in (("cpu", tiny_llama()), (NAME, device_llama)):
-        TIDEModelForCausalLM.attach(model)
-        files.append(generate_dataset(model, tiny_tokenizer, dataset_rows(), tmp_path / name, **options))
-    assert files[0][0].read_text() == files[1][0].read_text()
 
 
 def test_ways_of_decoding_are_compared(device_llama):

@@ -1,6 +1,8 @@
 """The scripts and the notebook in `examples/` that users copy run as they are, here on tiny models."""
 
 import json
+import os
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -113,6 +115,30 @@ def test_a_replica_of_ray_serve_answers_as_openai_s_api_does(tiny_model_folder, 
     assert answers[0]["choices"][0]["finish_reason"] == "length"
     assert answers[0]["usage"]["completion_tokens"] == 6
     assert replica.model.last_exit_stats.mode == "self_speculative"
+
+
+def test_processes_share_a_file_of_prompts(tiny_model_folder, tmp_path):
+    chats = [{"messages": [{"role": "user", "content": "sea " * i}]} for i in range(1, 4)]
+    rows = [{"prompt": f"tide {i} " + "ebb " * i, "id": i} for i in range(4)] + chats
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = os.pathsep.join([str(FOLDER.parent), *filter(None, sys.path)])
+    answers = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
+        output = tmp_path / str(len(launcher))
+        options = ["--model", tiny_model_folder, "--batch-size", 2, "--max-new-tokens", 6]
+        command = [sys.executable, *launcher, FOLDER / "generate_dataset.py", source, output, *options]
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        subprocess.run([str(part) for part in command], env=environment, check=True)
+        files = sorted(output.iterdir())
+        assert len(files) == (2 if launcher else 1)
+        answers.append([json.loads(line) for file in files for line in file.read_text().splitlines()])
+    assert answers[0] == answers[1]
+    assert [{key: row[key] for key in row if key != "answer"} for row in answers[0]] == rows
+    model, tokenizer = (kind.from_pretrained(tiny_model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    prompt = tokenizer(rows[3]["prompt"], return_tensors="pt")
+    tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answers[0][3]["answer"] == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):

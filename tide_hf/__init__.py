@@ -9,7 +9,6 @@ from .registration import register_with_transformers
 
 if TYPE_CHECKING:
     from .calibration import calibrate
-    from .dataset_generation import generate_dataset
     from .errors import TIDEError, UnsupportedModelError
     from .logits_process import TIDELogitsProcessor
     from .model import TIDEModelForCausalLM
@@ -28,7 +27,6 @@ __all__ = [
     "TIDERouters",
     "UnsupportedModelError",
     "calibrate",
-    "generate_dataset",
 ]
 
 # Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
@@ -41,7 +39,6 @@ _MODULES = {
     "TIDERouters": "routers.modeling_tide",
     "UnsupportedModelError": "errors",
     "calibrate": "calibration",
-    "generate_dataset": "dataset_generation",
 }
 
 

@@ -58,11 +58,7 @@ class HubError(TIDEError, OSError):
     """The Hub refused an upload, or could not be reached for it."""
 
 
-class DatasetError(TIDEError, ValueError):
-    """Work on a data set cannot start or go on."""
-
-
-class CalibrationError(DatasetError):
+class CalibrationError(TIDEError, ValueError):
     """Calibration cannot start or go on with the data it was given."""
 
 

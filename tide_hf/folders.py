@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -38,10 +36,3 @@ def write_whole(file: Path, content: bytes) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-def unfinished_files(folder: Path) -> Iterator[Path]:
-    """What processes that were killed in [`write_whole`] have left in a folder of data, and in those below it."""
-    for file in folder.glob(f"**/*{UNFINISHED}"):
-        if re.search(rf"\.(jsonl?|safetensors)\.\d+{re.escape(UNFINISHED)}$", file.name):  # else it is someone else's
-            yield file

@@ -1,4 +1,4 @@
-"""The folder in which work on a data set keeps what has been done, so that it can be killed at any time and go on."""
+"""The folder in which a calibration keeps what has been done, so that it can be killed at any time and go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import CalibrationError, describe
-from ..folders import unfinished_files, write_whole
+from ..folders import UNFINISHED, write_whole
 from .processes import Processes
 
 FORMAT = 1  # of the files; raise it when one of them changes
@@ -31,12 +31,10 @@ class WorkFolder:
 
     Args:
         folder: Where; made where it does not exist.
-        task: What is done there, for errors.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], task: str = "calibration") -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.task = task
 
     def has(self, name: str) -> bool:
         """Whether this unit has been done."""
@@ -54,7 +52,7 @@ class WorkFolder:
             CalibrationError: The disk is full.
         """
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        self.write_bytes(f"{name}.safetensors", save(tensors, {"facts": json.dumps(facts or {})}))
+        self._write_bytes(f"{name}.safetensors", save(tensors, {"facts": json.dumps(facts or {})}))
 
     def read(self, name: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read tensors of a unit that has been done; all of them where no `keys` are given.
@@ -75,14 +73,14 @@ class WorkFolder:
             return json.loads(file.metadata()["facts"])
 
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
-        """Make sure that what is in the folder is this task's own, and take the folder where it is empty.
+        """Make sure that what is in the folder is this calibration's own, and take the folder where it is empty.
 
         Args:
             fingerprint: All that the units depend on, ready for JSON.
             processes: Those that share the folder.
 
         Raises:
-            CalibrationError: The folder holds another task's work, or processes see different folders.
+            CalibrationError: The folder holds another calibration's work, or processes see different folders.
         """
         ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
         file = self.folder / FINGERPRINT
@@ -90,10 +88,10 @@ class WorkFolder:
             self._compare(ours, file)
         processes.wait()
         if processes.is_main:
-            for unfinished in unfinished_files(self.folder):
+            for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):
                 unfinished.unlink()
             if not file.is_file():
-                self.write_bytes(FINGERPRINT, json.dumps(ours, indent=1).encode())
+                self._write_bytes(FINGERPRINT, json.dumps(ours, indent=1).encode())
         processes.wait()
         if not file.is_file():
             raise CalibrationError(
@@ -134,7 +132,7 @@ class WorkFolder:
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def write_bytes(self, name: str, content: bytes) -> None:
+    def _write_bytes(self, name: str, content: bytes) -> None:
         """Write a file that is there whole or not at all.
 
         Args:
@@ -185,7 +183,7 @@ class WorkFolder:
             differences = ", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names)
             raise CalibrationError(
                 describe(
-                    f"{self.folder} holds the work of another {self.task}, or one by other settings",
+                    f"{self.folder} holds the work of another calibration, or one by other settings",
                     got=differences,
                     expected="the same model, data and settings, to go on with it",
                     do=f"Pass another output_dir, start it as it was started then, or delete {self.folder} if what is "
