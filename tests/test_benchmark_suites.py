@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import adapters, bench, items, measuring, published, runner
+from examples.benchmarks import adapters, bench, items, measuring, published, questions, runner
 from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, quality
-from tide_hf import TIDERouters
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli import main
 from tide_hf.errors import ConfigurationError
 
@@ -228,6 +228,39 @@ def test_questions_are_the_same_everywhere_and_enough():
     assert len(chosen) >= 200
     assert chosen[:3] == items.multiple_choice(3)
     assert all(len(set(item.endings)) == 4 for item in chosen)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        ("so 3 + 4 = 7. It is $1,070.50 then.", "1070.5", True),
+        ("so 3 + 4 = 7", "8", False),
+        ("It is -5", "5", False),
+        ("It is \N{MINUS SIGN}5", "-5", True),
+        ("-$1,070.50", "-1070.5", True),
+        ("4--5", "-5", True),
+        ("between 12-15", "15", True),
+        ("3-5 dollars", "5", True),
+        ("5%-10%", "10", True),
+        ("in covid-19", "19", True),
+        ("no idea", "5", False),
+    ],
+)
+def test_the_last_number_is_the_answer(answer, expected, right):
+    assert questions.is_right(answer, expected) is right
+
+
+def test_answers_and_their_depths_do_not_depend_on_the_batch(tiny_llama, tiny_tokenizer):
+    model, asked = tiny_llama(), ["Why?", "a", "What is it that runs?"]
+    plain = questions.answer_questions(model, tiny_tokenizer, asked, max_new_tokens=6, batch_size=1)
+    assert plain[1] == [4.0] * 3
+    TIDEModelForCausalLM.attach(model, random_routers(model, [1]))
+    options = {"max_new_tokens": 6, "tide_mode": "early_exit", "exit_threshold": 0.0}
+    alone, together = (
+        questions.answer_questions(model, tiny_tokenizer, asked, batch_size=size, **options) for size in (1, 3)
+    )
+    assert alone == together
+    assert all(1 < depth < 4 for depth in alone[1])  # the prompt's pass, of which comes the first token, runs whole
 
 
 def test_the_likeliest_ending_counts():

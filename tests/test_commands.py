@@ -76,16 +76,11 @@ def test_calibrate_s_help_tells_the_defaults_of_the_function(monkeypatch, capsys
 
 
 def test_evaluate_has_the_defaults_of_the_function():
-    args = make_parser().parse_args(["evaluate", "model"])
-    options, columns = evaluation.QualityOptions(), evaluation.QuestionColumns()
-    for name in ("samples", "max_length", "max_new_tokens", "match", "confidence", "batch_size", "seed"):
+    args = make_parser().parse_args(["evaluate", "model", "--text", "x.txt"])
+    options = evaluation.QualityOptions(text=None)
+    for name in ("samples", "max_length", "confidence", "batch_size", "seed"):
         assert getattr(args, name) == getattr(options, name)
     assert tuple(args.thresholds) == options.thresholds
-    assert (args.question_column, args.answer_column, args.prompt) == (
-        columns.question,
-        columns.answer,
-        columns.template,
-    )
 
 
 @pytest.mark.parametrize(

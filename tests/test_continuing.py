@@ -1,10 +1,14 @@
 """Texts that a model goes on with: where they end, and that draws follow the model's own distribution."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from families import VOCAB, tiny_model
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
 
-from tide_hf.calibration.continuing import BEST, DrawFromBest, continued
+from tide_hf.calibration.continuing import BEST, DrawFromBest, continued, plain_generation
 
 TEXTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,3 +84,17 @@ def test_draws_are_those_of_the_seed(family):
         found.append(continued(model, TEXTS, 8, temperature=1.0, ends=set()))
     assert found[0] == found[1] != found[2]
     assert all(0 <= token < VOCAB for row in found[0] for token in row)
+
+
+@pytest.mark.parametrize("place", ["model", "inside", "wrapper"])
+def test_a_model_s_own_defaults_are_put_aside_and_come_back(place):
+    base = tiny_model("llama")
+    model = base if place == "model" else get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"))
+    own = GenerationConfig(eos_token_id=[3, 4], do_sample=True, tide_mode="post_hoc")
+    (base if place == "inside" else model).generation_config = own
+    with suppress(KeyboardInterrupt), plain_generation(model):
+        for one in (model, base) if place != "wrapper" else (model,):
+            assert one.generation_config.to_diff_dict().keys() == {"eos_token_id", "transformers_version"}
+            assert one.generation_config.eos_token_id == [3, 4]
+        raise KeyboardInterrupt
+    assert model.generation_config is own

@@ -12,10 +12,10 @@ from rich.console import Console
 from tide_hf import TIDERouters
 from tide_hf.calibration.tables import TextTable, rich_table
 from tide_hf.cli import main
-from tide_hf.evaluation.plots import PANELS, draw_curve, save_quality_plot
-from tide_hf.evaluation.tables import quality_tables
+from tide_hf.evaluation.plots import draw_curve, save_quality_plot
+from tide_hf.evaluation.tables import quality_table
 
-QUICK = ("--samples", "4", "--max-length", "16", "--max-new-tokens", "4", "--batch-size", "2")
+QUICK = ("--samples", "4", "--max-length", "16", "--batch-size", "2")
 
 
 def figure(value, spread=0.1):
@@ -28,34 +28,23 @@ def made_up_record(**settings):
         {"exit_threshold": 0.9, "perplexity": figure(21.0), "ratio": figure(1.05), "agreement": figure(0.9)}
         | {"depth_fraction": figure(0.8), "exit_rates": {"2": 0.4}},
     ]
-    exact = [
-        {"exit_threshold": None, "exact_match": figure(0.5)},
-        {"exit_threshold": 0.9, "exact_match": figure(0.45), "difference": figure(-0.05), "same_answers": figure(0.7)}
-        | {"depth_fraction": figure(0.85), "layers_executed_fraction": 0.95},
-    ]
     text = {"data": "w.txt", "num_tokens": 1234, "num_documents": 56, "max_length": 64, "rows": perplexity}
-    answers = {"data": "qa.jsonl", "num_questions": 50, "max_new_tokens": 8, "mode": "early_exit", "rows": exact}
-    answers["match"] = "number"
-    record = {"confidence": 0.95, "kv_cache_strategy": "recompute", "perplexity": text, "exact_match": answers}
-    return record | settings
+    return {"confidence": 0.95, "kv_cache_strategy": "recompute", "perplexity": text} | settings
 
 
 @pytest.fixture
 def places(tmp_path, tiny_model_folder, tiny_llama):
-    """What a user has: a model, routers, texts and questions."""
+    """What a user has: a model, routers and texts."""
     torch.manual_seed(0)
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[1, 3])
     for layer in routers.exit_layers:
         torch.nn.init.normal_(routers[layer].router.up.weight)
     routers.save_pretrained(tmp_path / "routers")
     (tmp_path / "text.txt").write_text("\n\n".join(f"{n} rivers run." for n in range(6)), encoding="utf-8")
-    rows = [json.dumps({"question": f"{n}+{n}?", "answer": f"#### {2 * n}"}) for n in range(5)]
-    (tmp_path / "qa.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return {
         "MODEL": tiny_model_folder,
         "ROUTERS": tmp_path / "routers",
         "TEXT": tmp_path / "text.txt",
-        "QA": tmp_path / "qa.jsonl",
         "PLOT": tmp_path / "curve.png",
         "NOWHERE": tmp_path / "no" / "curve.png",
     }
@@ -69,19 +58,11 @@ def run(places, *arguments):
     return main(command(places, arguments))
 
 
-def test_it_prints_two_tables_and_draws_a_plot(places, capsys):
-    data = ("--text", "TEXT", "--questions", "QA", "--match", "number", "--plot", "PLOT")
+def test_it_prints_a_table_and_draws_a_plot(places, capsys):
+    data = ("--text", "TEXT", "--plot", "PLOT")
     assert run(places, "MODEL", "--routers", "ROUTERS", *data, "--thresholds", "0.8,0.5", *QUICK) == 0
     out = capsys.readouterr().out
-    for expected in (
-        "Perplexity on text.txt",
-        "Exact match on qa.jsonl",
-        "base",
-        "0.8",
-        "0.5",
-        "4 questions",
-        "'number'",
-    ):
+    for expected in ("Perplexity on text.txt", "base", "0.8", "0.5", "4 documents"):
         assert expected in out
     assert max(map(len, out.splitlines())) <= 80
     assert places["PLOT"].read_bytes().startswith(b"\x89PNG")
@@ -91,7 +72,6 @@ def test_json_has_the_figures_and_where_they_are_from(places, capsys):
     assert run(places, "MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--thresholds", "0.5", "--json", *QUICK) == 0
     record = json.loads(capsys.readouterr().out)
     assert [row["exit_threshold"] for row in record["perplexity"]["rows"]] == [None, 0.5]
-    assert "exact_match" not in record
     assert record["command"].startswith("tide-hf evaluate")
     assert record["routers"] == str(places["ROUTERS"])
     assert record["weights_origin"] == "a local folder"
@@ -101,12 +81,9 @@ def test_json_has_the_figures_and_where_they_are_from(places, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["MODEL", "--routers", "ROUTERS"], "there is nothing to measure on"),
         (["MODEL", "--text", "TEXT"], "there are no routers for the model"),
         (["MODEL", "--routers", "ROUTERS", "--text", "no/such/file.txt"], "the dataset cannot be found"),
-        (["MODEL", "--routers", "ROUTERS", "--questions", "TEXT"], "a row holds no question with an answer (text.txt)"),
         (["MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--plot", "NOWHERE"], "the figures cannot be written"),
-        (["MODEL", "--routers", "ROUTERS", "--questions", "QA", "--prompt", "Why?"], "no place for the question"),
     ],
 )
 def test_errors_are_explained(places, refused, arguments, message):
@@ -121,32 +98,28 @@ def test_without_matplotlib_it_says_so_before_it_measures(places, monkeypatch, c
 
 def test_a_wrong_list_of_thresholds_is_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["evaluate", "model", "--thresholds", "0.9,high"])
+        main(["evaluate", "model", "--text", "x.txt", "--thresholds", "0.9,high"])
     assert "'0.9,high' is not a list of thresholds" in capsys.readouterr().err
 
 
 def test_what_the_tables_show():
-    (_, perplexity, note), (_, exact, other_note) = quality_tables(made_up_record())
+    _, perplexity, note = quality_table(made_up_record())
     assert perplexity.rows[0] == ["base", "20.00", "19.9 to 20.1", "-", "-", "-", "-"]
     assert perplexity.rows[1] == ["0.9", "21.00", "20.9 to 21.1", "1.050", "0.950 to 1.150", "90.0%", "80.0%"]
-    assert exact.rows[1] == ["0.9", "45.0%", "35.0 to 55.0", "-5.0%", "-15.0 to +5.0", "70.0%", "85.0%", "95.0%"]
     assert "1,234 tokens in 56 documents" in note
-    assert "95% by resampling questions" in other_note
+    assert "95% by resampling documents" in note
     assert "propagate" not in note
-    assert "kv_cache_strategy='propagate'" in quality_tables(made_up_record(kv_cache_strategy="propagate"))[0][2]
+    assert "kv_cache_strategy='propagate'" in quality_table(made_up_record(kv_cache_strategy="propagate"))[2]
 
 
 def test_what_the_plot_shows(tmp_path):
     record = made_up_record()
-    drawn = {name: Axes() for name in PANELS}
-    for name, axes in drawn.items():
-        draw_curve(axes, name, record[name])
-    assert drawn["exact_match"].drawn("errorbar") == [([85.0], [pytest.approx(-5.0)])]
-    assert drawn["exact_match"].options("errorbar")[0]["yerr"] == [[pytest.approx(10.0)], [pytest.approx(10.0)]]
-    assert drawn["exact_match"].drawn("axhline")[0] == (0.0,)
-    assert drawn["perplexity"].drawn("errorbar")[0] == ([80.0], [1.05])
-    assert drawn["perplexity"].drawn("axhline")[0] == (1.0,)
-    save_quality_plot({"perplexity": record["perplexity"]}, tmp_path / "one.png")
+    axes = Axes()
+    draw_curve(axes, record["perplexity"])
+    assert axes.drawn("errorbar") == [([80.0], [1.05])]
+    assert axes.options("errorbar")[0]["yerr"] == [[pytest.approx(0.1)], [pytest.approx(0.1)]]
+    assert axes.drawn("axhline")[0] == (1.0,)
+    save_quality_plot(record, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 

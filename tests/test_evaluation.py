@@ -13,7 +13,6 @@ from tide_hf.calibration.data import Document
 from tide_hf.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.perplexity import read_texts, score_texts
-from tide_hf.evaluation.questions import Answers
 
 FAMILIES = ("llama", "gpt2", "gemma2", "granite", "cohere2", "opt", "falcon", "mixtral")
 PROMPT = 7
@@ -129,23 +128,17 @@ def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tok
     routers = random_routers(model)
     routers.config.exit_threshold = 0.75
     texts = [f"River number {n} runs on and on, {'x' * n}." for n in range(6)]
-    questions = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(5)]
-    options = QualityOptions(
-        text=texts, questions=questions, thresholds=(0.5, 1.5), samples=5, max_new_tokens=5, batch_size=2
-    )
+    options = QualityOptions(text=texts, thresholds=(0.5, 1.5), samples=5, batch_size=2)
     record = measure_quality(model, tiny_tokenizer, routers, options)
     assert not isinstance(model, TIDEModelForCausalLM)
     assert json.loads(json.dumps(record)) == record
     assert record["calibrated_threshold"] == 0.75
-    for part in (record["perplexity"], record["exact_match"]):
-        assert [row["exit_threshold"] for row in part["rows"]] == [None, 1.5, 0.75, 0.5]
-    text, answers = (record[name]["rows"] for name in ("perplexity", "exact_match"))
+    text = record["perplexity"]["rows"]
+    assert [row["exit_threshold"] for row in text] == [None, 1.5, 0.75, 0.5]
     assert text[1]["ratio"] == {"value": 1.0, "interval": None}
     assert text[1]["agreement"]["value"] == text[1]["depth_fraction"]["value"] == 1.0
-    assert answers[1]["same_answers"]["value"] == answers[1]["depth_fraction"]["value"] == 1.0
     assert text[3]["depth_fraction"]["value"] < text[2]["depth_fraction"]["value"] < 1
-    assert answers[3]["layers_executed_fraction"] < 1
-    assert (record["perplexity"]["num_documents"], record["exact_match"]["num_questions"]) == (5, 5)
+    assert record["perplexity"]["num_documents"] == 5
 
 
 def test_an_offloaded_model_gives_the_same_and_the_routers_stay_as_they_are(tiny_llama, tiny_tokenizer):
@@ -157,8 +150,7 @@ def test_an_offloaded_model_gives_the_same_and_the_routers_stay_as_they_are(tiny
     ]
     torch.testing.assert_close(early[1].logits, early[0].logits)
     routers.bfloat16()
-    questions = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(3)]
-    options = QualityOptions(text=["a text", "another"], questions=questions, thresholds=(0.5,), max_new_tokens=4)
+    options = QualityOptions(text=["a text", "another"], thresholds=(0.5,))
     plain, away = (measure_quality(one, tiny_tokenizer, routers, options) for one in (model, offloaded))
     assert json.dumps(away) == json.dumps(plain)
     assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in routers.parameters())
@@ -167,54 +159,25 @@ def test_an_offloaded_model_gives_the_same_and_the_routers_stay_as_they_are(tiny
 def test_an_attached_model_is_no_base_to_compare_with(tiny_llama, tiny_tokenizer):
     routers = random_routers(tiny_llama())
     attached = TIDEModelForCausalLM.attach(tiny_llama(), routers, mode="early_exit", exit_threshold=0.0)
-    questions = [{"question": "1 + 1?", "answer": "2"}]
     with pytest.raises(ConfigurationError, match=r"nothing to compare with: got a model with TIDE attached\. Expected"):
-        measure_quality(attached, tiny_tokenizer, routers, QualityOptions(questions=questions))
-
-
-def test_exact_match_by_hand(tiny_llama, tiny_tokenizer, monkeypatch):
-    def answer(model, tokenizer, questions, *, exit_threshold=None, **_):
-        assert isinstance(model, TIDEModelForCausalLM) == (exit_threshold is not None)
-        last = [
-            int(question.prompt) if question.prompt != "3" or exit_threshold is None else 0 for question in questions
-        ]
-        tokens = [[7] * (1 + number) for number in last]
-        return Answers([f"It is {number}." for number in last], tokens, [2.0 if n else 4.0 for n in last], 30)
-
-    monkeypatch.setattr("tide_hf.evaluation.quality.answer_questions", answer)
-    questions = [{"question": str(n), "answer": n if n != 4 else 5} for n in range(1, 5)]
-    options = QualityOptions(questions=questions, thresholds=(0.5,), match="number")
-    model = tiny_llama()
-    base, early = measure_quality(model, tiny_tokenizer, random_routers(model), options)["exact_match"]["rows"]
-    assert base["exact_match"]["value"] == 3 / 4
-    assert early["exact_match"]["value"] == 2 / 4
-    assert early["difference"]["value"] == pytest.approx(-1 / 4)
-    assert early["same_answers"]["value"] == 3 / 4
-    assert early["depth_fraction"]["value"] == pytest.approx((2 * 2 + 3 * 2 + 5 * 2 + 1 * 4) / 11 / 4)
-    assert early["layers_executed_fraction"] == pytest.approx(30 / 44)
+        measure_quality(attached, tiny_tokenizer, routers, QualityOptions(text=["a text"]))
 
 
 def test_a_recurrent_model_runs_whole(tiny_tokenizer):
     model = tiny_model("mamba", vocab_size=260)
-    questions = [{"question": "1 + 1?", "answer": 2}, {"question": "2 + 2?", "answer": 4}]
-    options = QualityOptions(text=["a text", "another"], questions=questions, thresholds=(0.0,), max_new_tokens=4)
+    options = QualityOptions(text=["a text", "another"], thresholds=(0.0,))
     record = measure_quality(model, tiny_tokenizer, random_routers(model), options)
-    assert record["exact_match"]["mode"] == "post_hoc"
     assert record["perplexity"]["rows"][1]["depth_fraction"]["value"] == 0.25
-    assert record["exact_match"]["rows"][1]["layers_executed_fraction"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"text": None}, "there is nothing to measure on: got neither texts nor questions"),
         ({"thresholds": (-1.0,)}, "exit_threshold is no usable number"),
         ({"thresholds": 0.9}, r"thresholds are no list: got 0\.9\. Expected a list of exit thresholds"),
         ({"thresholds": iter([0.9])}, "thresholds are no list"),
-        ({"match": "loosely"}, "unknown match: got 'loosely'"),
         ({"confidence": 95}, "confidence makes no sense"),
-        ({"samples": 0}, "samples makes no sense"),
-        ({"max_new_tokens": 0}, r"max_new_tokens makes no sense: got 0\. Expected a whole number of at least 1"),
+        ({"samples": 0}, r"samples makes no sense: got 0\. Expected a whole number of at least 1"),
     ],
 )
 def test_options_that_make_no_sense(settings, message):

@@ -15,7 +15,6 @@ STRATEGIES = (*EXIT_STRATEGIES, "block")  # of what `calibrate` makes
 EXIT_CRITERIA = ("router", "confidence", "fixed")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
 LABELS = ("agreement", "cosine", "kl")  # what a router predicts
-MATCHES = ("exact", "number")  # how answers are compared
 
 
 def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""What the suites work on: the model, its routers, and the text and questions that go with them."""
+"""What the suites work on: the model, its routers, and the text that goes with them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Bench:
         routers: Its routers; `None` where there are none.
         routers_origin: Where they are from.
         text: Texts for perplexity and calibration, as `calibrate` takes them; `None`: the model writes them.
-        questions: Rows of questions with answers; `None`: generated ones.
         published_samples: Texts that the published system is calibrated on where speed is at stake.
         published_length: Tokens of each.
         kept: Things that are made once, by name.
@@ -50,7 +49,6 @@ class Bench:
     routers: TIDERouters | None
     routers_origin: str | None = None
     text: Any = None
-    questions: Any = None
     published_samples: int = 200
     published_length: int = 128
     kept: dict[str, Any] = field(default_factory=dict)

@@ -57,7 +57,7 @@ def maths_questions(count: int, seed: int = 0) -> list[dict[str, str]]:
         seed: Of the draw.
 
     Returns:
-        Rows with "question" and "answer", as `tide-hf evaluate --questions` takes them.
+        Rows with "question" and "answer".
     """
     rng = random.Random(f"maths {seed}")
     rows: dict[str, str] = {}

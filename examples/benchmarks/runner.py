@@ -32,7 +32,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hub name or folder (default: %(default)s)")
     parser.add_argument("--routers", help="folder or Hub repository (default: those shipped for the model)")
     parser.add_argument("--text", help="texts for perplexity and calibration (default: the model writes them)")
-    parser.add_argument("--questions", help="rows of question and answer (default: generated ones)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
@@ -53,9 +52,7 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
     settings = {name: settings_of(name, config) for name in names}
     console = Console(stderr=True)
     loaded = load(args, console)
-    bench = Bench(
-        loaded.model, loaded.tokenizer, loaded.routers, loaded.routers_origin, text=args.text, questions=args.questions
-    )
+    bench = Bench(loaded.model, loaded.tokenizer, loaded.routers, loaded.routers_origin, text=args.text)
     folder = args.output_dir if args.output_dir is not None else RESULTS / config_file.stem
     files = []
     for name in names:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ..answers import batch_answers, plain_generation
+from ..adapters import base_inside
 from ..cpu.shared_heads import shared_heads
+from ..padding import left_padded, up_to_end
+from ..structure import input_device
 
 BEST = 50  # tokens that are drawn from
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class DrawFromBest(LogitsProcessor):
@@ -62,4 +67,47 @@ def continued(
     draw = LogitsProcessorList([] if temperature is None else [DrawFromBest(temperature)])
     options = {"max_new_tokens": most, "eos_token_id": sorted(ends) or None, "logits_processor": draw}
     with plain_generation(model), shared_heads(model):
-        return batch_answers(model, texts, ends, pad=pad, with_end=False, **options)
+        return batch_answers(model, texts, ends, pad=pad, **options)
+
+
+@contextmanager
+def plain_generation(model: Any) -> Iterator[None]:
+    """Let `generate` find none of the defaults that a model comes with, but its special tokens; it gets them back.
+
+    A config that is passed to `generate` is not enough: what it leaves open is taken from the model's own.
+
+    Args:
+        model: The model, or a wrapper, which may have a config of its own.
+    """
+    plain = GenerationConfig(**{name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS})
+    kept = [(one, one.generation_config) for one in (model, base_inside(model)) if "generation_config" in vars(one)]
+    try:
+        for one, _ in kept:
+            one.generation_config = plain
+        yield
+    finally:
+        for one, config in kept:
+            one.generation_config = config
+
+
+def batch_answers(
+    model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
+) -> list[list[int]]:
+    """Let `model.generate` go on with prompts, all in one batch.
+
+    Args:
+        model: The model, attached or not.
+        prompts: Their tokens.
+        ends: The tokens that end an answer.
+        pad: Token that fills a row up. One that the model does not know, as where a tokenizer was extended and the
+            model was not, is replaced: models read what fills up the rows that have ended.
+        **options: For `generate`.
+
+    Returns:
+        The new tokens of each, up to the one that ends it.
+    """
+    pad = pad if pad < model.config.get_text_config().vocab_size else 0
+    inputs = left_padded(prompts, pad=pad, device=input_device(model))
+    generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
+    new_tokens = generated[:, inputs["input_ids"].shape[1] :].tolist()
+    return [up_to_end(tokens, ends) for tokens in new_tokens]

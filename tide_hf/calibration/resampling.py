@@ -1,4 +1,4 @@
-"""Intervals by resampling items: documents, or questions. Tokens of one item are not independent; items are."""
+"""Intervals by resampling items: documents, or prompts. Tokens of one item are not independent; items are."""
 
 from __future__ import annotations
 

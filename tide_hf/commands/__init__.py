@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..choices import DEFAULT_MODEL, LABELS, MATCHES, STRATEGIES
+from ..choices import DEFAULT_MODEL, LABELS, STRATEGIES
 from .arguments import (
     ALL,
     CommandParser,
@@ -54,10 +54,9 @@ CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 # Name, type, default (that of `evaluation.QualityOptions`) and help of what is handed on to `measure_quality()`.
 EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "thresholds": (threshold_list, [0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5], "to measure; the calibrated one is added"),
-    "samples": (positive, 200, "most texts, and most questions"),
+    "samples": (positive, 200, "most texts"),
     "max_length": (positive, 512, "tokens after which a text is cut"),
-    "max_new_tokens": (positive, 128, "most tokens of an answer"),
-    "batch_size": (positive, 8, "texts or questions at once"),
+    "batch_size": (positive, 8, "texts at once"),
     "seed": (int, 0, "of the draw from the data"),
     "confidence": (share, 0.95, "of all intervals"),
 }
@@ -163,22 +162,10 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--text", metavar="DATA", help=f"measure perplexity on {DATA}")
-    parser.add_argument("--questions", metavar="DATA", help="measure exact match on data of the same kinds")
+    parser.add_argument("--text", metavar="DATA", required=True, help=f"measure perplexity on {DATA}")
     for name, (kind, default, text) in EVALUATE_OPTIONS.items():
         shown = ",".join(map(str, default)) if isinstance(default, list) else default
         parser.add_argument(_flag(name), type=kind, default=default, help=f"{text} (default: {shown})")
-    parser.add_argument("--question-column", default="question", help="(default: %(default)s)")
-    parser.add_argument("--answer-column", default="answer", help="(default: %(default)s)")
-    parser.add_argument(
-        "--prompt", default="{question}", metavar="TEMPLATE", help="what is asked (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default=MATCHES[0],
-        help="exact: equal but for case, punctuation and articles; number: the last numbers are (default: %(default)s)",
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write quality against depth as a PNG to FILE")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,20 +1,19 @@
-"""``tide-hf evaluate``: perplexity and exact match of early exits over thresholds, against the base model's."""
+"""``tide-hf evaluate``: perplexity of early exits over thresholds, against the base model's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from typing import Any
 
 from rich.console import Console
 
 from ..calibration.report import Steps
 from ..calibration.tables import rich_table
 from ..display.plotting import figure_maker
-from ..evaluation import QualityOptions, QuestionColumns, measure_quality
+from ..evaluation import QualityOptions, measure_quality
 from ..evaluation.plots import save_quality_plot
-from ..evaluation.tables import quality_tables
+from ..evaluation.tables import quality_table
 from ..provenance import command_line, provenance
 from . import EVALUATE_OPTIONS
 from .arguments import check_writable
@@ -23,7 +22,7 @@ from .model_arguments import load, required
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    options = _options(args)
+    options = QualityOptions(**{name: getattr(args, name) for name in ("text", *EVALUATE_OPTIONS)})
     options.check()
     if args.plot is not None:
         figure_maker()
@@ -38,16 +37,8 @@ def run(args: argparse.Namespace) -> None:
         facts = {"command": command_line(args.argv), "routers": loaded.routers_origin}
         print(json.dumps(provenance(loaded.model) | facts | record, indent=2))
     else:
-        _print(record, Console())
-
-
-def _print(record: dict[str, Any], console: Console) -> None:
-    for title, table, note in quality_tables(record):
+        title, table, note = quality_table(record)
+        console = Console()
         console.print()
         console.print(rich_table(title, table))
         console.print(note, markup=False, highlight=False)
-
-
-def _options(args: argparse.Namespace) -> QualityOptions:
-    given = {name: getattr(args, name) for name in (*EVALUATE_OPTIONS, "text", "questions", "match")}
-    return QualityOptions(columns=QuestionColumns(args.question_column, args.answer_column, args.prompt), **given)

@@ -1,17 +1,15 @@
-"""What early exits cost in quality: perplexity and exact match over thresholds, base model against TIDE.
+"""What early exits cost in quality: perplexity over thresholds, base model against TIDE.
 
 `measure_quality` does all of it; `exit_logits` is the one pass over a text that gives every position's early exit.
 """
 
 from .quality import THRESHOLDS, QualityOptions, measure_quality
-from .questions import QuestionColumns
 from .teacher_forcing import ExitLogits, exit_logits
 
 __all__ = [
     "THRESHOLDS",
     "ExitLogits",
     "QualityOptions",
-    "QuestionColumns",
     "exit_logits",
     "measure_quality",
 ]

@@ -17,7 +17,6 @@ from torch import Tensor
 from tide_hf.calibration.data import Document
 from tide_hf.calibration.resampling import Bootstrap
 from tide_hf.evaluation.perplexity import TextScores, score_texts
-from tide_hf.evaluation.questions import Question, QuestionColumns, answer_questions, is_right, read_questions
 
 from ..adapters import attached, without_layers
 from ..bench import Bench, CannotRunError
@@ -25,10 +24,11 @@ from ..checks import Check
 from ..common import markdown
 from ..items import Choices, maths_questions, multiple_choice
 from ..published import NAME, engine
+from ..questions import answer_questions, is_right
 from ..reading import plain_scores, reading_of
 
 BASE = "base model"
-ASKED = "{question} Answer with the number alone."
+ASKED = " Answer with the number alone."
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     policies = [_never(bench, text, choices)]
     for threshold in settings.thresholds:
         policies += at_depth_of(threshold, bench, text, choices, plain, (documents, item_documents), settings)
-    rows_of_maths = bench.questions if bench.questions is not None else maths_questions(settings.maths)
-    questions = read_questions(rows_of_maths, QuestionColumns(template=ASKED), samples=settings.maths, seed=0)
+    questions = maths_questions(settings.maths)
     record = {
         "text": origin,
         "num_documents": len(documents),
@@ -188,7 +187,7 @@ def as_scores(scores: TextScores, layer: int, losses: Tensor, agrees: Tensor) ->
 
 
 def measure(
-    policy: Policy, bench: Bench, items: Sequence[Choices], questions: Sequence[Question], settings: Settings
+    policy: Policy, bench: Bench, items: Sequence[Choices], questions: Sequence[dict[str, str]], settings: Settings
 ) -> dict[str, Any]:
     """One policy: perplexity and agreement on the texts, and how many items and questions it gets right."""
     scores, threshold = policy.text
@@ -198,12 +197,11 @@ def measure(
         row["multiple_choice"] = share(picked_right(*policy.choices, items), settings.confidence)
     if questions:
         limits = {"max_new_tokens": settings.max_new_tokens, "batch_size": settings.batch_size}
-        answers = answer_questions(policy.model, bench.tokenizer, questions, **limits, **policy.options)
-        pairs = zip(answers.texts, questions, strict=True)
-        right = torch.tensor([is_right(said, one.answers, "number") for said, one in pairs])
-        row["maths"] = share(right, settings.confidence)
-        depths = torch.tensor(answers.depths, dtype=torch.float64) / bench.num_layers
-        row["maths_depth_fraction"] = float(depths.mean())
+        asked = [one["question"] + ASKED for one in questions]
+        answers, depths = answer_questions(policy.model, bench.tokenizer, asked, **limits, **policy.options)
+        pairs = zip(answers, questions, strict=True)
+        row["maths"] = share(torch.tensor([is_right(said, one["answer"]) for said, one in pairs]), settings.confidence)
+        row["maths_depth_fraction"] = sum(depths) / len(depths) / bench.num_layers
     return row
 
 
