@@ -51,7 +51,6 @@ TINY = {
         "hidden_size": 64,
         "vocab_size": 300,
     },
-    "faults": {"calibration_kills": 0, "save_kills": 0, "push_kills": 0, "requests": 12, "fuzz_examples": 12},
 }
 
 
@@ -186,16 +185,6 @@ def test_overhead_has_every_kind_of_scaling(run, one_thread):
     assert SUITES["overhead"].tables(record)["scaling"].count("\n") == 1 + 9
 
 
-def test_faults_are_counted(run, one_thread):
-    record = run("faults")
-    for name in ("threads at once", "short requests", "disk full"):
-        assert record["faults"][name]["right"] == record["faults"][name]["tries"] > 0
-    for kind in ("weights cut off", "a byte of the weights themselves", "bytes put into the weights"):
-        assert record["damaged"][kind].keys() == {"refused"}
-    for counts in record["damaged"].values():
-        assert not [name for name in counts if name.startswith("broke")]
-
-
 def test_fewer_layers_are_the_first_the_last_and_evenly_between():
     assert adapters.kept_layers(30, 24)[:3] == [0, 1, 3]
     assert adapters.kept_layers(8, 8) == list(range(8))
@@ -312,9 +301,9 @@ def test_the_configs_fit_the_suites():
 def test_the_command_line_hands_suites_on(tiny_model_folder, monkeypatch, capsys, tmp_path):
     called = []
     monkeypatch.setattr("subprocess.run", lambda line, **_: called.append(line) or type("Done", (), {"returncode": 0}))
-    assert main(["benchmark", str(tiny_model_folder), "--suite", "decode", "--suite", "faults", "--threads", "1"]) == 0
+    assert main(["benchmark", str(tiny_model_folder), "--suite", "decode", "--suite", "quality", "--threads", "1"]) == 0
     assert called[0][2:] == [
-        "examples.benchmarks", "run", "--suite", "decode", "--suite", "faults", "--model", str(tiny_model_folder),
+        "examples.benchmarks", "run", "--suite", "decode", "--suite", "quality", "--model", str(tiny_model_folder),
         "--threads", "1",
     ]  # fmt: skip
     monkeypatch.setattr("tide_hf.commands.benchmark.CLONE", tmp_path)

@@ -29,7 +29,7 @@ def test_other_threads_do_not_see_an_active_run():
 
 def test_two_threads_generate_in_different_modes_at_once():
     model = attached("llama", [1], exit_threshold=0.0)
-    modes = ("early_exit", "self_speculative") * 3
+    modes = ("early_exit", "self_speculative", "post_hoc") * 2
     expected = {mode: model.generate(prompt(), tide_mode=mode, **OPTIONS) for mode in set(modes)}
     results = [None] * len(modes)
 

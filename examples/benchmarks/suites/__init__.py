@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bench import Bench
 from ..checks import Check
-from . import decode, faults, overhead, published_report, published_tables, quality
+from . import decode, overhead, published_report, published_tables, quality
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,4 @@ SUITES = {
     ),
     "quality": Suite(quality.Settings, quality.run, quality.tables, quality.checks),
     "overhead": Suite(overhead.Settings, overhead.run, overhead.tables, overhead.checks),
-    "faults": Suite(faults.Settings, faults.run, faults.tables, faults.checks),
 }
