@@ -26,7 +26,7 @@ def test_a_table_of_plain_decoding_transformers_and_ours(tiny_model_folder, rout
 
 
 def test_json_holds_all_figures_of_prompts_from_a_file(tiny_model_folder, tmp_path, capsys):
-    (tmp_path / "prompts.jsonl").write_text('"abcabc"\n{"prompt": "hello"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"text": "abcabc"}\n{"prompt": "hello"}\n')
     command = ["benchmark", str(tiny_model_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--json", "--raw"]
     assert main([*command, *QUICK, "--dtype", "float32"]) == 0
     captured = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_what_a_model_cannot_do_is_left_out_and_named(tiny_tokenizer, tmp_path, 
         (["--prompts", "no/such/file"], "the prompts cannot be read"),
         (["--prompts", "EMPTY.txt"], "there are no prompts"),
         (["--prompts", "ROWS.jsonl"], "holds no prompt: got {'question': 'a'}"),
-        (["--prompts", "BROKEN.jsonl"], "line 1"),
+        (["--prompts", "BROKEN.jsonl"], "BROKEN.jsonl: got"),
         (["--prompt", "", "--raw"], "the prompt is empty"),
         (["--prompt", "a", "--prompt", "\udcff"], "--prompt is no text"),
         (["--config", "full"], "without --suite: got --config"),

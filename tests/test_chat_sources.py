@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_json, write_json_lines, write_parquet
+from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_json_lines, write_parquet
 
 from tide_hf.errors import CalibrationError
 
@@ -71,11 +71,10 @@ def test_where_the_template_does_not_tell_the_whole_chat_is_looked_at(tokenizer,
         ([], r"a chat is empty .*: got no messages"),
     ],
 )
-def test_chats_that_cannot_be_used(chat, message, tokenizer, tmp_path):
+def test_chats_that_cannot_be_used(chat, message, tokenizer):
     with pytest.raises(CalibrationError, match=f"got 1 rows, of which none can be used.*{message}"):
         read([chat], tokenizer)
-    write_json(tmp_path / "chats.json", [chat, *CHATS])
-    for source in (tmp_path / "chats.json", [chat, *CHATS]):
+    for source in ([chat, *CHATS], iter([chat, *CHATS])):
         documents, num_skipped = read(source, tokenizer)
         assert (len(documents), num_skipped) == (6, 1)
 

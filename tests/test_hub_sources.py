@@ -136,9 +136,10 @@ def test_a_connection_that_breaks_off(tokenizer):
 
 def test_without_the_extra(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "a.parquet").touch()
-    for package, dataset in (("datasets", "org/name"), ("pyarrow.parquet", tmp_path / "a.parquet")):
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    for dataset in ("org/name", tmp_path / "a.parquet"):
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, package, None)
+            patch.setitem(sys.modules, "datasets", None)
             with pytest.raises(MissingPackageError, match=r"missing to read .*Run: pip install tide-hf\[calibrate\]"):
                 read(dataset, tokenizer)
-            assert len(read(TEXTS, tokenizer)[0]) == 6
+            assert len(read(TEXTS, tokenizer)[0]) == len(read(tmp_path / "a.txt", tokenizer)[0]) == 6

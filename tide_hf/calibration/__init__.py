@@ -74,7 +74,7 @@ def calibrate(
 
             - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
             - a local file: .txt (documents are separated by blank lines; where there are none, each line is one),
-              .jsonl, .json (a list) or .parquet; or a folder of such files;
+              .jsonl, .json, .csv or .parquet; or a folder of such files;
             - the name of a Hub data set, `"org/name"`, `"org/name:config"`, `"org/name[split]"` or
               `"org/name:config[split]"` (split: train if not given), of which only as many rows are read as are needed;
             - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; of one without a length at most

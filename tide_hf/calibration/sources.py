@@ -7,7 +7,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import CalibrationError, describe
 from .data import Document
 from .encoding import RowEncoder, UnusableRowError
-from .files import READERS, import_extra, read_rows
+from .files import FORMATS, import_extra, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
 POOL = 10_000  # rows at hand to draw from, besides ten for every document that is wanted
 SHOWN_KEYS = 10  # by an error; a column of a table has one for each row
-TEXT_COLUMNS = ("text", "messages")
 SHUFFLE_BUFFER = 2_000  # rows of a stream that are shuffled at a time
 
 
@@ -100,14 +99,13 @@ def describe_source(dataset: object) -> str:
     return "rows given by the caller"
 
 
-def random_rows(dataset: Any, size: int, seed: int, columns: Sequence[str] = TEXT_COLUMNS) -> Iterator[object]:
+def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`.
 
     Args:
         dataset: Not None; see `calibrate` for what it may be.
         size: Most rows.
         seed: Of the order.
-        columns: What is wanted of a row; others may be missing from what is yielded.
 
     Raises:
         CalibrationError: The dataset cannot be found or read.
@@ -116,7 +114,7 @@ def random_rows(dataset: Any, size: int, seed: int, columns: Sequence[str] = TEX
     chance = random.Random(seed)
     path = _local_path(dataset)
     if path is not None:
-        return iter(_draw(read_rows(path, columns), size, chance))
+        return iter(_draw(read_rows(path), size, chance))
     if isinstance(dataset, (str, os.PathLike)):
         return islice(_hub_rows(dataset, seed), size)
     if _is_stream(dataset):
@@ -158,7 +156,7 @@ def _local_path(dataset: object) -> Path | None:
 
 
 def _match_hub_name(dataset: str | os.PathLike[str]) -> re.Match[str] | None:
-    if not isinstance(dataset, str) or dataset.lower().endswith(tuple(READERS)):
+    if not isinstance(dataset, str) or dataset.lower().endswith(tuple(FORMATS)):
         return None
     return HUB_NAME.fullmatch(dataset)
 

@@ -27,7 +27,7 @@ from .prompts import given_prompts, read_prompt
 
 SHELLS = ("bash", "zsh")
 CHAT_HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is sent."
-DATA = "a .txt, .jsonl, .json or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
+DATA = "a .txt, .jsonl, .json, .csv or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
 
 # Name, type or choices, default (that of `calibrate()`) and help of what is handed on to it, where it is given.
 CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
@@ -143,7 +143,7 @@ def _benchmark(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_decoding_arguments(parser, several=True, max_new_tokens=64)
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="more of them, in a .txt, .jsonl, .json or .parquet file"
+        "--prompts", type=Path, metavar="FILE", help="more of them, in a .txt, .jsonl, .json, .csv or .parquet file"
     )
     parser.add_argument("--raw", action="store_true", help="leave the chat template out")
     _add_measuring(parser)

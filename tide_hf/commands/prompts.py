@@ -76,8 +76,8 @@ def read_prompts(file: Path) -> list[str]:
     """Read prompts from a file.
 
     Args:
-        file: A `.txt` file (prompts between blank lines, or one a line), or rows in `.jsonl`, `.json` or `.parquet`:
-            texts, or objects with a `prompt` or a `text`.
+        file: A `.txt` file (prompts between blank lines, or one a line), or rows with a `prompt` or a `text` in
+            `.jsonl`, `.json`, `.csv` or `.parquet`.
 
     Returns:
         The prompts.
@@ -85,7 +85,7 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
         ConfigurationError: The file does not exist, a row holds no prompt, or there is none.
         CalibrationError: The file cannot be read.
-        MissingPackageError: A .parquet file is to be read without the package that reads it.
+        MissingPackageError: A file other than .txt is to be read, and the datasets library is not installed.
     """
     from ..calibration.files import read_rows  # noqa: PLC0415 - imports torch
 
@@ -93,7 +93,7 @@ def read_prompts(file: Path) -> list[str]:
         raise ConfigurationError(
             describe("the prompts cannot be read", got=f"no file at {file}", expected="a file", do="Check --prompts.")
         )
-    prompts = [_prompt_of(row, file) for row in read_rows(file, ("prompt", "text"))]
+    prompts = [_prompt_of(row, file) for row in read_rows(file)]
     if not prompts:
         raise ConfigurationError(
             describe("there are no prompts", got=f"an empty {file}", expected="a prompt or more", do="Add some.")
@@ -170,7 +170,7 @@ def _read_file(file: Path) -> bytes:
 
 
 def _prompt_of(row: object, file: Path) -> str:
-    prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
+    prompt = row.get("prompt") or row.get("text") if isinstance(row, dict) else row
     if not isinstance(prompt, str) or not prompt.strip():
         raise ConfigurationError(
             describe(
