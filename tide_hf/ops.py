@@ -21,7 +21,7 @@ KERNELS_REPO = "tide-hf/tide-kernels"
 KERNELS_REVISION: str | None = None
 USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OPS = ("norm_route", "exit_compact", "exit_scatter", "exit_project", "kv_compact", "draft_top1", "accept_drafts")
+OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1", "accept_drafts")
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()

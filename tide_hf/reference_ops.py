@@ -110,22 +110,6 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
     return out.index_copy_(0, indices, rows)
 
 
-def exit_project(
-    rows: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None = None,
-    *,
-    eps: float,
-    norm: str = "rms",
-    limit: Tensor | None = None,
-) -> Tensor:
-    """[`exit_scatter`] with the final norm on the way; arguments as there and in [`norm_route`]."""
-    projected = normalize(rows, norm_weight, norm_bias, eps=eps, norm=norm).to(out.dtype)
-    return exit_scatter(projected, indices, out, limit)
-
-
 def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Slot `order[row, i]` of every head becomes slot `i`.
 

@@ -78,12 +78,10 @@ def cases() -> list[Case]:
         states, mask = _random(rows, 4096), torch.rand(rows, device="cuda") < 0.5
         moved = 2 * states.nbytes
         compacted, indices, _ = reference_ops.exit_compact(states, mask)
-        weight = _random(4096)
         size = f"N={rows} D=4096"
         found += [
             Case("exit_compact", size, (states, mask), {}, moved),
             Case("exit_scatter", size, (compacted, indices, torch.empty_like(states)), {}, moved),
-            Case("exit_project", size, (compacted, indices, torch.empty_like(states), weight), {"eps": 1e-5}, moved),
         ]
     keys, values = _random(8, 8, 2048, 128), _random(8, 8, 2048, 128)
     order = torch.stack([torch.randperm(2048)[:1536].sort().values for _ in range(8)]).cuda()

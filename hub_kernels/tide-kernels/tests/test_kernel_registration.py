@@ -31,7 +31,6 @@ def samples(device):
         "norm_route": (*router[:5], router[5].flatten(), router[6], 1e-5, 0.5, 0, counters),
         "exit_compact": (rows, mask),
         "exit_scatter": (rows, indices, torch.zeros_like(rows), None),
-        "exit_project": (rows, indices, torch.zeros_like(rows), torch.ones(5, device=device), None, 1e-5, 0, None),
         "kv_compact": (rows[None, None], rows[None, None].clone(), torch.tensor([[0, 2]], device=device)),
         "draft_top1": (rows, torch.randn(7, 5, device=device), None),
         "accept_drafts": (tokens[:, :3], tokens),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from .acceptance import accept_drafts
 from .compaction import exit_compact, exit_scatter
 from .kv_cache import kv_compact
-from .projection import exit_project
 from .registration import implementations
 from .routing import norm_route
 from .vocabulary import draft_top1
@@ -18,7 +17,6 @@ __all__ = [
     "accept_drafts",
     "draft_top1",
     "exit_compact",
-    "exit_project",
     "exit_scatter",
     "implementations",
     "kv_compact",
