@@ -144,8 +144,8 @@ def test_an_interrupt_ends_with_130(tiny_model_folder, monkeypatch):
     ("name", "content"),
     [
         ("prompts.txt", "one\n\ntwo\nlines\n"),
-        ("prompts.jsonl", '"one"\n{"prompt": "two\\nlines"}\n'),
-        ("prompts.json", '[{"text": "one"}, "two\\nlines"]'),
+        ("prompts.jsonl", '{"text": "one"}\n{"prompt": "two\\nlines"}\n'),
+        ("prompts.json", '["one", "two\\nlines"]'),
     ],
 )
 def test_prompts_are_read_from_files(tmp_path, name, content):
