@@ -12,7 +12,6 @@ from html import escape
 from typing import Any
 
 import gradio as gr
-from rich.console import Console
 from transformers import TextIteratorStreamer
 
 from tide_hf.benchmark import Result, compare, timed_run
@@ -22,7 +21,7 @@ from tide_hf.commands.comparison import notes
 from tide_hf.commands.model_arguments import ALL, Loaded, load, modes_to_run
 from tide_hf.commands.prompts import PROMPTS, check_room
 from tide_hf.contenders import tide_contender, tide_contenders, usable_threshold
-from tide_hf.demo_model import DEFAULT_MODEL
+from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.errors import TIDEError
 
 WAITING = "Measuring against plain `generate` …"
@@ -123,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=positive, default=1, help="timed runs (default: %(default)s)")
     parser.add_argument("--port", type=positive, default=7860)
     args = parser.parse_args(argv)
-    launch(Page(load(args, Console(stderr=True)), args.repeats).blocks(), args.port)
+    launch(Page(load(args, load_demo_model), args.repeats).blocks(), args.port)
 
 
 if __name__ == "__main__":

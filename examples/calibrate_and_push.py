@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Sequence
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import calibrate
-from tide_hf.demo_model import load_demo_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--push", metavar="REPO", help="Hub repository for the routers and their card")
     args = parser.parse_args(argv)
 
-    model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     settings = {"samples": args.samples, "tolerance": args.tolerance, "max_minutes": args.max_minutes}
     routers = calibrate(model, tokenizer, **settings, output_dir=args.output_dir)
     threshold = routers.config.exit_threshold

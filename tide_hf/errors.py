@@ -38,10 +38,6 @@ class BaseModelMismatchError(TIDEError, ValueError):
     """The routers were calibrated for another base model."""
 
 
-class BaseModelNotFoundError(TIDEError, FileNotFoundError):
-    """No base model was found in the folder or Hub repository."""
-
-
 class RoutersFileError(TIDEError, ValueError):
     """A routers file is damaged, unsafe, or holds tensors of the wrong shape."""
 
@@ -70,8 +66,12 @@ class KernelError(TIDEError, RuntimeError):
     """Fused kernels were insisted on and cannot be had."""
 
 
+class ModelNotFoundError(TIDEError, FileNotFoundError):
+    """No base model could be loaded from the folder or Hub repository of that name."""
+
+
 class DemoModelError(TIDEError, OSError):
-    """The demo's model could not be had from anywhere."""
+    """The demo's model could not be had from PyPI."""
 
 
 def first_line(error: Exception) -> str:

@@ -8,24 +8,28 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import HTTPError
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
 from .adapters import base_inside
 from .errors import (
     BaseModelMismatchError,
-    BaseModelNotFoundError,
+    ModelNotFoundError,
     RoutersNotFoundError,
     UnsupportedModelError,
     describe,
 )
-from .hub_access import hub_options
+from .hub_access import hub_options, why_not_found
 from .routers.configuration_tide import FOR_BOTH, TIDEConfig
 from .routers.modeling_tide import TIDERouters, check_base_model
 
@@ -34,6 +38,7 @@ logger = logging.getLogger(__name__)
 # Which of `from_pretrained`'s options tell how to find a config.
 CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
 DEFAULT_ROUTERS = "default"  # stands for those that come with this library
+LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
 
 # While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
 # overlap put back each other's replacement: from then on no model in the process has its head tied to its embeddings.
@@ -52,7 +57,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
         **kwargs: For `from_pretrained`.
 
     Raises:
-        BaseModelNotFoundError: There is no such folder, and the Hub cannot be reached or has no such repository.
+        ModelNotFoundError: There is no such folder, and the Hub cannot be reached or has no such repository.
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
@@ -67,6 +72,38 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
         return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
 
 
+def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
+    """Load a base model and its tokenizer; without a network, those that were fetched earlier, and at once.
+
+    Args:
+        name: Hub name or folder.
+        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is what the weights were saved in.
+
+    Returns:
+        Model and tokenizer. `model.weights_origin` says where the weights are from.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or it cannot be read.
+    """
+    name = os.fspath(name)
+    options = hub_options(name, {}, _model_not_found)
+    origin = "a local folder" if Path(name).is_dir() else "the Hub, fetched earlier" if options else "the Hub"
+    try:
+        return load_from(name, dtype, origin=origin, **options)
+    except LOAD_ERRORS as error:
+        raise _model_not_found(name, why_not_found(error)) from error
+
+
+def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Load model and tokenizer as transformers does, and note where the weights are from."""
+    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    model = load_base_model(name, ask_hub=False, **kwargs)
+    model.weights_origin = origin
+    return model, tokenizer
+
+
 def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
     """Whether it is a model for images and text, and no causal language model besides; its config has been fetched."""
     config = kwargs.get("config")
@@ -77,8 +114,8 @@ def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _model_not_found(name: str | os.PathLike[str], got: str) -> BaseModelNotFoundError:
-    return BaseModelNotFoundError(
+def _model_not_found(name: str | os.PathLike[str], got: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
         describe(
             f"no base model at {name}",
             got=got,

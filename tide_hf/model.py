@@ -103,7 +103,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             UnsupportedModelError: The model, or the model in this mode, is not supported.
             BaseModelMismatchError: The routers belong to another model.
             RoutersFileError, RoutersNotFoundError: The routers cannot be read, or none come with this library.
-            BaseModelNotFoundError: There is no such base model, or the Hub cannot be reached.
+            ModelNotFoundError: There is no such base model, or the Hub cannot be reached.
             ConfigurationError: A setting makes no sense.
             KernelError: `use_kernels=True`, and kernels cannot be had.
         """

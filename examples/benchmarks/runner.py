@@ -14,6 +14,7 @@ from rich.console import Console
 from tide_hf.choices import DEFAULT_MODEL, DTYPES
 from tide_hf.commands.arguments import positive
 from tide_hf.commands.model_arguments import load
+from tide_hf.demo_model import load_demo_model
 from tide_hf.errors import ConfigurationError, describe
 from tide_hf.provenance import without_folders
 
@@ -51,7 +52,7 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     settings = {name: settings_of(name, config) for name in names}
     console = Console(stderr=True)
-    loaded = load(args, console)
+    loaded = load(args, load_demo_model)
     bench = Bench(loaded.model, loaded.tokenizer, loaded.routers, loaded.routers_origin, text=args.text)
     folder = args.output_dir if args.output_dir is not None else RESULTS / config_file.stem
     files = []

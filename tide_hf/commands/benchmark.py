@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     prompts = given_prompts(args.prompt) + (read_prompts(args.prompts) if args.prompts is not None else [])
     prompts = prompts or list(PROMPTS)
     console = Console(stderr=args.json)
-    loaded = load(args, Console(stderr=True))
+    loaded = load(args)
     inputs = [encode_prompt(loaded.tokenizer, prompt, raw=args.raw) for prompt in prompts]
     for encoded in inputs:
         check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)

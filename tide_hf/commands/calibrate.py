@@ -6,8 +6,6 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from ..calibration import calibrate
 from ..provenance import command_line
 from . import CALIBRATE_OPTIONS
@@ -18,7 +16,7 @@ from .model_arguments import load
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     folder = make_folder(args.output_dir)
-    loaded = load(args, Console(stderr=True))
+    loaded = load(args)
     options = {name: getattr(args, name) for name in (*CALIBRATE_OPTIONS, "progress") if hasattr(args, name)}
     notes = {"weights": getattr(loaded.model, "weights_origin", None), "command": command_line(args.argv)}
     routers = calibrate(loaded.model, loaded.tokenizer, output_dir=folder, notes=notes, **options)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     interactive = sys.stdin.isatty()
     notices = Console(stderr=True)
-    loaded = load(args, notices)
+    loaded = load(args)
     contender = attached_contender(loaded, args)
     conversation = Conversation(contender, loaded.tokenizer, args.max_new_tokens)
     notices.print(f"routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)

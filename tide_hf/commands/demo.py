@@ -13,6 +13,7 @@ from rich.text import Text
 from ..benchmark import timed_run
 from ..chat_prompts import encode_prompt
 from ..contenders import tide_contenders
+from ..demo_model import load_demo_model
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run
 from .prompts import PROMPTS, check_room, given_prompts
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     prompts = given_prompts(args.prompt) or PROMPTS
     console = Console(stderr=args.json)
-    loaded = load(args, console)
+    loaded = load(args, partial(load_demo_model, console=console))
     modes = modes_to_run(args.mode, loaded.routers)
     contenders = tide_contenders(
         loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine

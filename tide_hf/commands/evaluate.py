@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         figure_maker()
         check_writable(args.plot, "--plot")
-    loaded = load(args, Console(stderr=True))
+    loaded = load(args)
     routers = required(loaded.routers, "evaluate")
     with Steps(enabled=sys.stderr.isatty()) as steps:
         record = measure_quality(loaded.model, loaded.tokenizer, routers, options, steps)

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     prompt = args.prompt  # which `prompts.read_prompt` has read
     notices = Console(stderr=True)
-    loaded = load(args, notices)
+    loaded = load(args)
     inputs = encode_prompt(loaded.tokenizer, prompt, raw=args.raw)
     check_room(loaded.model, inputs["input_ids"].shape[1], args.max_new_tokens)
     contender = attached_contender(loaded, args)

@@ -21,7 +21,7 @@ from .prompts import PROMPTS
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     texts = list(PROMPTS) if args.text is None else _paragraphs(args.text)
-    loaded = load(args, Console(stderr=True))
+    loaded = load(args)
     facts = {"model": args.model} | inspect_model(loaded.model, loaded.tokenizer, loaded.routers, texts)
     if args.json:
         print(json.dumps(facts, indent=2))

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ..choices import MODES
 from ..contenders import Contender, tide_contender, usable_threshold
-from ..demo_model import load_demo_model
 from ..errors import ConfigurationError, describe
-from ..loading import DEFAULT_ROUTERS, default_routers, shipped_routers
+from ..loading import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..routers.modeling_tide import TIDERouters
 from .arguments import ALL
@@ -42,15 +41,15 @@ class Loaded:
     routers_origin: str | None
 
 
-def load(args: argparse.Namespace, console: Console) -> Loaded:
+def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load_model) -> Loaded:
     """Load what the arguments of `arguments.add_model_arguments` name.
 
     Args:
         args: They.
-        console: Where to say what goes on.
+        loader: Gives model and tokenizer for a name and a `dtype`.
 
     Raises:
-        DemoModelError: There is no such model.
+        ModelNotFoundError: There is no such model.
         RoutersNotFoundError, RoutersFileError: There are no such routers, or they cannot be read.
         ConfigurationError: There is no such device.
     """
@@ -60,7 +59,7 @@ def load(args: argparse.Namespace, console: Console) -> Loaded:
     if device.type == "cpu":
         warn_if_busy(torch.get_num_threads())
     named = named_routers(args)  # first, since they are small
-    model, tokenizer = load_demo_model(args.model, dtype=args.dtype, console=console)
+    model, tokenizer = loader(args.model, dtype=args.dtype)
     routers, origin = routers_for(model, args, named) if hasattr(args, "routers") else (None, None)
     return Loaded(model.to(device), tokenizer, routers, origin)
 
