@@ -54,5 +54,6 @@ def test_what_a_generation_config_says_ends_an_answer(said, ends):
 
 
 def test_an_answer_stops_at_its_first_end():
-    assert up_to_end([5, 2, 0, 2], {2, 3}) == [5]
-    assert up_to_end([5, 6], {2}) == [5, 6]
+    assert up_to_end([5, 2, 0, 2], {2, 3}) == [5, 2]
+    assert up_to_end([5, 2, 0, 2], {2, 3}, with_end=False) == [5]
+    assert up_to_end([5, 6], {2}) == up_to_end([5, 6], {2}, with_end=False) == [5, 6]

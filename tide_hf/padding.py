@@ -44,11 +44,13 @@ def end_tokens(eos_token_id: int | Sequence[int] | None) -> set[int]:
     return {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
 
 
-def up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """An answer without the token that ends it and the padding after that.
+def up_to_end(tokens: list[int], ends: set[int], *, with_end: bool = True) -> list[int]:
+    """An answer without what stands behind its end.
 
     Args:
         tokens: The answer, and padding where others are longer.
         ends: The tokens that end it.
+        with_end: Whether the token that ends it is kept.
     """
-    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
+    end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: end + with_end]

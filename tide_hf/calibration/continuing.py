@@ -104,10 +104,10 @@ def batch_answers(
         **options: For `generate`.
 
     Returns:
-        The new tokens of each, up to the one that ends it.
+        The new tokens of each, without the one that ends it.
     """
     pad = pad if pad < model.config.get_text_config().vocab_size else 0
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
     generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
     new_tokens = generated[:, inputs["input_ids"].shape[1] :].tolist()
-    return [up_to_end(tokens, ends) for tokens in new_tokens]
+    return [up_to_end(tokens, ends, with_end=False) for tokens in new_tokens]
