@@ -1,4 +1,4 @@
-"""Files of the cache folder are there whole or not at all, for everyone who shares it."""
+"""Files are there whole or not at all, for everyone who shares their folder."""
 
 import errno
 import os

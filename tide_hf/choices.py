@@ -9,7 +9,8 @@ from .errors import ConfigurationError, describe, short
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = ("float32", "bfloat16", "float16")
 MODES = ("self_speculative", "early_exit", "post_hoc")
-ENGINES = ("eager", "compiled", "cuda_graph", "auto")
+EAGER = "eager"
+ENGINES = (EAGER, "compiled", "cuda_graph")
 EXIT_STRATEGIES = ("identity", "linear")  # kinds of exit head
 STRATEGIES = (*EXIT_STRATEGIES, "block")  # of what `calibrate` makes
 EXIT_CRITERIA = ("router", "confidence", "fixed")

@@ -11,7 +11,7 @@ UNFINISHED = ".unfinished"  # what files end in before they are whole
 
 
 def cache_folder() -> Path:
-    """The folder of converted models, measurements and kernels."""
+    """The folder of converted models and kernels."""
     return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
 
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .choices import ENGINES, EXIT_CRITERIA, MODES, check_choice
+from .choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .compilation import leave_uncompiled
 from .decoding.attachment import Attachment
-from .decoding.engine_choice import EAGER
 from .decoding.requirements import check_call
 from .decoding.rows import max_length_of
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
@@ -21,7 +20,7 @@ from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .depth.recompute import RecomputeRun
 from .depth.skipping import active, active_run
 from .engines.captured_decoding import decoder_for
-from .engines.dispatch import candidate_for, engine_of
+from .engines.dispatch import engine_of
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .padding import up_to_end
@@ -117,14 +116,13 @@ class TIDEGenerationMixin:
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()
-        engine, learn = engine_of(self, attachment, engine, mode, input_ids, generation_config.max_length)
+        engine = engine_of(attachment, engine, mode, input_ids.device)
         warm_up_seconds = attachment.warm_up_seconds(engine)
         if mode == "self_speculative":
             decoder = decoder_for(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **options)
             with attachment.running(engine, decoder.run, gates, decoder.on_steps):
                 prompts = input_ids.tolist()
                 result = decoder.decode(lambda shallow: attachment.make_drafter(attachment, prompts, shallow))
-            learn(decoder)
             stats = decoder.stats
         else:
             if mode == "early_exit":
@@ -183,7 +181,7 @@ class TIDEGenerationMixin:
             rows: Sequences of the calls to come, or several numbers of them. Calls with fewer rows share steps with
                 those of less than twice as many, so `(1, 2, 4, 8)` serves all batches of up to 8.
             max_length: Most tokens of prompt and answer.
-            engine: Which; default: the one of calls that name none. `"auto"` is the one that it may change to.
+            engine: Which; default: the one of calls that name none.
 
         Returns:
             Seconds that it took; 0 where nothing has to be made ready.
@@ -194,15 +192,11 @@ class TIDEGenerationMixin:
             UnsupportedOptionError: `engine="cuda_graph"`, and the model is not on a GPU.
         """
         attachment = self._tide
-        chosen: str | None = check_choice("engine", engine or attachment.engine, ENGINES)
+        chosen = check_choice("engine", engine or attachment.engine, ENGINES)
         numbers = checked_rows(rows, max_length)
-        if chosen == "auto":
-            chosen = candidate_for(self)
         if chosen == EAGER:
             return compile_kernels(attachment)
-        if chosen is None:
-            return 0.0
-        return warm_up(self, attachment, str(chosen), numbers, max_length)
+        return warm_up(self, attachment, chosen, numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; where deeper layers have to catch up, let the run do it."""

@@ -84,10 +84,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 `False` keeps eager calls from the kernels that `tide_warm_up` compiles.
             engine: What runs the layers: `"eager"`; `"compiled"`, which makes draft steps and verify passes of
                 `self_speculative` on a CPU into compiled steps of fixed shape, each ready within seconds when it is
-                first needed, and runs the rest layer by layer through `torch.compile`; `"cuda_graph"`, which captures
-                such steps as CUDA graphs on one GPU, and leaves to eager what cannot be captured; or `"auto"`, which
-                begins with `"eager"` and changes to what is measured to pay. A call may name another
-                (`tide_engine=`).
+                first needed, and runs the rest layer by layer through `torch.compile`; or `"cuda_graph"`, which
+                captures such steps as CUDA graphs on one GPU, and leaves to eager what cannot be captured. A call may
+                name another (`tide_engine=`).
             strict: Raise where `self_speculative` cannot have a call or a model: attention maps or hidden states that
                 are to be returned, caches that cannot be rolled back, recurrent states and so on. By default these
                 decode plainly, by transformers' own loop: the output is the same, the log says why at the first of a

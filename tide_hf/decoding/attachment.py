@@ -37,7 +37,6 @@ from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed, is_plain_linear
 from .costs import CostTable
 from .drafting import Drafter, HybridDrafter
-from .engine_choice import EngineChooser
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ class Attachment:
         compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
         captured_steps: The same in calls with `engine="cuda_graph"`.
         costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
-        chooser: Chooses the engine of calls with `engine="auto"`.
         acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
     """
 
@@ -80,7 +78,6 @@ class Attachment:
     captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
-    chooser: EngineChooser = field(default_factory=EngineChooser)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # the problems that have been warned of
 

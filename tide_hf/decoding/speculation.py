@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..adapters import has_adapters_by_row
+from ..choices import EAGER
 from ..cpu.many_queries import has_kernel
 from ..cpu.shared_heads import shared_heads
 from ..depth.block_drafting import block_run
@@ -33,7 +34,6 @@ from ..unembed import greedy_tokens
 from .attachment import Attachment
 from .choosing import TokenChooser
 from .drafting import Draft, Drafter
-from .engine_choice import EAGER
 from .prompt_groups import read_prompts
 from .ranks import ranks_of
 from .rows import Row, Stopping, by_step
@@ -113,7 +113,6 @@ class SelfSpeculativeDecoder:
             or "longrope" in rope_limits(text_config)
             or has_adapters_by_row(model, attachment.structure)
         )
-        self.measured_rows = len(self.rows)  # of the batch whose costs tell what the call's engine is worth
         self.batch = list(self.rows)  # the rows that still decode, in the order of the cache
         self.stats = ExitStats("self_speculative", attachment.structure.num_layers, engine=engine)
 

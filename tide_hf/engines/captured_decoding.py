@@ -116,7 +116,7 @@ class CapturedDecoder(SelfSpeculativeDecoder):
         if not self._fits(length):
             return
         self.buffers = self._buffers(cache, length)
-        self.row_map, self.measured_rows = RowMap(len(self.batch), self.buffers.rows), self.buffers.rows
+        self.row_map = RowMap(len(self.batch), self.buffers.rows)
         mask = mask.cpu()[self.row_map.shown] if mask is not None else None
         self.buffers.load(cache, length, mask, self.block.deep_before if self.block is not None else None)
         self.fixed_slots = FixedSlots(self.buffers.cache, length, mask, self.slots.compaction_threshold)

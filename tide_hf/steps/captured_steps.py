@@ -71,7 +71,7 @@ class CapturedSteps(StepStore):
                     "engine='cuda_graph' needs a GPU",
                     got=f"a model on {device.type!r}",
                     expected="a model on one CUDA GPU",
-                    do="Move the model there, or pass engine='compiled', which runs on CPUs, or engine='auto'.",
+                    do="Move the model there, or pass engine='compiled', which runs on CPUs.",
                 )
             )
 
