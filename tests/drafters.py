@@ -76,7 +76,7 @@ class HeadDrafter:
         if self.rounds % self.every:
             return [Draft() for _ in rows]
         for _ in range(min(self.width, *limits)):
-            new, scores = self.shallow.step(self.exit_layer, tokens)
+            new, scores = self.shallow.draft(self.exit_layer, tokens)
             assert all(0.0 <= score <= 1.0 for score in scores)
             tokens = [[*before, token] for before, token in zip(tokens, new, strict=True)]
         self.shallow.rollback()
@@ -103,7 +103,7 @@ class AheadDrafter:
         self.rounds += 1
         lengths = [min(self.width, limit) for limit in limits]
         if max(lengths) > 0:
-            self.shallow.run_ahead(exit_layer, max(lengths))
+            self.shallow.draft_unread(exit_layer, max(lengths))
         return [Draft().add([UNREAD] * length, "head", exit_layer) for length in lengths]
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:

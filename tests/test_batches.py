@@ -7,7 +7,7 @@ from families import ATTENTION, VOCAB, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding import speculation
+from tide_hf.decoding.loop import SpeculativeDecoder
 from tide_hf.structure import CACHE
 
 PROMPT, NEW = 10, 24
@@ -115,16 +115,17 @@ def test_the_cache_after_each_round_is_that_of_the_accepted_tokens(family, thres
     use_drafter(model, "mixed", expected[:, PROMPT:].tolist())
     rounds = []
 
-    def checked(self, drafter, original=speculation.SelfSpeculativeDecoder._round):
+    def checked(self, drafter, original=SpeculativeDecoder._round):
         original(self, drafter)
-        rounds.append(self.slots.num_compactions)
+        slots = self.engine.slots
+        rounds.append(slots.num_compactions)
         for position, row in enumerate(self.batch):
             fed = row.ids[:, :-1]
             fresh = DynamicCache(config=base.config)
             with torch.no_grad():
                 base(input_ids=fed, **{CACHE: fresh})
-            mask = self.slots.mask
-            for layer, other in zip(self.slots.cache.layers, fresh.layers, strict=True):
+            mask = slots.mask
+            for layer, other in zip(slots.cache.layers, fresh.layers, strict=True):
                 stored = layer.keys.shape[-2]
                 visible = slice(None) if mask is None else mask[position, -stored:].bool()
                 keys, values = layer.keys[position][:, visible], layer.values[position][:, visible]
@@ -132,7 +133,7 @@ def test_the_cache_after_each_round_is_that_of_the_accepted_tokens(family, thres
                 torch.testing.assert_close(keys[:, -length:], other.keys[0], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(values[:, -length:], other.values[0], atol=1e-4, rtol=1e-4)
 
-    monkeypatch.setattr(speculation.SelfSpeculativeDecoder, "_round", checked)
+    monkeypatch.setattr(SpeculativeDecoder, "_round", checked)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     assert len(rounds) > 8
     assert (rounds[-1] > 3) == (threshold == 0.01 or family == "mistral")

@@ -69,7 +69,7 @@ class Heads:
         self.texts, self.exit_layer, self.width = [list(text) for text in texts], exit_layer, width
 
     def draft(self, rows, limits):
-        if self.shallow.runs_ahead:
+        if not self.shallow.reads_drafts:
             return AheadDrafter(self.texts, self.shallow, [self.exit_layer], self.width).draft(rows, limits)
         return HeadDrafter(self.texts, self.shallow, self.exit_layer, self.width).draft(rows, limits)
 

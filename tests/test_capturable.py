@@ -130,7 +130,7 @@ def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch
     model = tiny_llama()
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model, linear_heads(model))
-    monkeypatch.setattr("tide_hf.engines.captured_decoding.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("tide_hf.engines.static.MEMORY_SHARE", 0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert "the call runs eagerly: K/V buffers of 21 slots would take" in caplog.text

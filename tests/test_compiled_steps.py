@@ -98,8 +98,8 @@ def test_heads_draft_what_they_draft_eagerly_and_are_as_sure(family, kind):
         heard = found[engine] = []
 
         def make(_, texts, shallow, heard=heard):
-            step = shallow.step
-            shallow.step = lambda *args: heard.append(step(*args)) or heard[-1]
+            step = shallow.draft
+            shallow.draft = lambda *args: heard.append(step(*args)) or heard[-1]
             heads = HeadDrafter(texts, shallow, exit_layer, 3)
             return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
 
@@ -123,8 +123,8 @@ def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
                 def draft(self, rows, limits):
                     (draft,) = super().draft(rows, limits)
                     if len(draft.tokens) == 2 and limits[0] > 3:
-                        heard.append(shallow.step(3, [draft.tokens]))
-                        heard.append(shallow.step(3, [[*draft.tokens, *heard[-1][0]]]))
+                        heard.append(shallow.draft(3, [draft.tokens]))
+                        heard.append(shallow.draft(3, [[*draft.tokens, *heard[-1][0]]]))
                         shallow.rollback()
                     return [draft]
 

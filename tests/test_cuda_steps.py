@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.engines.captured_decoding import free_memory
+from tide_hf.engines.static import free_memory
 from tide_hf.steps.captured_steps import CapturedSteps
 from tide_hf.steps.fixed_cache import FixedSlots, fixed_cache
 from tide_hf.steps.step_store import reserved_bytes
@@ -58,7 +58,7 @@ def test_buffers_that_are_there_need_no_memory(tiny_llama, monkeypatch):
     steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
     model.generate(ids, **options)
     replays = steps.replays
-    monkeypatch.setattr("tide_hf.engines.captured_decoding.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("tide_hf.engines.static.MEMORY_SHARE", 0.0)
     model.generate(ids, **options)
     assert steps.replays == 2 * replays
     model.generate(ids, **{**options, "max_new_tokens": 600})  # for which they are too small

@@ -80,12 +80,12 @@ def test_rows_draft_from_their_own_text():
 
 class Shallow:
     block_layer = None
-    runs_ahead = False
+    reads_drafts = True
 
     def __init__(self, scores):
         self.scores, self.steps, self.rolled_back = scores, 0, False
 
-    def step(self, exit_layer, tokens):
+    def draft(self, exit_layer, tokens):
         assert exit_layer == 2
         assert all(len(row) == self.steps for row in tokens)
         self.steps += 1
@@ -108,15 +108,15 @@ def test_the_router_stops_a_head_that_is_unsure(scores, expected):
 class Fluent:
     """Shallow layers that go on counting, and say how sure they are."""
 
-    def __init__(self, score, block_layer=None, runs_ahead=False):
+    def __init__(self, score, block_layer=None, reads_drafts=True):
         self.score, self.fed, self.block_layer = score, [], block_layer
-        self.runs_ahead, self.ahead = runs_ahead, []
+        self.reads_drafts, self.ahead = reads_drafts, []
 
-    def step(self, exit_layer, tokens):
+    def draft(self, exit_layer, tokens):
         self.fed.append([len(row) for row in tokens])
         return [row[-1] + 1 if row else 3 for row in tokens], [self.score] * len(tokens)
 
-    def run_ahead(self, exit_layer, num_tokens):
+    def draft_unread(self, exit_layer, num_tokens):
         self.ahead.append((exit_layer, num_tokens))
 
     def rollback(self):
@@ -157,23 +157,23 @@ def test_a_head_goes_on_where_n_grams_stop():
     assert shallow.fed == [[2], [3]]
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_head_adds_what_a_pass_has_room_for(runs_ahead):
+@pytest.mark.parametrize("reads_drafts", [True, False])
+def test_a_head_adds_what_a_pass_has_room_for(reads_drafts):
     """A pass over five tokens costs what one over four does, and one over six three times as much."""
     table = CostTable(10)
     for key, milliseconds in {("verify", 1): 10.0, ("verify", 5): 10.0, ("verify", 6): 30.0, ("draft", 2): 0.5}.items():
         for _ in range(6):
             table.record(key, milliseconds)
-    shallow = Fluent(0.6, runs_ahead=runs_ahead)
+    shallow = Fluent(0.6, reads_drafts=reads_drafts)
     one = HybridDrafter([[1, 2, 3, 4] * 3], lambda _: table, {2: 0.5}, shallow)
     one.acceptances = AcceptanceTable({**dict.fromkeys(one.learned, 0.8), "exit layer 2": 0.5})
     (draft,) = one.draft([0], [15])
-    assert draft.tokens == ([1, 2, 3] if runs_ahead else [1, 2, 3, 4])
-    assert draft.pieces == [Piece("5-gram", 3), Piece("exit layer 2", 1, 2)][: 1 if runs_ahead else 2]
+    assert draft.tokens == ([1, 2, 3, 4] if reads_drafts else [1, 2, 3])
+    assert draft.pieces == [Piece("5-gram", 3), Piece("exit layer 2", 1, 2)][: 2 if reads_drafts else 1]
 
 
-def test_a_head_that_runs_ahead_is_asked_once_and_not_read():
-    shallow = Fluent(0.9, runs_ahead=True)
+def test_a_head_whose_drafts_are_not_read_is_asked_once():
+    shallow = Fluent(0.9, reads_drafts=False)
     drafts = drafter([[1, 2, 3], [4, 5, 6]], {2: 0.9}, shallow).draft([0, 1], [5, 1])
     assert [draft.tokens for draft in drafts] == [[UNREAD] * 5, [UNREAD]]
     assert drafts[0].pieces == [Piece("exit layer 2", 5, 2)]
@@ -232,9 +232,9 @@ def test_a_call_starts_from_what_calls_like_it_found_and_comes_back_to_the_prior
 class WrongShallow:
     """A head whose every draft is wrong."""
 
-    block_layer, runs_ahead = None, False
+    block_layer, reads_drafts = None, True
 
-    def step(self, exit_layer, tokens):
+    def draft(self, exit_layer, tokens):
         return [1] * len(tokens), [0.9] * len(tokens)
 
     def rollback(self):

@@ -15,7 +15,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.cpu import kernels, many_queries, shared_heads, weight_forms
 from tide_hf.cpu.kernels import EAGER_KERNELS, compiled, is_loaded
 from tide_hf.cpu.weight_forms import StoredWeight
-from tide_hf.decoding.speculation import LONG_PROMPT
+from tide_hf.engines.eager import LONG_PROMPT
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 

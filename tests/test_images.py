@@ -17,7 +17,9 @@ from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.cpu.many_queries import has_kernel
 from tide_hf.decoding.attachment import hybrid_drafter
-from tide_hf.decoding.speculation import LONG_PROMPT, SelfSpeculativeDecoder
+from tide_hf.depth.block_drafting import block_run
+from tide_hf.engines import eager
+from tide_hf.engines.eager import LONG_PROMPT
 from tide_hf.errors import UnsupportedOptionError
 from tide_hf.prompt_inputs import TYPES
 from tide_hf.structure import CACHE
@@ -218,7 +220,7 @@ def test_a_block_drafts_behind_images_whether_or_not_its_keys_and_values_wait(fa
 
     model._tide.make_drafter = make
     for is_late in (True, False):
-        monkeypatch.setattr(SelfSpeculativeDecoder, "fills_block_late", is_late)
+        monkeypatch.setattr(eager, "block_run", lambda *args, late, own=is_late: block_run(*args, late=own))
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     late, at_once = (one.drafted for one in made)
     assert late == at_once

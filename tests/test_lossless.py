@@ -65,7 +65,7 @@ def test_drafts_from_exit_heads_leave_no_trace(family, draft_vocab_size):
             exit_layer = 1 if self.rounds % 2 else 3
             drafted = [[] for _ in rows]
             for _ in range(min(3, *limits)):
-                tokens, scores = self.shallow.step(exit_layer, drafted)
+                tokens, scores = self.shallow.draft(exit_layer, drafted)
                 assert draft_vocab_size is None or max(tokens) < draft_vocab_size
                 assert all(0.0 <= score <= 1.0 for score in scores)
                 drafted = [[*before, token] for before, token in zip(drafted, tokens, strict=True)]

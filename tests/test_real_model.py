@@ -80,7 +80,7 @@ class Always:
         draft = Draft()
         if self.exit_layer and width:
             for _ in range(width):
-                draft.add(shallow.step(self.exit_layer, [draft.tokens])[0], "head", self.exit_layer)
+                draft.add(shallow.draft(self.exit_layer, [draft.tokens])[0], "head", self.exit_layer)
             shallow.rollback()
         elif not self.exit_layer and ngrams.match()[0]:
             draft.add(ngrams.continuation(ngrams.match()[1], min(5, limits[0])), "1-gram")

@@ -20,11 +20,11 @@ class Behind:
         if min(limits) > 1:
             others = [[5 + row, 9] for row in rows]
             before = self.shallow.layers_executed
-            together = self.shallow.step(self.exit_layer, others)
+            together = self.shallow.draft(self.exit_layer, others)
             assert self.shallow.layers_executed - before == self.exit_layer * len(rows)
             self.shallow.rollback()
             for length in range(3):
-                alone = self.shallow.step(self.exit_layer, [tokens[:length] for tokens in others])
+                alone = self.shallow.draft(self.exit_layer, [tokens[:length] for tokens in others])
             self.shallow.rollback()
             self.found.append((together, alone))
         return [Draft() for _ in rows]

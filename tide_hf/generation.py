@@ -13,14 +13,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .compilation import leave_uncompiled
 from .decoding.attachment import Attachment
+from .decoding.loop import decoder_of
 from .decoding.requirements import check_call
 from .decoding.rows import max_length_of
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
 from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .depth.recompute import RecomputeRun
 from .depth.skipping import active, active_run
-from .engines.captured_decoding import decoder_for
-from .engines.dispatch import engine_of
+from .engines.dispatch import engine_for, engine_of
+from .engines.eager import EagerEngine
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
 from .errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .padding import up_to_end
@@ -119,10 +120,13 @@ class TIDEGenerationMixin:
         engine = engine_of(attachment, engine, mode, input_ids.device)
         warm_up_seconds = attachment.warm_up_seconds(engine)
         if mode == "self_speculative":
-            decoder = decoder_for(self, attachment, engine, input_ids, model_kwargs=model_kwargs, **options)
-            with attachment.running(engine, decoder.run, gates, decoder.on_steps):
+            is_returned = cache_is_returned(generation_config, model_kwargs[CACHE])
+            runs = engine_for(self, attachment, engine, input_ids, generation_config, model_kwargs)
+            decoder = decoder_of(self, runs, input_ids, cache_is_returned=is_returned, **options)
+            layers = runs.run if isinstance(runs, EagerEngine) else None
+            with attachment.running(engine, layers, gates):
                 prompts = input_ids.tolist()
-                result = decoder.decode(lambda shallow: attachment.make_drafter(attachment, prompts, shallow))
+                result = decoder.decode(lambda own: attachment.make_drafter(attachment, prompts, own))
             stats = decoder.stats
         else:
             if mode == "early_exit":

@@ -37,6 +37,7 @@ from ..structure import DecoderStructure
 from ..unembed import DraftUnembed, Unembed, is_plain_linear
 from .costs import CostTable
 from .drafting import Drafter, HybridDrafter
+from .engine import DraftEngine
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Attachment:
         routers: Routers and exit heads; `None` where drafts come from n-grams alone.
         mode: The mode of a call that names none.
         exit_threshold: The threshold of a call that names none.
-        make_drafter: Builds the drafter of a call from the attachment, the prompts and the shallow layers.
+        make_drafter: Builds the drafter of a call from the attachment, the prompts and the engine.
         engine: The engine of a call that names none.
         use_kernels: Whether eager calls may use kernels.
         strict: Whether calls that `self_speculative` cannot have raise, instead of decoding plainly.
@@ -110,16 +111,15 @@ class Attachment:
         return self.compiled_steps if engine == "compiled" else self.captured_steps
 
     @contextmanager
-    def running(self, engine: str, run: LayerRun, gates: list[LinearGate], on_steps: bool = False) -> Iterator[None]:
-        """Have `run` execute its layers by `engine`; natively where the call runs on steps, apart from those.
+    def running(self, engine: str, run: LayerRun | None, gates: list[LinearGate]) -> Iterator[None]:
+        """Have `run` execute its layers by `engine`.
 
         Args:
             engine: Of the call.
-            run: Of its layers.
+            run: Of its layers; `None` for a call on steps, whose other layers run natively.
             gates: Those of the model.
-            on_steps: Whether the call runs on steps.
         """
-        if engine == "compiled" and not on_steps:
+        if engine == "compiled" and run is not None:
             run.execute_layer = self.compiled_layers.run
             with self.compiled_layers.ready(list(self.structure.layers)):
                 yield
@@ -234,25 +234,25 @@ class Attachment:
             )
 
 
-def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], shallow: Any) -> HybridDrafter:
+def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: DraftEngine) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    priors, known = head_priors(attachment, shallow), attachment.structure.vocab_size
+    priors, known = head_priors(attachment, engine), attachment.structure.vocab_size
     return HybridDrafter(
         # What stands for an image may be no token that the model can read, let alone write.
         [[token if token < known else 0 for token in prompt] for prompt in prompts],
-        shallow.costs_of,
+        engine.costs_of,
         priors,
-        shallow if priors else None,
-        attachment.acceptances.setdefault(shallow.temperature, {}),
+        engine if priors else None,
+        attachment.acceptances.setdefault(engine.temperature, {}),
     )
 
 
-def head_priors(attachment: Attachment, shallow: Any) -> dict[int, float]:
+def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]:
     """The exit layers at which a head drafts, and how often it agreed when it was calibrated."""
     config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
     record = config.calibration or {}
     measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
     priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
-    if shallow.block_layer is not None and "block" in record:
-        priors[shallow.block_layer] = float(record["block"]["agreement"])
+    if engine.block_layer is not None and "block" in record:
+        priors[engine.block_layer] = float(record["block"]["agreement"])
     return priors

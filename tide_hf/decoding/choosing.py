@@ -108,13 +108,18 @@ class TokenChooser:
         return max(1, self.config.max_length - row.prompt.shape[1] - len(row.tokens))
 
     def accept(
-        self, batch: list[Row], logits: Tensor, drafts: list[Draft], top_tokens: list[list[int]] | None, depth: int
+        self,
+        batch: list[Row],
+        logits: Tensor | None,
+        drafts: list[Draft],
+        top_tokens: list[list[int]] | None,
+        depth: int,
     ) -> list[list[int]]:
         """Choose tokens for each row, position by position, until one differs from its draft.
 
         Args:
             batch: The rows that still decode.
-            logits: (rows, width, vocabulary) of the full-depth pass.
+            logits: (rows, width, vocabulary) of the full-depth pass; not needed where there are top tokens.
             drafts: The draft of each row.
             top_tokens: The top token at each position of each row, where nothing else matters.
             depth: Layers of a full-depth pass.
@@ -128,7 +133,8 @@ class TokenChooser:
         else:
             for position, (row, draft) in enumerate(zip(batch, drafts, strict=True)):
                 chosen = top_tokens[position] if top_tokens is not None else None
-                self._accept_row(row, logits[position], chosen, draft, depth)
+                own = logits[position] if logits is not None else None
+                self._accept_row(row, own, chosen, draft, depth)
         for row in batch:
             row.last = row.tokens[-1] if row.tokens else row.last
         return [row.tokens[start:] for row, start in zip(batch, before, strict=True)]
@@ -148,7 +154,7 @@ class TokenChooser:
             return [int(self.ranks.agree(token)) for token in drawn.flatten().tolist()]
         return scores.argmax(dim=-1).tolist()
 
-    def _accept_row(self, row: Row, logits: Tensor, chosen: list[int] | None, draft: Draft, depth: int) -> None:
+    def _accept_row(self, row: Row, logits: Any, chosen: list[int] | None, draft: Draft, depth: int) -> None:
         for position in range(min(len(draft.tokens) + 1, self.room(row))):
             token = chosen[position] if chosen is not None else self.choose([row], logits[position : position + 1])[0]
             matched = self._add(row, token, draft, position, depth)
@@ -160,7 +166,7 @@ class TokenChooser:
             if stops or not matched:
                 break
 
-    def _accept_together(self, logits: Tensor, drafts: list[Draft], depth: int) -> None:
+    def _accept_together(self, logits: Any, drafts: list[Draft], depth: int) -> None:
         for position in range(min(logits.shape[1], self.room(self.rows[0]))):
             chosen = self.choose(self.rows, logits[:, position])
             matched = [

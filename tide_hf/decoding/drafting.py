@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .costs import CostTable
+from .engine import DraftEngine
 from .ngrams import MAX_NGRAM, NgramIndex
 from .policy import (
     MAX_DRAFT,
@@ -80,26 +81,6 @@ class Drafter(Protocol):
         """Learn what became of a row's draft; `new_tokens` were added to its sequence."""
 
 
-class ShallowDecoder(Protocol):
-    """The shallow layers of the model, as the exit heads use them."""
-
-    block_layer: int | None  # where a block drafts instead of the exit head; it cannot go on behind another source
-    runs_ahead: bool  # whether `run_ahead` is to be called instead of `step`
-
-    def step(self, exit_layer: int, tokens: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row after its sequence and its `tokens` (all rows have as many).
-
-        Returns:
-            The tokens and their exit scores.
-        """
-
-    def rollback(self) -> None:
-        """Forget the steps since the last rollback."""
-
-    def run_ahead(self, exit_layer: int, num_tokens: int) -> None:
-        """Draft so many tokens for each row, which nobody reads before they are verified."""
-
-
 class HybridDrafter:
     """Asks the policy before each round which source to use, if any.
 
@@ -107,7 +88,7 @@ class HybridDrafter:
         prompts: The prompt of each row.
         costs_of: Measured costs by number of rows, kept between calls.
         head_priors: Agreement of each exit layer's head on held-out text; only these layers draft.
-        shallow: The model's shallow layers; `None` where there are no exit heads.
+        engine: Runs the draft heads; `None` where there are none.
         learned: What earlier calls of this kind found each source's acceptance to be; updated. It comes back to the
             priors by and by, or a source that once was no good would never be tried again.
     """
@@ -117,13 +98,13 @@ class HybridDrafter:
         prompts: Iterable[Iterable[int]],
         costs_of: Callable[[int], CostTable],
         head_priors: dict[int, float],
-        shallow: ShallowDecoder | None = None,
+        engine: DraftEngine | None = None,
         learned: dict[str, float] | None = None,
     ) -> None:
         self.indexes = [NgramIndex(prompt) for prompt in prompts]
         self.costs_of = costs_of
-        self.shallow = shallow
-        self.heads = sorted(head_priors) if shallow is not None else []
+        self.engine = engine
+        self.heads = sorted(head_priors) if engine is not None else []
         priors = {_ngram(length): prior for length, prior in NGRAM_PRIORS.items()}
         priors |= {_head(layer): prior for layer, prior in head_priors.items()}
         self.learned = learned if learned is not None else {}
@@ -144,9 +125,9 @@ class HybridDrafter:
         if choice.option is None:
             return drafts
         lengths = [min(choice.num_assistant_tokens, limit) for limit in limits]
-        runs_ahead = self.shallow is not None and self.shallow.runs_ahead  # sources then take no turns
-        if choice.option.exit_layer and runs_ahead:
-            return self._draft_ahead(choice.option.exit_layer, lengths, drafts)
+        is_unread = self.engine is not None and not self.engine.reads_drafts  # sources then take no turns
+        if choice.option.exit_layer and is_unread:
+            return self._draft_unread(choice.option.exit_layer, lengths, drafts)
         if choice.option.exit_layer:
             survivals = self._draft_with_head(
                 choice.option.exit_layer, rows, lengths, drafts, [1.0] * len(rows), costs, choice.ms_per_token
@@ -158,7 +139,7 @@ class HybridDrafter:
             if match_length:
                 draft.add(self.indexes[row].continuation(position, length), _ngram(match_length))
             survivals.append(self.acceptances.probability(_ngram(match_length)) ** length if match_length else 0.0)
-        if not runs_ahead:
+        if not is_unread:
             self._continue_with_head(rows, limits, drafts, survivals, costs, choice.ms_per_token)
         return drafts
 
@@ -187,10 +168,10 @@ class HybridDrafter:
             options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
         return options
 
-    def _draft_ahead(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> list[Draft]:
+    def _draft_unread(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> list[Draft]:
         """Let a head draft tokens that are not seen before they are verified."""
-        if self.shallow is not None:
-            self.shallow.run_ahead(exit_layer, max(lengths))
+        if self.engine is not None:
+            self.engine.draft_unread(exit_layer, max(lengths))
         for draft, length in zip(drafts, lengths, strict=True):
             draft.add([UNREAD] * length, _head(exit_layer), exit_layer)
         return drafts
@@ -219,20 +200,20 @@ class HybridDrafter:
         Returns:
             The survivals after the new tokens.
         """
-        shallow = self.shallow
-        if shallow is None:
+        engine = self.engine
+        if engine is None:
             return survivals
         before = drafted = [draft.tokens for draft in drafts]
         own = self.acceptances.probability(_head(exit_layer))
         for _ in range(max(lengths)):
-            tokens, scores = shallow.step(exit_layer, drafted)
+            tokens, scores = engine.draft(exit_layer, drafted)
             survivals = [survival * score for survival, score in zip(survivals, scores, strict=True)]
             drafted = [[*tokens_before, token] for tokens_before, token in zip(drafted, tokens, strict=True)]
             if not worth_another_draft(survivals, own, len(drafted[0]), exit_layer, costs, ms_per_token):
                 break
             if all(self._ngram_chance(row, tokens)[0] >= own for row, tokens in zip(rows, drafted, strict=True)):
                 break  # an n-gram goes on from here, as well and for nothing
-        shallow.rollback()
+        engine.rollback()
         for draft, tokens, start, length in zip(drafts, drafted, before, lengths, strict=True):
             draft.add(tokens[len(start) :][:length], _head(exit_layer), exit_layer)
         return survivals
@@ -268,7 +249,7 @@ class HybridDrafter:
         if room <= 0 or any(len(draft.tokens) != drafted for draft in drafts):
             return
         for exit_layer in self.heads:
-            if self.shallow is not None and exit_layer == self.shallow.block_layer:
+            if self.engine is not None and exit_layer == self.engine.block_layer:
                 continue  # it lacks the deep state of the n-gram's last token
             sure = self.acceptances.probability(_head(exit_layer))
             if worth_another_draft(survivals, sure, drafted, exit_layer, costs, ms_per_token, catch_up=True):

@@ -15,6 +15,7 @@ from ..cpu.linear_gate import weight_dtypes
 from ..decoding.attachment import Attachment, head_priors
 from ..decoding.costs import CostTable
 from ..decoding.drafting import UNREAD, Draft, Drafter
+from ..decoding.engine import DraftEngine
 from ..decoding.policy import Option, choose
 from ..decoding.rows import RowCriterion
 from ..errors import ConfigurationError, describe, short
@@ -30,7 +31,7 @@ class WarmUpDrafter:
     """Drafts a token with a head, and then as many as each width of a verify pass takes, right or wrong.
 
     Args:
-        shallow: The model's shallow layers.
+        engine: Runs the draft heads.
         exit_layers: The heads' layers.
         widths: Of verify passes.
 
@@ -38,8 +39,8 @@ class WarmUpDrafter:
         rounds: What is still to be drafted: `("draft", exit_layer)` or `("verify", width)`.
     """
 
-    def __init__(self, shallow: Any, exit_layers: Iterable[int], widths: Iterable[int]) -> None:
-        self.shallow = shallow
+    def __init__(self, engine: DraftEngine, exit_layers: Iterable[int], widths: Iterable[int]) -> None:
+        self.engine = engine
         self.rounds = [("verify", width) for width in reversed(list(widths))]
         self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
 
@@ -48,11 +49,11 @@ class WarmUpDrafter:
         kind, size = self.rounds.pop() if self.rounds else ("verify", 1)
         if kind == "verify" or min(limits) < 1:
             return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
-        if self.shallow.runs_ahead:
-            self.shallow.run_ahead(size, 1)
+        if not self.engine.reads_drafts:
+            self.engine.draft_unread(size, 1)
             return [Draft().add([UNREAD], "warm-up", size) for _ in rows]
-        tokens, _ = self.shallow.step(size, [[] for _ in rows])
-        self.shallow.rollback()
+        tokens, _ = self.engine.draft(size, [[] for _ in rows])
+        self.engine.rollback()
         return [Draft().add([token], "warm-up", size) for token in tokens]
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
@@ -146,9 +147,8 @@ def _run(
     """One call, on any tokens: every step runs in it, or, where there is room for one token, the prompt alone."""
     enough = _Enough()
 
-    def make(_attachment: Attachment, _prompts: list[list[int]], shallow: Any) -> WarmUpDrafter:
-        widths = shallow.decoder.widths or WIDTHS
-        enough.drafter = WarmUpDrafter(shallow, _layers_to_draft(attachment, shallow), widths)
+    def make(_attachment: Attachment, _prompts: list[list[int]], engine: Any) -> WarmUpDrafter:
+        enough.drafter = WarmUpDrafter(engine, _layers_to_draft(attachment, engine), engine.widths or WIDTHS)
         return enough.drafter
 
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
@@ -174,12 +174,12 @@ def _run(
         )
 
 
-def _layers_to_draft(attachment: Attachment, shallow: Any) -> list[int]:
+def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
     """The layer of the head that the policy would choose if costs went by depth, if any."""
     costs = CostTable(attachment.structure.num_layers, attachment.structure.head_share, WIDTHS)
     for _ in range(2):  # the first is not believed
         costs.record(("verify", 1), 1.0)
-    priors = head_priors(attachment, shallow)
+    priors = head_priors(attachment, engine)
     choice = choose([Option("head", ((prior, WIDTHS[-1] - 1),), layer) for layer, prior in priors.items()], costs)
     return [choice.option.exit_layer] if choice.option is not None else []
 

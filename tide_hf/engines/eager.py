@@ -1,0 +1,298 @@
+"""The eager engine: the model's own forward, on the cache of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..choices import EAGER
+from ..cpu.many_queries import has_kernel
+from ..cpu.shared_heads import shared_heads
+from ..decoding.attachment import Attachment
+from ..decoding.costs import CostTable
+from ..decoding.prompt_groups import read_prompts
+from ..decoding.ranks import ranks_of
+from ..depth.block_drafting import block_run
+from ..depth.cache_slots import CacheSlots
+from ..depth.kv_cache import cache_is_returned, crop, last_slot, start_recording, stop_recording
+from ..depth.skipping import FixedDepthRun, LayerRun, active, on_device
+from ..prompt_inputs import types_behind
+from ..structure import CACHE, has_windows, last_position, may_replace_cache
+from ..unembed import DraftUnembed, greedy_tokens
+
+LONG_PROMPT = 128  # tokens; for shorter ones, changing how a model attends takes as long as it brings
+
+
+class EagerEngine:
+    """Runs one call by the model's own forward.
+
+    Args:
+        model: The attached model.
+        attachment: What TIDE added to it.
+        input_ids: (rows, prompt length).
+        generation_config: Of this call.
+        model_kwargs: What `generate` prepared, the cache among it; taken over.
+        name: Of the engine that the call asked for, which its costs are kept under.
+        fills_block_late: Whether a single row's K/V of the block head are filled in when it is about to draft.
+    """
+
+    reads_drafts = True
+    widths: tuple[int, ...] = ()  # of verify passes: any
+
+    def __init__(
+        self,
+        model: Any,
+        attachment: Attachment,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        *,
+        name: str = EAGER,
+        fills_block_late: bool = True,
+    ) -> None:
+        self.model, self.attachment, self.name = model, attachment, name
+        self.input_ids, self.config, self.model_kwargs = input_ids, generation_config, model_kwargs
+        cache, structure = model_kwargs[CACHE], attachment.structure
+        text_config = model.config.get_text_config()
+        self.ranks = ranks_of(model)
+        self.block = block_run(
+            text_config,
+            structure,
+            cache,
+            attachment.unembed,
+            # A block's K/V stand in the cache that the model is given.
+            None if may_replace_cache(text_config, input_ids.shape[1]) else attachment.routers,
+            late=fills_block_late and input_ids.shape[0] == 1,
+        )
+        self.run = self.block or LayerRun(structure, cache)
+        self.is_returned = cache_is_returned(generation_config, cache)
+        self.temperature = float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
+        self.last_slot = last_slot(cache)
+        self.slots: CacheSlots | None = None  # once the prompt is read
+        self.positions: Tensor | None = None  # (rows) of the next tokens, or (kinds, rows) for places in images
+        self.types: dict[str, Tensor] = {}  # of a token behind the prompt
+        self.rows = list(range(input_ids.shape[0]))  # the place in the call of each row of the batch
+        self.newest: list[int] = []  # each row's last token, which the next pass feeds
+        self._fed: list[int] = []  # the exit layer at which each token since the last rollback was fed
+        self._block_steps, self._draft_layers = 0, 0
+        self._draft_unembed: DraftUnembed | None = None
+        self._logits: Tensor | None = None
+        self._width, self._started = 0, 0.0
+
+    @property
+    def layers_executed(self) -> int:
+        """Decoder layers that ran to their end, each counted once per row and pass."""
+        return self.run.layers_executed + self._draft_layers
+
+    @property
+    def block_layer(self) -> int | None:
+        """The exit layer at which the block head drafts in this call, if it does."""
+        return self.block.block_layer if self.block is not None else None
+
+    @property
+    def free_slots(self) -> int | None:
+        """Slots of a static cache, or learnt positions, that are left; `None` where there is no such limit."""
+        return None if self.last_slot is None else max(0, self.last_slot - self._slots.length - 1)
+
+    @property
+    def _slots(self) -> CacheSlots:
+        assert self.slots is not None  # rounds come behind the prompt
+        return self.slots
+
+    def costs_of(self, num_rows: int) -> CostTable:
+        """Measured costs of passes over so many rows."""
+        return self.attachment.costs_of(num_rows, self.name, self.widths)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the call's run decide for every layer; see `Engine.running`."""
+        try:
+            with active(self.run), self._attention():
+                yield
+        except BaseException:  # a streamer's or a criterion's, or an interrupt: the caller may go on with the cache
+            if self.slots is not None and self.is_returned:
+                self.slots.break_off()
+            raise
+        finally:
+            if self.block is not None:
+                self.block.finish()
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """On GPUs, have experts run as `generate` has them run when it decodes, which copies their weights.
+
+        Not for the many tokens of a batch's verify pass, whose copies might not fit.
+        """
+        return nullcontext() if self.input_ids.shape[0] > 1 else self.model._optimize_model_for_decode()
+
+    def prefill(self) -> Tensor:
+        """Read the prompts; return the logits behind them, (rows, 1, vocabulary)."""
+        cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
+        self.run.cache = cache  # which need not be the one that the model was given
+        start_recording(cache)
+        mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
+        for name in ("inputs_embeds", CACHE):
+            self.model_kwargs.pop(name, None)
+        self.types = types_behind(self.model, self.model_kwargs)
+        threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
+        config = self.model.config.get_text_config()
+        length, windows = int(cache.get_seq_length()), has_windows(config)
+        self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
+        self.positions = None if positions is None else _last_positions(positions, len(self.rows))
+        if (most := last_position(config)) is not None:  # as many slots, less what positions are ahead of them
+            ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
+            self.last_slot = min(most - ahead, self.last_slot or most)
+        return logits
+
+    def begin(self, tokens: list[int]) -> None:
+        """Take each row's first token."""
+        self.newest = tokens
+        if self.positions is not None:
+            self.positions += 1
+
+    def decoder(self, room: int) -> EagerEngine:
+        """This engine."""
+        return self
+
+    def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
+        """Decode one token for each row by the head at an exit layer; see `DraftEngine.draft`."""
+        attachment, block, start = self.attachment, self.block, perf_counter()
+        # What the block has to catch up with, beyond the last pass, is no part of what a step costs.
+        is_usual = block is None or block.num_behind <= 1
+        if self._draft_unembed is None:
+            self._draft_unembed, is_usual = attachment.draft_unembed(), False
+        cache, fed = self._slots.cache, len(self._fed)
+        run = FixedDepthRun(attachment.structure, cache, exit_layer)
+        run.execute_layer = self.run.execute_layer
+        unseen = [[newest, *tokens][fed:] for newest, tokens in zip(self.newest, drafted, strict=True)]
+        with active(run):
+            call = run.call_after(self._forward, unseen, start=fed)
+        if cache.offloading:  # which has made the next layer ready, and not the first
+            cache.prefetch(0, cache.only_non_sliding)
+        if block is not None and exit_layer == block.block_layer:
+            self._block_steps += 1
+            top, log_probabilities = self._draft_unembed.top1(block.draft(call))
+            scores = block.point.score(log_probabilities)
+        else:
+            state = call.state[:, -1]
+            point = on_device(attachment.exit_point(exit_layer), state)
+            scores = attachment.unembed.route(point.router, state)
+            top = self._draft_unembed(point.head(state))
+        tokens = top.tolist()
+        self._draft_layers += run.layers_executed
+        self._fed += [exit_layer] * len(unseen[0])
+        if is_usual and len(unseen[0]) == 1:
+            milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
+            self.costs_of(len(unseen)).record(("draft", exit_layer), milliseconds)
+        return tokens, scores.tolist()
+
+    def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
+        """Never asked for, since drafts are read."""
+        raise NotImplementedError
+
+    def rollback(self) -> None:
+        """Take the draft tokens' K/V out of the shallow layers."""
+        # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
+        for layer_idx in range(max(self._fed, default=0)):
+            num_steps = sum(exit_layer > layer_idx for exit_layer in self._fed)
+            crop(self._slots.cache.layers[layer_idx], num_steps)
+        if self.block is not None and self._block_steps:
+            self.block.rollback(self._block_steps)
+        self._fed.clear()
+        self._block_steps = 0
+
+    def verify(self, drafted: list[list[int]]) -> None:
+        """Run one full-depth pass over each row's newest token and what it has drafted."""
+        self._started = perf_counter()
+        self._width = width = 1 + max(map(len, drafted))
+        fed = [[newest, *tokens] for newest, tokens in zip(self.newest, drafted, strict=True)]
+        # What stands behind a shorter draft is never looked at.
+        self._logits = self._forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed]).logits
+
+    def drafted(self) -> None:
+        """Nothing: drafts are read when they are made."""
+
+    def logits(self) -> Tensor:
+        """(rows, width, vocabulary) of the last pass."""
+        assert self._logits is not None  # behind a verify pass
+        return self._logits
+
+    def top_tokens(self) -> list[list[int]]:
+        """The most likely token at each position; reading them is the round's one synchronisation."""
+        return greedy_tokens(self.logits()).tolist()
+
+    def commit(self, new_tokens: list[list[int]]) -> None:
+        """Keep the K/V of the tokens that the last pass has verified; see `Engine.commit`."""
+        accepted = [len(tokens) for tokens in new_tokens]
+        self._slots.commit(self._width, accepted)
+        if self.block is not None:
+            self.block.keep(accepted)
+        if self.positions is not None:
+            self.positions += self.positions.new_tensor(accepted)
+        self.newest = [tokens[-1] if tokens else newest for newest, tokens in zip(self.newest, new_tokens, strict=True)]
+        milliseconds = self.ranks.agree((perf_counter() - self._started) * 1000)
+        self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
+        self._logits = None
+
+    def select(self, kept: list[int]) -> None:
+        """Keep only these rows of the batch in the cache."""
+        self.rows = [self.rows[place] for place in kept]
+        self.newest = [self.newest[place] for place in kept]
+        index = self._slots.select(kept)
+        if self.block is not None:
+            self.block.select(index)
+        if self.positions is not None:
+            self.positions = self.positions[..., index.to(self.positions.device)]
+
+    def finish(self, settle: bool) -> Any:
+        """Return the cache as plain decoding would leave it; see `Engine.finish`."""
+        if settle:
+            self._slots.settle()
+        stop_recording(self._slots.cache)
+        if self.block is not None and self.is_returned:
+            self.block.remember()
+        return self._slots.cache
+
+    def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:
+        """What the model prepares of a pass over as many new tokens for each row.
+
+        Args:
+            tokens: Tokens by row, all of one length.
+            start: How many tokens behind the row's accepted ones the cache already holds.
+        """
+        ids = self.input_ids.new_tensor(tokens)
+        rows, width = ids.shape
+        kwargs = {**self.model_kwargs, CACHE: self._slots.cache}
+        kwargs["attention_mask"] = self._slots.mask_for(start + width)
+        if self.positions is not None:
+            steps = torch.arange(start, start + width, device=self.positions.device)
+            kwargs["position_ids"] = self.positions[..., None] + steps
+        for name, types in self.types.items():
+            own = self.rows if len(types) > 1 else [0]
+            kwargs[name] = types[own].expand(rows, width)
+        inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = width
+        return inputs
+
+    def _forward(self, tokens: list[list[int]], start: int = 0) -> Any:
+        return self.model(**self.inputs_of(tokens, start), return_dict=True)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """How the call attends: on CPUs, rows under a mask and long prompts need not copy K/V that heads share."""
+        rows, length = self.input_ids.shape
+        may_use_kernels = self.attachment.use_kernels is not False
+        is_long = length >= LONG_PROMPT and may_use_kernels and has_kernel(self.model.dtype)
+        if self.name != EAGER or not (rows > 1 or is_long):
+            return nullcontext()
+        return shared_heads(self.model, self.attachment.block_head, may_use_kernels)
+
+
+def _last_positions(positions: Tensor, rows: int) -> Tensor:
+    """(..., rows) of (..., rows or 1, length) positions, which nothing else refers to."""
+    last = positions[..., -1]
+    return last.expand(*last.shape[:-1], rows).clone()
