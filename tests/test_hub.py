@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from loopback_hub import TOKEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,9 +66,34 @@ def with_outside_weights(folder):
     return outside.read_bytes()
 
 
+@pytest.mark.parametrize("source", ["folder", "Hub"])
+def test_an_adapter_in_a_repository_of_routers_changes_nothing(model_hub, on_hub, hub_routers, source):
+    peft = pytest.importorskip("peft")
+    target = "exits.1.router.down"
+    other = TIDERouters(hub_routers.config)
+    adapted = peft.get_peft_model(other, peft.LoraConfig(target_modules=[target], init_lora_weights=False))
+    adapted.save_pretrained(on_hub)
+    assert (on_hub / "adapter_config.json").is_file()
+    model_hub.add("org/base-tide", on_hub)
+    model_hub.asked.clear()
+    loaded = TIDERouters.from_pretrained(on_hub if source == "folder" else "org/base-tide")
+    assert type(loaded[1].router.down) is torch.nn.Linear
+    assert loaded.state_dict().keys() == hub_routers.state_dict().keys()
+    assert not any("adapter" in path for path in model_hub.asked)
+
+
+def test_an_adapter_beside_routers_does_not_reach_the_base_model(on_hub, hub_routers):
+    pytest.importorskip("peft")
+    (on_hub / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
+    )
+    with pytest.raises(RoutersFileError, match=r"got an adapter_config\.json beside them"):
+        AutoModelForCausalLM.from_pretrained(on_hub)
+
+
 def test_an_index_in_a_folder_is_not_followed(on_hub):
     with_outside_weights(on_hub)
-    with pytest.raises(RoutersFileError, match=r"got model\.safetensors\.index\.json, which points to other files"):
+    with pytest.raises(RoutersNotFoundError, match=r"got 'a folder without model\.safetensors'"):
         TIDERouters.from_pretrained(on_hub)
 
 

@@ -2,17 +2,23 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from families import tiny_model
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from test_hub import edit_config
 
-from tide_hf import TIDERouters
-from tide_hf.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError, TIDEError
+from tide_hf import TIDERouters, folders
+from tide_hf.errors import (
+    BaseModelMismatchError,
+    ConfigurationError,
+    RoutersFileError,
+    RoutersNotFoundError,
+    RoutersNotSavedError,
+    TIDEError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,55 +52,111 @@ def test_bfloat16_is_kept(model, tmp_path):
     assert TIDERouters.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("I/O error: disk full")])
-def test_a_failed_save_leaves_the_old_files(model, tmp_path, monkeypatch, error):
-    old = routers_of(model)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_failed_save_leaves_the_old_files(model, tmp_path, monkeypatch, number):
+    old, written = routers_of(model), []
     old.save_pretrained(tmp_path)
 
-    def fail(*_args, **_kwargs):
-        raise error
+    def fail(_file):
+        written.append(1)
+        if len(written) == number:
+            raise OSError("disk full")
 
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
-    with pytest.raises(OSError, match="disk full"):  # one of ours where safetensors raises its own
+    monkeypatch.setattr(folders.os, "fsync", fail)
+    with pytest.raises(RoutersNotSavedError, match="disk full"):
         routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     assert TIDERouters.from_pretrained(tmp_path).exit_layers == old.exit_layers
 
 
-def killed_before_the_config(routers, folder, monkeypatch):
-    """Save, but leave everything as it is when the config is about to take its place."""
-    replace = os.replace
+def killed_at(routers, folder, monkeypatch, number):
+    """Save, but stop before the file of that number takes its place, and leave everything as it is then."""
+    replace, replaced = os.replace, []
 
-    def stop_at_config(source, target):
-        if Path(target).name == "config.json":
-            shutil.copytree(Path(source).parent, folder / ".saving-killed")
+    def stop(source, target):
+        if len(replaced) == number:
             raise KeyboardInterrupt
+        replaced.append(target)
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", stop_at_config)
+        patch.setattr(folders.os, "replace", stop)
+        patch.setattr(Path, "unlink", lambda *_args, **_kwargs: None)
         with pytest.raises(KeyboardInterrupt):
             routers.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("had_routers", [True, False])
-def test_a_save_killed_between_its_files_is_finished(model, tmp_path, monkeypatch, had_routers):
-    if had_routers:
-        routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
-    new = routers_of(model)
-    killed_before_the_config(new, tmp_path, monkeypatch)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_save_that_is_killed_leaves_the_old_routers_or_the_new(model, tmp_path, monkeypatch, caplog, number):
+    old, new = routers_of(model, exit_layers=[2]), routers_of(model)
+    old.save_pretrained(tmp_path)
+    killed_at(new, tmp_path, monkeypatch, number)
+    expected = (old, new)[number]
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in tmp_path.iterdir()}
     loaded = TIDERouters.from_pretrained(tmp_path)
-    assert loaded.exit_layers == new.exit_layers
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in new.state_dict().items())
+    assert {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in tmp_path.iterdir()} == before
+    assert ("belongs to other weights, as a save that was killed leaves it" in caplog.text) == (expected is new)
+    others = {"weights_sha256": None, "_name_or_path": None}
+    assert loaded.config.to_dict() | others == expected.config.to_dict() | others
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
+    caplog.clear()
+    later = routers_of(model, exit_threshold=0.9)
+    later.save_pretrained(tmp_path)
+    assert TIDERouters.from_pretrained(tmp_path).config.exit_threshold == 0.9
+    assert caplog.text == ""
 
 
-def test_what_a_killed_save_left_does_not_undo_a_later_one(model, tmp_path, monkeypatch):
-    killed = routers_of(model)
-    killed_before_the_config(killed, tmp_path, monkeypatch)
-    for later in (routers_of(model, exit_threshold=0.9), routers_of(model, exit_layers=[2])):  # the first: same weights
-        later.save_pretrained(tmp_path)
-        loaded = TIDERouters.from_pretrained(tmp_path)
-        assert (loaded.exit_layers, loaded.config.exit_threshold) == (later.exit_layers, later.config.exit_threshold)
+def test_a_first_save_that_is_killed_leaves_nothing_to_load(model, tmp_path, monkeypatch):
+    killed_at(routers_of(model), tmp_path, monkeypatch, 0)
+    with pytest.raises(RoutersNotFoundError):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+def test_damaged_weights_are_not_taken_for_those_of_a_killed_save(model, tmp_path, monkeypatch):
+    routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
+    killed_at(routers_of(model), tmp_path, monkeypatch, 1)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    threshold = whole.index(b"exit_threshold") + len(b'exit_threshold\\": ')
+    for position in (len(whole) - 5, threshold):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(RoutersFileError, match="weights with SHA-256"):
+            TIDERouters.from_pretrained(tmp_path)
+
+
+def test_a_save_clears_away_what_killed_ones_left_and_nothing_else(model, tmp_path, monkeypatch):
+    folder = tmp_path / "routers"
+    killed_at(routers_of(model), folder, monkeypatch, 0)
+    left = sorted(folder.glob("*.unfinished"))
+    assert len(left) == 2
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    stranger = folder / "model.safetensors.novel.unfinished"
+    link = folder / f"model.safetensors.7{folders.UNFINISHED}"
+    link.symlink_to(outside)
+    stranger.write_text("mine")
+    for file in (*left[:1], stranger, outside):
+        os.utime(file, (0, 0))
+    routers_of(model).save_pretrained(folder)
+    assert sorted(folder.iterdir()) == sorted(
+        [folder / "config.json", folder / "model.safetensors", left[1], stranger, link]
+    )
+    assert outside.read_text() == stranger.read_text() == "mine"
+
+
+def test_a_save_follows_no_links(model, tmp_path, monkeypatch):
+    folder, outside = tmp_path / "routers", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_text("mine")
+    monkeypatch.setattr(folders.secrets, "randbelow", lambda _: 7)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(outside)
+    routers_of(model).save_pretrained(folder)
+    (folder / f"config.json.7{folders.UNFINISHED}").symlink_to(outside)
+    with pytest.raises(RoutersNotSavedError, match="File exists"):
+        routers_of(model).save_pretrained(folder)
+    assert outside.read_text() == "mine"
 
 
 @pytest.mark.parametrize("rank", [None, 4])
@@ -175,6 +237,7 @@ def test_tensors_that_do_not_fit_the_config(model, tmp_path, damage):
     else:
         tensors[name] = torch.zeros(3, 3)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, weights_sha256=None)
     with pytest.raises(RoutersFileError, match=r"cannot be used: got .*Expected the config and tensors"):
         TIDERouters.from_pretrained(tmp_path)
 
@@ -213,6 +276,7 @@ def test_a_draft_vocabulary_is_checked_and_kept(model, tmp_path, wrong):
     assert TIDERouters.from_pretrained(tmp_path).draft_vocab.tolist() == [9, 4]
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"draft_vocab": wrong}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, weights_sha256=None)
     with pytest.raises(RoutersFileError, match="a draft_vocab with other than token ids"):
         TIDERouters.from_pretrained(tmp_path)
 
@@ -220,7 +284,7 @@ def test_a_draft_vocabulary_is_checked_and_kept(model, tmp_path, wrong):
 def test_a_config_that_is_no_json(model, tmp_path):
     routers_of(model).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(RoutersNotFoundError, match="not a valid JSON"):
+    with pytest.raises(RoutersFileError, match=r"got a config\.json that is no JSON \(Expecting property name"):
         TIDERouters.from_pretrained(tmp_path)
 
 

@@ -65,12 +65,35 @@ def test_a_router_pt_with_code_in_it_is_refused_and_the_code_does_not_run(model,
         {**published(), "bottleneck_dim": float("inf")},
         [1, 2],
         torch.zeros(3),
+        {**published(), "bottleneck_dim": torch.zeros(3)},
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_router_pt_of_the_wrong_shape(model, tmp_path, state):
     torch.save(state, tmp_path / "router.pt")
     with pytest.raises(RoutersFileError, match=r"got .*Expected hidden_dim, bottleneck_dim and router_layers"):
+        TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.to_sparse(),
+        lambda weight: weight.to_sparse_csr(),
+        lambda weight: weight.to("meta"),
+        lambda weight: weight.to(torch.complex64),
+        lambda weight: torch.quantize_per_tensor(weight, 1.0, 0, torch.qint8),
+        lambda weight: torch.nested.nested_tensor([weight]),
+    ],
+    ids=["sparse", "sparse rows", "without values", "complex", "quantised", "nested"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, that such tensors may change
+def test_a_router_pt_with_other_tensors_than_dense_ones(model, tmp_path, change):
+    state = published(positions=(1,))
+    weights = state["router_layers"][1]
+    weights["down.weight"] = change(weights["down.weight"])
+    torch.save(state, tmp_path / "router.pt")
+    with pytest.raises(RoutersFileError, match=r"cannot be used as a published router\.pt: got"):
         TIDERouters.from_router_pt(tmp_path / "router.pt", model)
 
 

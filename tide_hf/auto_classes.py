@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 import tide_hf
 
-from .errors import ConfigurationError, describe
+from .errors import ConfigurationError, RoutersFileError, describe
 from .routers.configuration_tide import FOR_BOTH, TIDEConfig
 
 # Of the arguments that reach a registered class, those that are about the routers' repository alone, or what an auto
@@ -40,6 +40,7 @@ class TIDEAutoModel:
 
         Raises:
             ConfigurationError: The config names no base model that can be loaded.
+            RoutersFileError: There is an adapter beside the routers, which transformers would put on the base.
             As `TIDEModelForCausalLM.from_pretrained`.
         """
         shared = _chosen(kwargs, FOR_BOTH)
@@ -47,6 +48,10 @@ class TIDEAutoModel:
         options = {name: value for name, value in kwargs.items() if name not in OWN}
         options.setdefault("exit_threshold", config.exit_threshold)
         if options.get("adapter_kwargs"):
+            if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:  # where transformers found one
+                from .routers.router_files import file_problem  # noqa: PLC0415  # it imports PyTorch
+
+                raise RoutersFileError(file_problem(name_or_path, "an adapter_config.json beside them"))
             options["adapter_kwargs"] = {**options["adapter_kwargs"], "revision": config.base_model_revision}
         # The config's dtype is what the caller asked of the base. Routers are placed in a dtype of their own later.
         where = shared | _chosen(kwargs, ("revision", "subfolder"))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants
 
 UNFINISHED = ".unfinished"  # what files end in before they are whole
+ABANDONED_AFTER = 3600  # seconds, of which writing a file takes a few
 
 
 def cache_folder() -> Path:
@@ -19,20 +25,49 @@ def write_whole(file: Path, content: bytes) -> None:
     """Write a file that is there whole or not at all, for all who may read its folder, which is made if it has to be.
 
     Args:
-        file: Where it goes; what is there is replaced.
+        file: Where it goes; what is there is replaced, also where that is a link.
         content: What it holds.
 
     Raises:
         OSError: The disk is full, or the folder takes no file.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}{UNFINISHED}")
+    write_all_whole({file: content})
+
+
+def write_all_whole(contents: dict[Path, bytes]) -> None:
+    """Write files as [`write_whole`] does; none takes its place, one after the other, before all are on the disk.
+
+    Args:
+        contents: What each file holds.
+
+    Raises:
+        OSError: The disk is full, or a folder takes no file.
+    """
+    unfinished: dict[Path, Path] = {}
     try:
-        with unfinished.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())  # else a power cut could leave the name without the content
-        os.replace(unfinished, file)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+        for file, content in contents.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished[file] = file.with_name(f"{file.name}.{secrets.randbelow(10**15)}{UNFINISHED}")
+            with unfinished[file].open("xb") as stream:  # which fails where a link of that name is waiting
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())  # else a power cut could leave the name without the content
+        for file, whole in unfinished.items():
+            os.replace(whole, file)
+    finally:
+        for path in unfinished.values():
+            path.unlink(missing_ok=True)
+
+
+def remove_abandoned(file: Path) -> None:
+    """Remove what processes that were killed in [`write_whole`] have left beside a file.
+
+    Files of the last hour stay, since another process may be writing them.
+    """
+    for path in file.parent.glob(f"{file.name}.*{UNFINISHED}"):
+        if not re.fullmatch(rf"\.\d+{re.escape(UNFINISHED)}", path.name.removeprefix(file.name)):
+            continue
+        with suppress(FileNotFoundError):  # the other process has just finished
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > ABANDONED_AFTER:
+                path.unlink()

@@ -152,16 +152,16 @@ class TIDEConfig(PreTrainedConfig):
             ConfigurationError: A field is unknown, has the wrong type or an impossible value.
         """
         if not isinstance(config_dict, dict):
-            raise _bad_config(short(config_dict))
+            raise bad_config(short(config_dict))
         known, defaults = {*TIDEConfig.__annotations__, *INHERITED_FIELDS}, PreTrainedConfig().to_dict()
         unknown = [name for name in set(config_dict) - known if config_dict[name] != defaults.get(name, known)]
         if unknown:
-            raise _bad_config(f"{short(sorted(unknown))}, which it must not have")
+            raise bad_config(f"{short(sorted(unknown))}, which it must not have")
         check_inherited(config_dict)
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
-            raise _bad_config(short(str(error))) from error
+            raise bad_config(short(str(error))) from error
 
     @classmethod
     def get_config_dict(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> tuple[dict[str, Any], dict]:
@@ -174,10 +174,11 @@ class TIDEConfig(PreTrainedConfig):
         try:
             return super().get_config_dict(name_or_path, **kwargs)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _bad_config(f"'{error}'") from error
+            raise bad_config(f"'{error}'") from error
 
 
-def _bad_config(got: str) -> ConfigurationError:
+def bad_config(got: str) -> ConfigurationError:
+    """An error about the config of routers."""
     return ConfigurationError(
         describe(
             "the config of the routers cannot be used",

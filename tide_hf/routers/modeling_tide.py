@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo
-from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..adapters import base_inside
 from ..errors import BaseModelMismatchError, RoutersFileError, describe, quoted
@@ -23,21 +21,21 @@ from .block_head import BlockHead
 from .configuration_tide import TIDEConfig
 from .exit_points import BlockPoint, ExitPoint
 from .router_files import (
-    STAGING,
     bad_router_pt,
-    check_weights,
+    config_for,
     copy_published,
     explained,
     file_problem,
-    finish_save,
+    read_config,
     read_router_pt,
-    refuse_shards,
+    read_weights,
     routers_not_found,
     routers_not_saved,
-    weights_digest,
+    write_routers,
 )
 
-WHERE = ("cache_dir", "revision", "subfolder", "token")  # of what from_pretrained is told, what says where files are
+# Of what from_pretrained is told, what says where files are.
+WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 MAX_HASH_DISTANCE = 0.15  # quantising a head to 4 bits moves about 3% of the bits, another model's head half of them
 
 
@@ -140,7 +138,14 @@ class TIDERouters(PreTrainedModel):
             published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
             published.pop(find_structure(base_model).num_layers, None)  # it may have one behind the last layer
             bottleneck = int(state["bottleneck_dim"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # the last: tensors
             raise bad_router_pt(path, f"a file without usable {error}") from error
         routers = cls.for_model(
             base_model,
@@ -156,7 +161,9 @@ class TIDERouters(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> TIDERouters:
-        """Load routers from a folder or a Hub repository. Only safetensors and JSON are read.
+        """Load routers from a folder or a Hub repository. Nothing but `config.json` and `model.safetensors` is read.
+
+        Nothing is written but the Hub's cache.
 
         Args:
             name_or_path: Folder or repository.
@@ -170,12 +177,25 @@ class TIDERouters(PreTrainedModel):
             RoutersFileError: A file is damaged, or its tensors do not have the names and shapes of its config.
             ConfigurationError: The config has impossible values.
         """
-        kwargs.update(use_safetensors=True, output_loading_info=True)
         kwargs |= hub_options(name_or_path, kwargs, routers_not_found)
-        refuse_shards(name_or_path, kwargs.get("subfolder", ""))
-        finish_save(Path(name_or_path, kwargs.get("subfolder", "")))
+        where = {name: kwargs.pop(name) for name in WHERE if name in kwargs}
+        changes = {name: kwargs.pop(name) for name in TIDEConfig.__annotations__ if name in kwargs}
         with explained(name_or_path):
-            routers, info = super().from_pretrained(name_or_path, **kwargs)
+            config = kwargs.pop("config", None)
+            if config is None:
+                config, commit = read_config(name_or_path, **where)
+                where |= {"revision": commit} if commit else {}  # or a push between both reads would mix two commits
+            content = read_weights(name_or_path, **where)
+            tensors = load(content)
+            config = config_for(name_or_path, content, config)
+            if changes:
+                config = TIDEConfig.from_dict(config.to_dict() | changes)
+            # Without a name transformers looks for no other files, such as adapter_config.json, whose adapter would
+            # become a part of the routers.
+            routers, info = super().from_pretrained(
+                None, config=config, state_dict=tensors, **{**kwargs, "output_loading_info": True}
+            )
+        routers.config.name_or_path = routers.name_or_path = str(name_or_path)
         wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
         if wrong:
             raise RoutersFileError(file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
@@ -184,34 +204,29 @@ class TIDERouters(PreTrainedModel):
             vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
         ):
             raise RoutersFileError(file_problem(name_or_path, "a draft_vocab with other than token ids"))
-        check_weights(
-            name_or_path, routers.config.weights_sha256, **{name: kwargs[name] for name in WHERE if name in kwargs}
-        )
         return routers.eval()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Write config and safetensors; a reader sees the old files or the new ones, never half a file.
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Write config and safetensors; a reader sees the old routers or the new ones, also after a kill.
 
         Args:
             save_directory: Folder; made where it does not exist.
-            **kwargs: As in `PreTrainedModel.save_pretrained`, `push_to_hub` and `repo_id` among them.
+            is_main_process: Whether this process is the one that writes.
+            **kwargs: As in `PreTrainedModel.save_pretrained`: `push_to_hub`, `repo_id` and what goes with them.
 
         Raises:
-            RoutersNotSavedError: The weights could not be written.
+            RoutersNotSavedError: The files could not be written.
         """
         folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=STAGING) as staging:
+        self.config.architectures, self.config.dtype = [type(self).__name__], str(self.dtype).removeprefix("torch.")
+        if is_main_process:
             try:
-                super().save_pretrained(staging, **{**kwargs, "push_to_hub": False})
-            except SafetensorError as error:  # which is no OSError, and comes of a full disk as well
+                write_routers(folder, self.config, self.state_dict())
+            except OSError as error:
                 raise routers_not_saved(folder, quoted(error)) from error
-            self.config.weights_sha256 = weights_digest(Path(staging, SAFE_WEIGHTS_NAME))
-            self.config.save_pretrained(staging)
-            written = sorted(Path(staging).iterdir(), key=lambda file: file.name == CONFIG_NAME)  # last
-            for file in written:
-                os.replace(file, folder / file.name)
-        if kwargs.pop("push_to_hub", False):
+        if kwargs.pop("push_to_hub", False) and is_main_process:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
     def push_to_hub(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import pickle
-import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, describe, quoted
+from ..folders import remove_abandoned, write_all_whole
+from .configuration_tide import TIDEConfig, bad_config
 
-STAGING = ".saving-"  # what the folders are called that saves write to
+# What the weights' file knows of itself, in safetensors' metadata.
+OWN_CONFIG = "tide_config"
+OWN_DIGEST = "tide_config_and_values_sha256"
+
+logger = logging.getLogger(__name__)
 
 # What reading a damaged file by torch, pickle and zipfile fails with.
 DAMAGE = (
@@ -80,66 +87,119 @@ def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> Routers
     )
 
 
-def refuse_shards(name_or_path: str | os.PathLike[str], subfolder: str = "") -> None:
-    """Refuse a local folder whose weights an index points to: routers are one file, and an index may point anywhere.
-
-    Raises:
-        RoutersFileError: There is an index.
-    """
-    for index in Path(name_or_path, subfolder).glob("*.index.json"):
-        raise RoutersFileError(file_problem(name_or_path, f"{index.name}, which points to other files"))
-
-
-def finish_save(folder: str | os.PathLike[str]) -> None:
-    """Put the config of a save in its place that was killed when its weights were in theirs.
-
-    The config goes last. Where it never went, it still lies in the folder that the save wrote to.
+def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[TIDEConfig, str | None]:
+    """Read the config of routers.
 
     Args:
-        folder: Of routers; anything else stays as it is.
-    """
-    weights, config = Path(folder, SAFE_WEIGHTS_NAME), Path(folder, CONFIG_NAME)
-    for left in Path(folder).glob(f"{STAGING}*/{CONFIG_NAME}"):
-        try:
-            digest = weights_digest(weights)
-            if _weights_of(left) == digest != _weights_of(config):
-                copy = left.with_suffix(".copy")
-                shutil.copy(left, copy)
-                os.replace(copy, config)
-        except (OSError, ValueError):  # a save that goes on, or a folder that takes no file: what is there is checked
-            continue
+        name_or_path: Folder or repository.
+        **where: `cache_dir`, `revision`, `subfolder`, `token` and their like, as `cached_file` takes them.
 
-
-def _weights_of(config: Path) -> str | None:
-    """What a config says of its weights."""
-    said = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
-    return said.get("weights_sha256") if isinstance(said, dict) else None
-
-
-def weights_digest(file: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, 64 hexadecimal digits."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def check_weights(name_or_path: str | os.PathLike[str], known: str | None, **options: Any) -> None:
-    """Refuse weights that are not those that were saved with the config; safetensors has no checksum.
-
-    Args:
-        name_or_path: Folder or repository that the weights have just been read from.
-        known: What the config says of them; `None` in files that earlier versions wrote.
-        **options: Where they were read from: `cache_dir`, `revision`, `subfolder`, `token`.
+    Returns:
+        The config, and the commit that it is of; `None` for a folder.
 
     Raises:
-        RoutersFileError: They are others.
+        RoutersFileError: It is no JSON.
+        ConfigurationError: It has impossible values.
+        OSError: It is not there, or the Hub cannot be reached.
     """
-    if known is None:
-        return
-    file = cached_file(name_or_path, SAFE_WEIGHTS_NAME, local_files_only=True, **options)
-    found = weights_digest(file)
-    if found != known:
-        raise RoutersFileError(
-            file_problem(name_or_path, f"weights with SHA-256 {found[:12]}... where config.json says {known[:12]}...")
-        )
+    file = _fetched(name_or_path, CONFIG_NAME, **where)
+    try:
+        content = json.loads(file.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RoutersFileError(file_problem(name_or_path, f"a {CONFIG_NAME} that is no JSON ({error})")) from error
+    except (ValueError, RecursionError) as error:  # JSON that Python's parser gives up on
+        raise bad_config(quoted(error)) from error
+    return TIDEConfig.from_dict(content), extract_commit_hash(str(file), None)
+
+
+def read_weights(name_or_path: str | os.PathLike[str], **where: Any) -> bytes:
+    """Read the file of weights; `where` is as for [`read_config`].
+
+    Raises:
+        OSError: It is not there, or the Hub cannot be reached.
+    """
+    return _fetched(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
+
+
+def _fetched(name_or_path: str | os.PathLike[str], name: str, subfolder: str = "", **where: Any) -> Path:
+    if not Path(name_or_path).is_dir():
+        return Path(str(cached_file(name_or_path, name, subfolder=subfolder, **where)))
+    file = Path(name_or_path, subfolder, name)
+    if not file.is_file():
+        raise FileNotFoundError(f"a folder without {name}")
+    return file
+
+
+def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) -> None:
+    """Write weights and config, so that a kill at any time leaves the old routers or the new ones.
+
+    Two files cannot be replaced at once. So the weights hold a copy of their config, which [`config_for`] takes while
+    the config beside them is still the old one.
+
+    Args:
+        folder: Made where it does not exist.
+        config: Its `weights_sha256` is set.
+        tensors: The weights.
+
+    Raises:
+        OSError: The folder takes no file.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    config.weights_sha256 = None
+    own = config.to_json_string()
+    content = save(tensors, {"format": "pt", OWN_CONFIG: own, OWN_DIGEST: _digest_with(own, save(tensors))})
+    config.weights_sha256 = hashlib.sha256(content).hexdigest()
+    weights_file, config_file = folder / SAFE_WEIGHTS_NAME, folder / CONFIG_NAME
+    write_all_whole({weights_file: content, config_file: config.to_json_string().encode()})
+    for file in (weights_file, config_file):
+        remove_abandoned(file)
+
+
+def config_for(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
+    """The config that weights were saved with; safetensors has no checksum, so the config's is compared.
+
+    Args:
+        name_or_path: Where both were read from.
+        content: The file of weights, which safetensors has read without complaint.
+        config: The config beside it. Those that earlier versions wrote know nothing of the weights, and are taken.
+
+    Returns:
+        That config; or the weights' own, where a save was killed before it put its config in place.
+
+    Raises:
+        RoutersFileError: The weights are damaged, or belong to another config.
+    """
+    known, found = config.weights_sha256, hashlib.sha256(content).hexdigest()
+    if known in (None, found):
+        return config
+    facts = _header(content)[0].get("__metadata__", {})
+    own = facts.get(OWN_CONFIG)
+    if own is None or facts.get(OWN_DIGEST) != _digest_with(own, content):
+        got = f"weights with SHA-256 {found[:12]}... where config.json says {str(known)[:12]}..."
+        raise RoutersFileError(file_problem(name_or_path, got))
+    logger.warning(
+        "%s of %s belongs to other weights, as a save that was killed leaves it: the copy in %s is used. Save them "
+        "again to mend that.",
+        CONFIG_NAME,
+        name_or_path,
+        SAFE_WEIGHTS_NAME,
+    )
+    taken = TIDEConfig.from_dict(json.loads(own))
+    taken.weights_sha256 = found
+    return taken
+
+
+def _header(content: bytes) -> tuple[dict[str, Any], int]:
+    """What a file of safetensors says of its tensors, and where their values begin."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:start]), start
+
+
+def _digest_with(config: str, content: bytes) -> str:
+    """SHA-256 of a config and of the values in a file of safetensors, 64 hexadecimal digits."""
+    digest = hashlib.sha256(config.encode())
+    digest.update(memoryview(content)[_header(content)[1] :])
+    return digest.hexdigest()
 
 
 def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -171,12 +231,21 @@ def _damaged_part(path: str | os.PathLike[str]) -> str | None:
 def copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any, name: str) -> None:
     """Copy the published weight `name` into a layer of ours, whose bias becomes 0."""
     weight = weights.get(name) if isinstance(weights, dict) else None
-    if not isinstance(weight, Tensor) or weight.shape != linear.weight.shape:
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
-        raise bad_router_pt(path, f"{name} of shape {shape} where {tuple(linear.weight.shape)} fits the base model")
+    if not isinstance(weight, Tensor) or not _is_plain(weight):
+        raise bad_router_pt(path, f"{name} that is no dense tensor of floats")
+    if weight.shape != linear.weight.shape:
+        shapes = tuple(weight.shape), tuple(linear.weight.shape)
+        raise bad_router_pt(path, f"{name} of shape {shapes[0]} where {shapes[1]} fits the base model")
     with torch.no_grad():
         linear.weight.copy_(weight)
         linear.bias.zero_()
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether its values can be copied: files may also hold sparse, nested, quantised and complex tensors, or none."""
+    if type(weight) not in (Tensor, nn.Parameter) or weight.is_nested or weight.layout != torch.strided:
+        return False
+    return weight.dtype.is_floating_point and weight.device.type == "cpu"
 
 
 def bad_router_pt(path: str | os.PathLike[str], got: str) -> RoutersFileError:
