@@ -1,5 +1,7 @@
 """Models that change between calls: hooks, adapters, scales, weights and heads are those of the call."""
 
+import copy
+
 import pytest
 import torch
 from families import prompt, tiny_model
@@ -150,6 +152,53 @@ def test_a_head_that_has_lost_tokens_is_refused():
     model.resize_token_embeddings(64, mean_resizing=False)
     with pytest.raises(UnsupportedModelError, match=r"got 64 tokens\. Expected 96 tokens\. Detach TIDE"):
         answer(model)
+
+
+def delete_two(layers):
+    del layers[1:3]
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda layers: layers.__delitem__(3), r"without what was model\.layers\.3\."),
+        (lambda layers: layers.__delitem__(0), r"without what was model\.layers\.0\."),
+        (delete_two, r"without what was model\.layers\.1, model\.layers\.2\."),
+        (
+            lambda layers: layers.__setitem__(2, copy.deepcopy(layers[2])),
+            r"without what was model\.layers\.2\.",
+        ),
+        (lambda layers: layers.append(layers[0]), r"5 layers, added or moved\."),
+    ],
+    ids=["last", "first", "two", "replaced", "added"],
+)
+@pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
+def test_layers_that_are_gone_are_named(mode, change, got):
+    model = tiny_model("llama")
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3])
+    TIDEModelForCausalLM.attach(model, routers, mode=mode, exit_threshold=0.0, strict=True)
+    change(model.model.layers)
+    with pytest.raises(UnsupportedModelError, match=f"got (a model )?{got}"):
+        answer(model)
+    TIDEModelForCausalLM.detach(model)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
+def test_layers_that_were_wrapped_are_still_there():
+    model = tiny_model("llama")
+    plain = answer(model)
+    TIDEModelForCausalLM.attach(model)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = Wrapped(layer)
+    assert torch.equal(answer(model), plain)
 
 
 @pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])

@@ -125,6 +125,38 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
     )
 
 
+def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
+    """Refuse a model whose decoder layers are not those that its structure was found with, in the same order.
+
+    Args:
+        model: The model.
+        structure: Its structure, as it was. Layers may have been wrapped since then.
+
+    Raises:
+        UnsupportedModelError: A layer was taken out, replaced, moved or added.
+    """
+    known = structure.layers
+    lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
+    found = {path: tuple(layers) for path, layers in lists.items() if isinstance(layers, nn.ModuleList)}
+    if any(len(now) == len(known) and all(map(_holds, now, known)) for now in found.values()):
+        return
+    path, now = max(found.items(), key=lambda item: len({*item[1]} & {*known}), default=("", ()))
+    missing = [f"{path}.{i}" for i, layer in enumerate(known) if not any(_holds(one, layer) for one in now)]
+    raise UnsupportedModelError(
+        describe(
+            "the model's decoder layers are not those that TIDE was attached to",
+            got=f"a model without what was {', '.join(missing)}" if missing else f"{len(now)} layers, added or moved",
+            expected=f"the same {len(known)} layers in the same order",
+            do="Put them back; or detach TIDE, let config.num_hidden_layers say how many there are, and attach it with "
+            "routers that were calibrated for the model as it is.",
+        )
+    )
+
+
+def _holds(module: nn.Module, layer: nn.Module) -> bool:
+    return module is layer or any(part is layer for part in module.modules())
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Let a model be in evaluation mode; each of its modules gets its own mode back."""

@@ -33,7 +33,7 @@ from ..steps.compiled_layers import CompiledLayers
 from ..steps.compiled_steps import CompiledSteps
 from ..steps.step_store import StepStore
 from ..steps.warm_up import WarmUp
-from ..structure import DecoderStructure
+from ..structure import DecoderStructure, check_layers
 from ..unembed import DraftUnembed, Unembed, is_plain_linear
 from .costs import CostTable
 from .drafting import Drafter, HybridDrafter
@@ -191,6 +191,7 @@ class Attachment:
     def check_model(self, model: Any, mode: str) -> None:
         """Raise where the model, as it is now, cannot run in `mode`."""
         self.check_mode(mode)
+        check_layers(model, self.structure)
         self._check_head(model)
         check_adapters(model, self.structure)
         check_uncompiled(model, self.structure)
