@@ -154,6 +154,26 @@ FAMILIES: dict[str, dict] = {
         "decoder_sparse_step": 1,
     },
 }
+_INDEXED = {**FAMILIES["deepseek_v3"], "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
+SPARSE: dict[str, dict] = {  # a token attends to some of the keys alone, which it chooses
+    "deepseek_v32": _INDEXED,
+    "axk2": _INDEXED,
+    "dots3_note_text": {**_INDEXED, "sliding_window": 8},
+    "doge": {**_COMMON, "keep_window_size": 16},
+    "minimax_m3_vl_text": {
+        **_COMMON,
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "layer_types": ["minimax_m3_sparse"] * LAYERS,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+    },
+}
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
 SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # which transformers allows it

@@ -219,13 +219,13 @@ def test_a_window_that_the_cache_alone_keeps_to(attach, monkeypatch):
     use_drafter(model, "mixed", expected[:, 9:].tolist(), 5)
     assert torch.equal(model.generate(prompt(), **options), expected)
     options["max_new_tokens"] += 1
-    with pytest.raises(UnsupportedOptionError, match=r"moshi attends .* got 25 tokens .* at most 24, its sliding"):
+    with pytest.raises(UnsupportedOptionError, match=r"moshi over several .* got 25 tokens .* at most 24, its sliding"):
         model.generate(prompt(), tide_strict=True, **options)
     more, cache = expected[:, -4:], DynamicCache(config=model.config)
     with torch.no_grad():
         model(expected[:, :-4], **{CACHE: cache})
     mask = torch.ones(1, 24, dtype=torch.long)
-    with pytest.raises(UnsupportedOptionError, match="moshi attends"):
+    with pytest.raises(UnsupportedOptionError, match="moshi over several tokens attends"):
         model.generate(
             more, tide_strict=True, attention_mask=mask, **{CACHE: cache}, **{**OPTIONS, "max_new_tokens": 1}
         )

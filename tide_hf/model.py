@@ -11,11 +11,11 @@ from .compilation import check_uncompiled
 from .cpu.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .decoding.attachment import Attachment, hybrid_drafter
 from .depth.skipping import open_gates, remove_gates
+from .depth.wide_passes import check_widths
 from .errors import ConfigurationError, UnsupportedModelError, describe
 from .generation import TIDEGenerationMixin, attached_class
 from .loading import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers
 from .ops import USE_KERNELS, load_kernels
-from .parity import check_parity
 from .routers.configuration_tide import FOR_BOTH, NEVER_EXIT, check_exit_threshold
 from .routers.modeling_tide import TIDERouters
 from .structure import find_structure, input_device
@@ -199,7 +199,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             if mode != "self_speculative" or strict:
                 raise
             attachment.note_fallback(error)
-        check_parity(model, structure)
+        check_widths(model, structure)
         if loaded is not None:
             loaded.place(device, model.dtype)
         linears, may_copy = linears_to_gate(structure, pack_weights)

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-from ..depth.kv_cache import WINDOW_IN_CACHE_ALONE, check_window, find_cache
+from ..depth.kv_cache import find_cache
+from ..depth.wide_passes import check_wide_passes, wide_pass_limit
 from ..errors import UnsupportedModelError, UnsupportedOptionError, describe
 from ..prompt_inputs import check_no_cross_attention
 from ..structure import CACHE, check_rope, rope_limits
@@ -98,18 +99,18 @@ def check_call(
 
 
 def _check_length(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
-    """Refuse an answer that goes beyond a window of the cache's alone, or within which rotary embeddings change.
+    """Refuse an answer in which wide passes attend to other keys, or within which rotary embeddings change.
 
     The latter go by positions: `input_ids` may be padded, or a part.
     """
     limits = rope_limits(config)
-    if not limits and config.model_type not in WINDOW_IN_CACHE_ALONE:
+    if not limits and wide_pass_limit(config) is None:
         return
     positions, cache, embeds = (model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
     length = (embeds if embeds is not None else input_ids).shape[1]
     length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
     new = max_length - input_ids.shape[1]
-    check_window(config, length + new)
+    check_wide_passes(config, length + new)
     if limits:
         length = length if positions is None else int(positions.max()) + 1
         check_rope(config, length, length + new)

@@ -22,8 +22,6 @@ from transformers.cache_utils import (
 from ..errors import UnsupportedOptionError, describe
 from ..structure import CACHE
 
-WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # the masks of these models know of none
-
 
 class _Stored(BaseException):
     """Raised by a storing view once the K/V are in the cache."""
@@ -145,28 +143,6 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
     return cache
 
 
-def check_window(config: Any, num_slots: int) -> None:
-    """Refuse to draft beyond a window that the cache alone keeps to: a pass over several tokens sees more.
-
-    Args:
-        config: The base model's text config.
-        num_slots: Tokens of prompt and answer, padding included.
-
-    Raises:
-        UnsupportedOptionError: It is a model that is so, and the answer may go beyond its window.
-    """
-    window = config.sliding_window if config.model_type in WINDOW_IN_CACHE_ALONE else None
-    if window is not None and num_slots > window:
-        raise UnsupportedOptionError(
-            describe(
-                f"{config.model_type} attends to more than its window in a pass over several tokens",
-                got=f"{num_slots} tokens of prompt and answer",
-                expected=f"at most {window}, its sliding window",
-                do="Pass less of them, choose another tide_mode, or detach TIDE for this call.",
-            )
-        )
-
-
 def _is_movable(layer: Any) -> bool:
     """Whether K/V are all that a layer of a cache holds, so that its rows can be moved."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)
@@ -182,8 +158,10 @@ def crop(layer: Any, num_tokens: int) -> None:
 
     Called with 0 it still lets a sliding-window layer drop what has left the window.
     """
-    if isinstance(layer, StaticLayer):
-        layer.cumulative_length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
+    if isinstance(layer, StaticLayer) and not hasattr(layer, "crop"):  # as in transformers 5.17 and 5.18
+        for name, length in vars(layer).items():
+            if name.endswith("cumulative_length"):  # an index over the tokens counts them by itself
+                length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
     elif getattr(layer, "is_initialized", True):  # one that attends to images stays empty where there are none
         layer.crop(-num_tokens)
 

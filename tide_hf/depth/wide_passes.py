@@ -1,0 +1,137 @@
+"""Passes over several tokens, as those that verify drafts: where they give what a token by itself would."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..parity import check_parity, probe
+from ..structure import DecoderStructure, last_position, rope_limits
+from .kv_cache import crop, start_recording
+
+WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # the masks of these models know of none
+SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # names in configs: how many keys a token chooses at most
+
+PROBE_LENGTH = 8
+VERIFY_WIDTH = 4  # tokens of the probe that are read at once through the cache
+SMALL_LIMIT = 64  # tokens; a probe beyond a larger limit would take too long
+# Names in a config of what a token's attention is limited to: a window, a chunk, a number of keys or of blocks.
+LIMIT_NAMES = re.compile("window|chunk|block|top_?k")
+
+
+def wide_pass_limit(config: Any) -> tuple[str, int] | None:
+    """Up to how many tokens a pass over several attends to the same keys as token by token; `None`: any number.
+
+    Beyond a window that the cache alone keeps to, it attends to more. Where a token chooses the keys that score best
+    (DeepSeek Sparse Attention, Doge), scores that are equal are told apart by the shape of the pass.
+
+    Args:
+        config: The base model's text config.
+
+    Returns:
+        What the config calls it, and the limit.
+    """
+    names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
+    limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}
+    return min(limits.items(), key=lambda item: item[1], default=None)
+
+
+def check_wide_passes(config: Any, num_slots: int) -> None:
+    """Refuse to draft where a pass over several tokens may attend to other keys than token by token.
+
+    Args:
+        config: The base model's text config.
+        num_slots: Tokens of prompt and answer, padding included.
+
+    Raises:
+        UnsupportedOptionError: It is a model that is so, and the answer may go beyond its limit.
+    """
+    found = wide_pass_limit(config)
+    if found is not None and num_slots > found[1]:
+        raise UnsupportedOptionError(
+            describe(
+                f"a pass of {config.model_type} over several tokens attends to other keys than token by token",
+                got=f"{num_slots} tokens of prompt and answer",
+                expected=f"at most {found[1]}, its {found[0]}",
+                do="Pass less of them, choose another tide_mode, or detach TIDE for this call.",
+            )
+        )
+
+
+def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
+    """Prove on a tiny probe that passes of any width through a cache give the model's logits, and its parts them.
+
+    Three passes: all tokens, some of them once more at once, and one by itself. Only the first where the model keeps a
+    recurrent state, since it never verifies drafts.
+
+    In reduced precision, rounding sends a token to another expert now and then. So there, most tokens of the wide pass
+    have to agree, and of those that are read one by one the first that does is enough.
+
+    Args:
+        model: The base model.
+        structure: What `find_structure` found.
+
+    Raises:
+        UnsupportedModelError: The logits differ, or as `check_parity`.
+    """
+    if structure.is_recurrent:
+        check_parity(model, structure)
+        return
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    start_recording(cache)
+    length = _probe_length(model)
+    expected = check_parity(model, structure, length, cache)
+    is_exact = model.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    is_exact = is_exact and not getattr(model, "is_quantized", False)
+    tolerance = 0.01 if is_exact else 0.25
+    start = max(1, length - 2 * VERIFY_WIDTH)
+    end = min(start + VERIFY_WIDTH, length)
+    _crop(cache, length - start)
+    wide = probe(model, structure, start, end, cache)
+    differences = _differences(wide, expected[start:end])
+    _check_difference(model, float(differences.max() if is_exact else differences.median()), tolerance, length)
+    _crop(cache, end - start)
+    for position in range(start, start + 1 if is_exact else end):
+        single = probe(model, structure, position, position + 1, cache)
+        difference = float(_differences(single, wide[position - start])[0])
+        if difference <= tolerance:
+            break
+    _check_difference(model, difference, tolerance, length)
+
+
+def _probe_length(model: PreTrainedModel) -> int:
+    """Tokens of a probe that goes beyond small limits of attention, but for those that calls are refused beyond."""
+    config = model.config.get_text_config()
+    named = [value for name, value in vars(config).items() if LIMIT_NAMES.search(name) and type(value) is int]
+    length = max(PROBE_LENGTH, *(2 * VERIFY_WIDTH + value for value in named if value <= SMALL_LIMIT), 0)
+    refused = wide_pass_limit(config)
+    limits = (*rope_limits(config).values(), last_position(config), refused and refused[1])
+    return min(length, *(limit for limit in limits if limit), length)
+
+
+def _crop(cache: DynamicCache, num_tokens: int) -> None:
+    for layer in cache.layers:
+        crop(layer, num_tokens)
+
+
+def _differences(logits: Tensor, expected: Tensor) -> Tensor:
+    """How far logits (..., vocabulary) are from the expected ones, in units of the spread of these."""
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return (logits - expected).norm(dim=-1) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
+
+
+def _check_difference(model: PreTrainedModel, difference: float, tolerance: float, length: int) -> None:
+    if not difference <= tolerance:  # also where it is NaN
+        raise UnsupportedModelError(
+            describe(
+                f"{type(model).__name__} has other logits in a pass over several tokens than token by token",
+                got=f"a difference of {difference:.2f} times the spread of the logits, within {length} tokens",
+                expected=f"at most {tolerance}",
+                do="Decode by transformers alone, or teach tide_hf its limit, by the README's 'Add a model family'.",
+            )
+        )
