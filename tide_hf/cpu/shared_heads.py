@@ -32,7 +32,8 @@ NAME = "tide_shared_heads"
 UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
 
 _changing = Lock()
-_users: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # calls, of several threads, that need it now
+# Calls, of several threads, that need it now, and the configs that were changed for them.
+_users: WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]] = WeakKeyDictionary()
 _filled: ContextVar[Tensor | None] = ContextVar("filled", default=None)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in a pass over many queries
 
@@ -63,17 +64,36 @@ def shared_heads(
         yield
         return
     with _changing:
-        _users[model] = _users.get(model, 0) + 1
-        _set(model, block, NAME)
+        users, configs = _users.get(model) or (0, sdpa_configs(model))
+        _users[model] = users + 1, configs
     token = _may_use_kernels.set(may_use_kernels)
     try:
+        _set(model, block, configs, NAME)
         yield
     finally:
         _may_use_kernels.reset(token)
         with _changing:
-            _users[model] -= 1
-            if not _users[model]:
-                _set(model, block, "sdpa")
+            users, configs = _users.pop(model)
+            if users > 1:
+                _users[model] = users - 1, configs
+            else:
+                _set(model, block, configs, "sdpa")
+
+
+def sdpa_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of those parts of a model that attend by `sdpa` and can attend by another function.
+
+    Others stay as they are: an encoder that knows `eager` attention alone raises where it is told of another.
+    """
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    configs = [part.config for part in parts if part._can_set_attn_implementation()]
+    return [config for config in configs if config._attn_implementation == "sdpa"]
+
+
+def set_attention(configs: list[Any], name: str) -> None:
+    """Have the parts of a model with these configs attend by the function that is registered as `name`."""
+    for config in configs:
+        config._attn_implementation = {"": name}  # its own alone, not that of the configs in it
 
 
 def attend(
@@ -184,9 +204,8 @@ def _like_query(
     return query.new_empty(query.shape)
 
 
-def _set(model: PreTrainedModel, block: BlockHead | None, name: str) -> None:
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)
+def _set(model: PreTrainedModel, block: BlockHead | None, configs: list[Any], name: str) -> None:
+    set_attention(configs, name)
     if block is not None:
         block.use_attention_of(model.config.get_text_config())
 

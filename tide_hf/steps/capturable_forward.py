@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-from ..cpu.shared_heads import attend_joined, is_usual
+from ..cpu.shared_heads import attend_joined, is_usual, sdpa_configs, set_attention
 from .step_buffers import WIDEST
 
 NAME = "tide_joined_heads"
@@ -69,11 +69,12 @@ def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor |
 
 @contextmanager
 def _joined_heads(model: Any) -> Iterator[None]:
-    model.set_attn_implementation(NAME)
+    configs = sdpa_configs(model)
+    set_attention(configs, NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation("sdpa")
+        set_attention(configs, "sdpa")
 
 
 @contextmanager
