@@ -1,7 +1,5 @@
 """Families in which a pass over several tokens may attend to other keys than token by token."""
 
-import contextlib
-
 import pytest
 import torch
 from drafters import use_drafter
@@ -13,7 +11,6 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import kv_cache, wide_passes
 from tide_hf.depth.wide_passes import check_widths
 from tide_hf.errors import UnsupportedModelError, UnsupportedOptionError
-from tide_hf.generation import _check_length
 from tide_hf.structure import CACHE, find_structure
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -37,11 +34,11 @@ def test_tokens_up_to_the_limit_are_plain_decodings_and_beyond_it_nothing_drafts
     assert torch.equal(model.generate(prompt(), max_new_tokens=16 - 9, **OPTIONS), expected[:, :16])
     assert model.last_exit_stats.accepted > 0
     for new in (17 - 9, 32):
+        options = {"max_new_tokens": new, **OPTIONS}
         with pytest.raises(UnsupportedOptionError, match=rf"{family} over several .* got {9 + new} .* at most 16, its"):
-            _check_length(model.config, prompt(), 9 + new, {})
-        with contextlib.suppress(UnsupportedOptionError):  # or it decodes as transformers does
-            found = model.generate(prompt(), max_new_tokens=new, **OPTIONS)
-            assert torch.equal(found, expected[:, : 9 + new])
+            model.generate(prompt(), tide_strict=True, **options)
+        assert torch.equal(model.generate(prompt(), **options), expected[:, : 9 + new])
+        assert model.last_exit_stats.fallback_reason is not None
 
 
 @pytest.mark.parametrize("family", LIMITED)
