@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -69,13 +70,16 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
     Raises:
         UnsupportedModelError: The model does not run on tokens alone.
     """
-    tokens = torch.arange(start, end, device=input_device(model))[None] % structure.vocab_size
+    positions = torch.arange(start, end, device=input_device(model))[None]
+    tokens = positions % structure.vocab_size
     # A mask, since one of the tokens may be the pad token, of which transformers warns.
     inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
     try:
         if cache is None:
             inputs |= {"input_ids": tokens, "use_cache": False}
         else:
+            if "position_ids" in inspect.signature(model.forward).parameters:  # as `generate` does
+                inputs["position_ids"] = positions
             inputs = model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
         with evaluating(model):
             return model(**inputs).logits[0].float()
