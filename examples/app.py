@@ -14,15 +14,15 @@ from typing import Any
 import gradio as gr
 from transformers import TextIteratorStreamer
 
-from tide_hf.benchmark import Result, compare, timed_run
-from tide_hf.chat_prompts import encode_prompt
-from tide_hf.commands.arguments import add_model_arguments, positive
-from tide_hf.commands.comparison import notes
-from tide_hf.commands.model_arguments import ALL, Loaded, load, modes_to_run
-from tide_hf.commands.prompts import PROMPTS, check_room
-from tide_hf.contenders import tide_contender, tide_contenders, usable_threshold
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.errors import TIDEError
+from tide_hf.cli.arguments import add_model_arguments, positive
+from tide_hf.cli.comparison import notes
+from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.cli.model_arguments import ALL, Loaded, load, modes_to_run
+from tide_hf.cli.prompts import PROMPTS, check_room
+from tide_hf.common.chat_prompts import encode_prompt
+from tide_hf.common.errors import TIDEError
+from tide_hf.evaluation.baselines import tide_contender, tide_contenders, usable_threshold
+from tide_hf.evaluation.benchmark import Result, compare, timed_run
 
 WAITING = "Measuring against plain `generate` …"
 

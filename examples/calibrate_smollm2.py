@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tide_hf import calibrate
-from tide_hf.demo_model import load_demo_model
+from tide_hf.cli.demo_model import load_demo_model
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")

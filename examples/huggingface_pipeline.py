@@ -7,8 +7,8 @@ import torch
 from transformers import pipeline
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.loading import shipped_routers
+from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.hub.load import shipped_routers
 
 
 def main(argv: Sequence[str] | None = None) -> None:

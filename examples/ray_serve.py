@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.loading import shipped_routers
+from tide_hf.hub.load import shipped_routers
 
 
 class Replica:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.benchmark import same_start
-from tide_hf.chat_prompts import encode_prompt
-from tide_hf.commands.prompts import PROMPTS
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.loading import shipped_routers
+from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.cli.prompts import PROMPTS
+from tide_hf.common.chat_prompts import encode_prompt
+from tide_hf.evaluation.benchmark import same_start
+from tide_hf.hub.load import shipped_routers
 
 THRESHOLDS = [0.97, 0.94, 0.88, 0.83, 0.7]
 

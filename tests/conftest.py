@@ -35,12 +35,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDERouters  # noqa: E402
-from tide_hf.cli import main  # noqa: E402
-from tide_hf.cpu import kernels  # noqa: E402
-from tide_hf.cpu.form_choice import _fastest_form  # noqa: E402
-from tide_hf.cpu.kernels import load_op  # noqa: E402
-from tide_hf.demo_model import load_demo_model  # noqa: E402
-from tide_hf.ops import KERNELS_REPO  # noqa: E402
+from tide_hf.cli.demo_model import load_demo_model  # noqa: E402
+from tide_hf.cli.main import main  # noqa: E402
+from tide_hf.kernels.cpu import compiled as kernels  # noqa: E402
+from tide_hf.kernels.cpu.compiled import load_op  # noqa: E402
+from tide_hf.kernels.cpu.form_choice import _fastest_form  # noqa: E402
+from tide_hf.kernels.ops import KERNELS_REPO  # noqa: E402
 
 NUM_BYTES = 256
 EOS_TOKEN_ID = 257

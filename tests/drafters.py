@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tide_hf.decoding.drafting import UNREAD, Draft
+from tide_hf.speculation.drafters import UNREAD, Draft
 
 
 class ScriptedDrafter:

@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, IMAGE_TOKEN, VOCAB, random_model
 from transformers import PreTrainedModel
 
-from tide_hf.prompt_inputs import TYPES
+from tide_hf.base_model.inputs import TYPES
 
 LENGTH = 24  # tokens of a prompt
 SIZE = 16  # of an image, in pixels

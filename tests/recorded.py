@@ -9,7 +9,7 @@ import transformers.masking_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tide_hf.steps.replay import HostReads, Replay, restorer
+from tide_hf.engines.steps.replay import HostReads, Replay, restorer
 
 COPIES = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
 

@@ -15,9 +15,9 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.calibration import work_folder
-from tide_hf.cpu.linear_gate import linear_gates
-from tide_hf.cpu.weight_forms import PackedWeight, can_pack
-from tide_hf.errors import CalibrationError, UnsupportedModelError, UnsupportedOptionError
+from tide_hf.common.errors import CalibrationError, UnsupportedModelError, UnsupportedOptionError
+from tide_hf.depth.linear_gate import linear_gates
+from tide_hf.kernels.cpu.weight_forms import PackedWeight, can_pack
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}

@@ -12,7 +12,7 @@ from test_hub import edit_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.errors import ConfigurationError
+from tide_hf.common.errors import ConfigurationError
 
 PROMPT = "Bread rises because"
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

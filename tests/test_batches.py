@@ -7,8 +7,8 @@ from families import ATTENTION, VOCAB, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.loop import SpeculativeDecoder
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.speculation.loop import SpeculativeDecoder
 
 PROMPT, NEW = 10, 24
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}

@@ -9,14 +9,16 @@ import pytest
 import torch
 from accelerate import cpu_offload
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, benchmark, provenance
-from tide_hf.chat_prompts import encode_prompt
-from tide_hf.choices import MODES
-from tide_hf.contenders import Contender, tide_contenders, usable_threshold, weight_sharing_copy
-from tide_hf.depth.skipping import LayerGate
-from tide_hf.errors import ConfigurationError
-from tide_hf.routers.configuration_tide import NEVER_EXIT
-from tide_hf.stats import ExitStats
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.common.chat_prompts import encode_prompt
+from tide_hf.common.choices import MODES
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.common.stats import ExitStats
+from tide_hf.depth.gates import LayerGate
+from tide_hf.evaluation import benchmark
+from tide_hf.evaluation.baselines import Contender, tide_contenders, usable_threshold, weight_sharing_copy
+from tide_hf.hub import provenance
+from tide_hf.routers.config import NEVER_EXIT
 
 PROMPT_LENGTH = 3
 

@@ -7,7 +7,7 @@ from families import tiny_model
 from test_compiled_steps import attach_without_compiler
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cli import main
+from tide_hf.cli.main import main
 
 QUICK = ("--max-new-tokens", "8", "--repeats", "1")
 
@@ -68,7 +68,7 @@ def test_what_a_model_cannot_do_is_left_out_and_named(tiny_tokenizer, tmp_path, 
     ],
 )
 def test_errors_are_explained(tiny_model_folder, tmp_path, monkeypatch, refused, arguments, message):
-    monkeypatch.setattr("tide_hf.commands.benchmark.CLONE", tmp_path)  # so that no suite can begin
+    monkeypatch.setattr("tide_hf.cli.benchmark.CLONE", tmp_path)  # so that no suite can begin
     for name, content in {"EMPTY.txt": "", "ROWS.jsonl": '{"question": "a"}', "BROKEN.jsonl": "{"}.items():
         (tmp_path / name).write_text(content)
     files = [str(tmp_path / one) if one.split(".")[0].isupper() and "." in one else one for one in arguments]

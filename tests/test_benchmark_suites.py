@@ -13,8 +13,8 @@ from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, quality
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.cli import main
-from tide_hf.errors import ConfigurationError
+from tide_hf.cli.main import main
+from tide_hf.common.errors import ConfigurationError
 
 TINY = {
     "decode": {
@@ -306,7 +306,7 @@ def test_the_command_line_hands_suites_on(tiny_model_folder, monkeypatch, capsys
         "examples.benchmarks", "run", "--suite", "decode", "--suite", "quality", "--model", str(tiny_model_folder),
         "--threads", "1",
     ]  # fmt: skip
-    monkeypatch.setattr("tide_hf.commands.benchmark.CLONE", tmp_path)
+    monkeypatch.setattr("tide_hf.cli.benchmark.CLONE", tmp_path)
     assert main(["benchmark", str(tiny_model_folder), "--suite", "decode"]) == 2
     assert "the suites are not there" in capsys.readouterr().err
 

@@ -7,16 +7,16 @@ from families import ATTENTION, LAYERS, tiny_model
 from safetensors.torch import load_file
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration.block_stage import pad_documents
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document, plan_batches, token_batch
 from tide_hf.calibration.hidden_states import StateReader
-from tide_hf.errors import ConfigurationError, UnsupportedModelError
+from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.routers.block_head import block_config_of
-from tide_hf.routers.configuration_tide import TIDEConfig
-from tide_hf.routers.modeling_tide import TIDERouters
-from tide_hf.structure import CACHE, find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.routers.config import TIDEConfig
+from tide_hf.routers.routers import TIDERouters
 
 SLIDING = ("gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss")  # every second layer attends to the whole sequence
 WITHOUT = ("mistral", "llama4_text")  # no layer does, or none that another of its kind stands before

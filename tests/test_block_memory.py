@@ -14,8 +14,8 @@ from test_compiled_steps import attach as attach_compiled
 from test_prompt_groups import attach_eagerly
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import CACHE
 from tide_hf.depth.block_memory import memory_of
-from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}

@@ -5,13 +5,13 @@ import torch
 from test_block_head import attach_drafting, document_batches, routers_for
 
 from tide_hf import TIDEModelForCausalLM, calibrate
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration import block_training, mixed_precision
 from tide_hf.calibration.block_stage import FRESH
 from tide_hf.calibration.block_training import BlockTrainer
 from tide_hf.calibration.data import Document
-from tide_hf.errors import ConfigurationError
-from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.common.errors import ConfigurationError
 
 
 def test_documents_are_laid_side_by_side_in_their_own_order(tiny_llama):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tide_hf.cli import main
-from tide_hf.commands.model_arguments import warn_if_busy
-from tide_hf.errors import DemoModelError
+from tide_hf.cli.main import main
+from tide_hf.cli.model_arguments import warn_if_busy
+from tide_hf.common.errors import DemoModelError
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_every_command_that_runs_a_model_looks(load_average, monkeypatch, tmp_pa
     def stop(*_args, **_options):
         raise DemoModelError("as far as this test goes")
 
-    monkeypatch.setattr("tide_hf.commands.model_arguments.load_demo_model", stop)
+    monkeypatch.setattr("tide_hf.cli.model_arguments.load_demo_model", stop)
     load_average(3.0)
     threads = torch.get_num_threads()
     line = [str(tmp_path / "made") if word == "FOLDER" else word for word in command]
@@ -58,7 +58,7 @@ def test_every_command_that_runs_a_model_looks(load_average, monkeypatch, tmp_pa
 
 
 def test_the_suites_are_no_exception(load_average, monkeypatch, caplog):
-    monkeypatch.setattr("tide_hf.commands.benchmark.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr("tide_hf.cli.benchmark.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
     load_average(3.0)
     assert main(["benchmark", "MODEL", "--suite", "decode", "--threads", "2"]) == 0
     assert ["--threads 1" in message for message in caplog.messages] == [True]

@@ -9,8 +9,8 @@ from test_report import made_up_record
 
 import tide_hf
 from tide_hf import TIDERouters
-from tide_hf.cli import main
-from tide_hf.commands import CALIBRATE_OPTIONS
+from tide_hf.cli.main import main
+from tide_hf.cli.parser import CALIBRATE_OPTIONS
 
 SETTINGS = {"data": "texts", "labels": "kl", "max_length": 16, "seed": 0, "dtype": "torch.float32", "seconds": 1.0}
 
@@ -24,7 +24,7 @@ def calibrated(monkeypatch, tiny_llama):
         calls.append(options)
         return TIDERouters.for_model(model, exit_layers=[2], calibration=made_up_record() | SETTINGS | options["notes"])
 
-    monkeypatch.setattr("tide_hf.commands.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("tide_hf.cli.calibrate.calibrate", calibrate)
     return calls
 
 

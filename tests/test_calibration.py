@@ -9,11 +9,11 @@ from families import VOCAB, tiny_model
 from transformers import AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration import data, fitting, hidden_states, training, writing
-from tide_hf.errors import CalibrationError, ConfigurationError
-from tide_hf.routers.configuration_tide import NEVER_EXIT
-from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.common.errors import CalibrationError, ConfigurationError
+from tide_hf.routers.config import NEVER_EXIT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ from test_calibration_pipeline import OPTIONS, PackedHead, texts
 
 from tide_hf import calibrate
 from tide_hf.calibration import hidden_states, processes
-from tide_hf.decoding.ranks import Ranks
-from tide_hf.errors import CalibrationError, ConfigurationError, UnsupportedModelError
+from tide_hf.common.errors import CalibrationError, ConfigurationError, UnsupportedModelError
+from tide_hf.speculation.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tide_hf import TIDERouters, calibrate
 from tide_hf.calibration import data, sources
 from tide_hf.calibration.processes import Processes
-from tide_hf.errors import CalibrationError, ConfigurationError
+from tide_hf.common.errors import CalibrationError, ConfigurationError
 
 OPTIONS = {"samples": 20, "max_length": 8, "exit_layers": [1, 2], "batch_size": 8, "progress": False}
 WORDS = [

@@ -13,8 +13,8 @@ from test_compiled_steps import attach_without_compiler
 from test_properties import inputs_of, sequences_of
 from transformers import StoppingCriteria
 
-from tide_hf.steps.captured_steps import CapturedSteps
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps.captured_steps import CapturedSteps
 
 FAMILIES = ("llama", "gpt2", "falcon", "bloom", "gemma2", "opt")
 LEAST, LONGEST = 3, 20  # tokens of an answer

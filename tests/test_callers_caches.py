@@ -8,9 +8,9 @@ from test_stopping import ATTACH, OPTIONS, PROMPT, prompts
 from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.rows import RowCriterion
-from tide_hf.errors import UnsupportedOptionError
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.speculation.rows import RowCriterion
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text"])

@@ -12,9 +12,9 @@ from test_captured_steps import OPTIONS, attach, linear_heads, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.engines.capturable import CallFacts, why_not_captured
-from tide_hf.errors import UnsupportedOptionError
-from tide_hf.structure import CACHE
 
 
 def test_what_needs_the_host_is_refused_and_says_so_once(caplog):

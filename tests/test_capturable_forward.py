@@ -10,8 +10,8 @@ from recorded import Recording
 from test_captured_steps import OPTIONS, attach, prompts
 from transformers import masking_utils
 
-from tide_hf.steps import capturable_forward
-from tide_hf.steps.capturable_forward import eager_mask
+from tide_hf.engines.steps import capturable_forward
+from tide_hf.engines.steps.capturable_forward import eager_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

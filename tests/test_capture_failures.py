@@ -8,8 +8,8 @@ from recorded import as_it_is
 from test_replay import Cuda
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.steps import replay
-from tide_hf.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps import replay
+from tide_hf.engines.steps.captured_steps import CapturedSteps
 
 DEVICE = torch.device("cuda:0")
 

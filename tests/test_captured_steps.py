@@ -14,12 +14,12 @@ from recorded import Recorder, as_it_is
 from test_block_head import block_layer_of, routers_for
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.costs import CostTable, step_width
-from tide_hf.steps.captured_steps import CapturedSteps
-from tide_hf.steps.compiled_layers import CompiledLayers
-from tide_hf.steps.replay import HostReads
-from tide_hf.steps.step_buffers import WIDTHS, capacity_for
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps.compiled_layers import CompiledLayers
+from tide_hf.engines.steps.replay import HostReads
+from tide_hf.engines.steps.step_buffers import WIDTHS, capacity_for
+from tide_hf.speculation.costs import CostTable, step_width
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -256,8 +256,8 @@ def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
 
 
 def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.steps.step_store.MOST_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.steps.step_store.MOST_BUFFERS", 1)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_BUFFERS", 1)
     model = tiny_llama()
     expected = model.generate(**prompts(2), **OPTIONS)
     steps = attach(model, linear_heads(model))
@@ -270,8 +270,8 @@ def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
 
 
 def test_what_was_used_last_stays(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.steps.step_store.MOST_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.steps.step_store.MOST_BUFFERS", 2)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_BUFFERS", 2)
     model = tiny_llama()
     steps = attach(model, None)
     for rows in (1, 2, 1, 4):

@@ -11,10 +11,10 @@ from test_compiled_steps import attach_without_compiler
 from torch.nn.modules.module import register_module_forward_hook
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.cpu import linear_gate
-from tide_hf.cpu.weight_forms import PackedWeight, StoredWeight
-from tide_hf.errors import UnsupportedModelError
-from tide_hf.steps.compiled_layers import CompiledLayers
+from tide_hf.common.errors import UnsupportedModelError
+from tide_hf.depth import linear_gate
+from tide_hf.engines.steps.compiled_layers import CompiledLayers
+from tide_hf.kernels.cpu.weight_forms import PackedWeight, StoredWeight
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SHIFT = 3 * torch.randn(32, generator=torch.Generator().manual_seed(0))
@@ -118,7 +118,7 @@ def write_through_numpy(weight):
 @pytest.mark.parametrize("write", [zero_a_row, zero_a_column, replace, write_through_numpy])
 def test_weights_that_are_written_to_behind_pytorchs_back(monkeypatch, form, write):
     monkeypatch.setattr(linear_gate, "fastest_form", lambda *_: form)
-    monkeypatch.setattr("tide_hf.cpu.weight_forms.stored_product_of", lambda _: stored_product)
+    monkeypatch.setattr("tide_hf.kernels.cpu.weight_forms.stored_product_of", lambda _: stored_product)
     model, other = tiny_model("llama"), tiny_model("llama")
     TIDEModelForCausalLM.attach(model)
     before = answer(model)

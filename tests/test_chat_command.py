@@ -10,8 +10,8 @@ import sys
 import pytest
 from repository import ROOT
 
-from tide_hf.cli import main
-from tide_hf.commands.conversation import Conversation
+from tide_hf.cli.conversation import Conversation
+from tide_hf.cli.main import main
 from tide_hf.generation import TIDEGenerationMixin
 
 OPTIONS = ("--max-new-tokens", "8")
@@ -78,7 +78,7 @@ def test_in_a_terminal_errors_and_interrupts_cost_a_turn_and_not_the_conversatio
             raise KeyboardInterrupt
         return original(conversation, message, streamer)
 
-    monkeypatch.setattr("tide_hf.commands.conversation.Conversation.ask", ask)
+    monkeypatch.setattr("tide_hf.cli.conversation.Conversation.ask", ask)
     assert main(command) == 0
     captured = capsys.readouterr()
     assert asked == ["hello", "a" * 3000, "stop", "hello again"]

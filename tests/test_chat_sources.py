@@ -5,7 +5,7 @@ import copy
 import pytest
 from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_json_lines, write_parquet
 
-from tide_hf.errors import CalibrationError
+from tide_hf.common.errors import CalibrationError
 
 STRICT_TEMPLATE = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 

@@ -8,7 +8,7 @@ from test_captured_steps import OPTIONS, PROMPT, attach, new_tokens, prompts
 from test_lossless import PROCESSED
 from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria, SynthIDTextWatermarkingConfig
 
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
 
 NEW, ROWS = 24, 4
 GREEDY = {**OPTIONS, "max_new_tokens": NEW}

@@ -16,13 +16,13 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 import tide_hf
-from tide_hf import loading
-from tide_hf.benchmark import PromptResult, Result, Run, timed_run
-from tide_hf.cli import main
-from tide_hf.commands import comparison, streaming
-from tide_hf.contenders import Contender
-from tide_hf.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
-from tide_hf.stats import ExitStats
+from tide_hf.cli import comparison, streaming
+from tide_hf.cli.main import main
+from tide_hf.common.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
+from tide_hf.common.stats import ExitStats
+from tide_hf.evaluation.baselines import Contender
+from tide_hf.evaluation.benchmark import PromptResult, Result, Run, timed_run
+from tide_hf.hub import load as loading
 
 QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
 
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_quietly(monkeypatch):
     def interrupt(args, console):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tide_hf.commands.demo.load", interrupt)
+    monkeypatch.setattr("tide_hf.cli.demo.load", interrupt)
     assert main(["demo"]) == 130
 
 

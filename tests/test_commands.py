@@ -8,13 +8,13 @@ from importlib import import_module
 import pytest
 
 from tide_hf import calibrate, evaluation
-from tide_hf.cli import main
-from tide_hf.commands import CALIBRATE_OPTIONS, COMMANDS, make_parser
+from tide_hf.cli.main import main
+from tide_hf.cli.parser import CALIBRATE_OPTIONS, COMMANDS, make_parser
 
 HEAVY = ("torch", "transformers", "rich")
 PROBE = f"""
 import sys
-from tide_hf.cli import main
+from tide_hf.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit:
@@ -54,7 +54,7 @@ def test_importing_the_package_loads_no_torch():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_can_be_run_and_has_a_help_text(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")
-    assert callable(import_module(f"tide_hf.commands.{command}").run)
+    assert callable(import_module(f"tide_hf.cli.{command}").run)
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0

@@ -7,8 +7,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.compilation import _say_that_it_is_not_used
-from tide_hf.errors import UnsupportedModelError
+from tide_hf.base_model.compilation import _say_that_it_is_not_used
+from tide_hf.common.errors import UnsupportedModelError
 
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}

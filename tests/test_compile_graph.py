@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tide_hf.steps.step_graphs import VALUES_PER_THREAD, compile_graph
+from tide_hf.engines.steps.step_graphs import VALUES_PER_THREAD, compile_graph
 
 
 def test_what_was_compiled_once_is_found_on_disk():

@@ -14,12 +14,12 @@ from families import slow_but, tiny_model
 from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.cpu import shared_heads
-from tide_hf.cpu.linear_gate import linears_to_gate
-from tide_hf.cpu.weight_forms import FORMS, PackedWeight, StoredWeight
-from tide_hf.errors import ConfigurationError
-from tide_hf.steps.compiled_layers import CompiledLayers
-from tide_hf.structure import find_structure
+from tide_hf.base_model.structure import find_structure
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.depth.linear_gate import linears_to_gate
+from tide_hf.engines import shared_heads
+from tide_hf.engines.steps.compiled_layers import CompiledLayers
+from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, StoredWeight
 
 SLIDING = {"mistral"}  # in every layer
 FEW = ("llama", "mistral")  # the others take as long each, and are marked slow
@@ -180,7 +180,7 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(tiny_llama, monkeyp
     monkeypatch.setattr(kind, "forward", forward)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         tokens = [model.generate(**batch(1), **OPTIONS) for _ in range(2)]
-    (record,) = [record for record in caplog.records if record.name == "tide_hf.steps.compiled_layers"]
+    (record,) = [record for record in caplog.records if record.name == "tide_hf.engines.steps.compiled_layers"]
     assert "LlamaDecoderLayer cannot be compiled and runs eagerly: " in record.message
     assert model._tide.compiled_layers.num_compiled == 0
     plain = TIDEModelForCausalLM.detach(model).generate(**batch(1), **OPTIONS)

@@ -15,10 +15,10 @@ from test_compiled_steps import attach
 from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu.many_queries import LEAST_QUERIES
-from tide_hf.steps import compiled_prompts
-from tide_hf.steps.compiled_prompts import MOST_GRAPHS
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps import compiled_prompts
+from tide_hf.engines.steps.compiled_prompts import MOST_GRAPHS
+from tide_hf.kernels.cpu.many_queries import LEAST_QUERIES
 
 
 def prompts(length, rows=1, pads=0):

@@ -18,11 +18,11 @@ from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_draft
 from test_shared_heads import KeyHeads
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.steps import compiled_steps
-from tide_hf.steps.compiled_layers import CompiledLayers
-from tide_hf.steps.compiled_steps import CompiledSteps, StepCompiler
-from tide_hf.steps.layer_graphs import LayerGraphs
-from tide_hf.steps.step_graphs import traced
+from tide_hf.engines.steps import compiled_steps
+from tide_hf.engines.steps.compiled_layers import CompiledLayers
+from tide_hf.engines.steps.compiled_steps import CompiledSteps, StepCompiler
+from tide_hf.engines.steps.layer_graphs import LayerGraphs
+from tide_hf.engines.steps.step_graphs import traced
 
 UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tide_hf.cli import main
+from tide_hf.cli.main import main
 
 
 @pytest.fixture

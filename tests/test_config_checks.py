@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_hf import TIDEError, TIDERouters
-from tide_hf.calibration.tables import tables_of
-from tide_hf.commands.inspect import _router_lines
-from tide_hf.errors import ConfigurationError
-from tide_hf.inspection import router_facts
-from tide_hf.routers.configuration_tide import TIDEConfig
+from tide_hf.cli.inspect import _router_lines
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.evaluation.inspection import router_facts
+from tide_hf.routers.config import TIDEConfig
+from tide_hf.routers.tables import tables_of
 
 GOOD = TIDERouters.for_model(
     tiny_model("llama"), exit_layers=[1, 3], calibration={"exit_layers": {"1": {"agreement": 0.5}}}

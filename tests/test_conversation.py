@@ -4,10 +4,10 @@ import pytest
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.chat_prompts import encode_messages
-from tide_hf.commands.conversation import Conversation
-from tide_hf.contenders import tide_contender
-from tide_hf.errors import ConfigurationError
+from tide_hf.cli.conversation import Conversation
+from tide_hf.common.chat_prompts import encode_messages
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.evaluation.baselines import tide_contender
 
 NEW_TOKENS = 10
 QUESTIONS = ("hello", "and abc abc?", "who")

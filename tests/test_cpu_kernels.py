@@ -15,14 +15,14 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
 
-from tide_hf.cpu import kernels
-from tide_hf.cpu.kernels import KERNELS, OPS, compiled, is_loaded
+from tide_hf.kernels.cpu import compiled as kernels
+from tide_hf.kernels.cpu.compiled import KERNELS, OPS, compiled, is_loaded
 
 WAIT_SECONDS = 30
 KEPT_PATH = kernels.kept_path  # before tests are kept from meeting what is there
 LATER = """
 import torch
-from tide_hf.cpu import kernels, products, weight_forms
+from tide_hf.kernels.cpu import compiled as kernels, products, weight_forms
 kernels._compile = None
 print(kernels.is_loaded("many_queries", torch.float32), products.has_stored_product(torch.float32))
 state, weight = torch.randn(3, 40), torch.randn(7, 40)
@@ -121,7 +121,7 @@ class TestKept:
         path = kernels.kept_path("stored_rows", torch.float32)
         path.parent.mkdir()
         path.write_bytes(b"no library")
-        with caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
+        with caplog.at_level(logging.INFO, logger="tide_hf.kernels.cpu.compiled"):
             assert not is_loaded("stored_rows", torch.float32)
         assert f"{path} is of no use here" in caplog.text
         assert not path.exists()
@@ -150,7 +150,7 @@ class TestKept:
     def test_a_folder_that_cannot_be_written_to_keeps_nothing(self, caplog, monkeypatch, tmp_path):
         (tmp_path / "file").touch()
         monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "file"))
-        with caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
+        with caplog.at_level(logging.INFO, logger="tide_hf.kernels.cpu.compiled"):
             assert compiled("stored_rows", torch.float32)
         assert "is not kept for later processes" in caplog.text
 

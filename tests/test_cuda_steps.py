@@ -7,9 +7,9 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.static import free_memory
-from tide_hf.steps.captured_steps import CapturedSteps
-from tide_hf.steps.fixed_cache import FixedSlots, fixed_cache
-from tide_hf.steps.step_store import reserved_bytes
+from tide_hf.engines.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps.fixed_cache import FixedSlots, fixed_cache
+from tide_hf.engines.steps.step_store import reserved_bytes
 
 
 class Copies(TorchDispatchMode):

@@ -11,7 +11,8 @@ from test_auto_classes import OPTIONS, PROMPT, plain_answer
 from test_readme import SNIPPETS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from tide_hf import TIDEModelForCausalLM, __version__, cli
+from tide_hf import TIDEModelForCausalLM, __version__
+from tide_hf.cli import main as cli
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from tide_hf import TIDERouters
-from tide_hf.errors import TIDEError
+from tide_hf.common.errors import TIDEError
 
 quick = settings(max_examples=25, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

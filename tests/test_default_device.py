@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from tide_hf.cpu import many_queries
-from tide_hf.cpu.form_choice import _measure
-from tide_hf.cpu.kernels import load_op
-from tide_hf.cpu.weight_forms import PackedWeight
-from tide_hf.reference_ops import which_norm
-from tide_hf.unembed import unembed_hash
+from tide_hf.base_model.unembed import unembed_hash
+from tide_hf.kernels.cpu import many_queries
+from tide_hf.kernels.cpu.compiled import load_op
+from tide_hf.kernels.cpu.form_choice import _measure
+from tide_hf.kernels.cpu.weight_forms import PackedWeight
+from tide_hf.kernels.reference import which_norm
 
 ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read from it
 

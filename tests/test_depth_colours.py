@@ -1,6 +1,6 @@
 """One scale of colours for terminal, HTML and plots."""
 
-from tide_hf.display.depth_colours import EXITS, FULL_DEPTH, NGRAM, depth_colours, depth_name
+from tide_hf.common.display.depth_colours import EXITS, FULL_DEPTH, NGRAM, depth_colours, depth_name
 
 
 def test_every_depth_has_its_colour_shallowest_first():

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import CACHE
 from tide_hf.depth.block_drafting import block_run
-from tide_hf.steps.step_buffers import WIDTHS, Parts, StepBuffers
-from tide_hf.structure import CACHE
+from tide_hf.engines.steps.step_buffers import WIDTHS, Parts, StepBuffers
 
 # Not MIXTURES, for which transformers asks which GPU there is.
 GPU, FILLED, SLOTS = torch.device("cuda:0"), 6, 64
@@ -79,7 +79,7 @@ def test_a_block_drafts(family, rows):
 
 
 def test_what_stays_on_the_cpu_is_found(monkeypatch):
-    monkeypatch.setattr("tide_hf.steps.fixed_cache.Cursor.move_to", stay_behind)
+    monkeypatch.setattr("tide_hf.engines.steps.fixed_cache.Cursor.move_to", stay_behind)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match="device"):
         run_every_step(model, linear_heads(model), 1, has_block=False)

@@ -8,10 +8,10 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDERouters
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import DraftUnembed, Unembed
 from tide_hf.calibration import distillation, fitting, training
 from tide_hf.calibration.hidden_states import StateBatch, top_tokens
-from tide_hf.structure import find_structure
-from tide_hf.unembed import DraftUnembed, Unembed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tide_hf.decoding.costs import CostTable
-from tide_hf.decoding.drafting import MAX_NGRAM, UNREAD, Draft, HybridDrafter, NgramIndex, Piece
-from tide_hf.decoding.policy import AcceptanceTable
+from tide_hf.speculation.costs import CostTable
+from tide_hf.speculation.drafters import MAX_NGRAM, UNREAD, Draft, HybridDrafter, NgramIndex, Piece
+from tide_hf.speculation.policy import AcceptanceTable
 
 
 def cheap() -> CostTable:

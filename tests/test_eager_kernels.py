@@ -12,10 +12,12 @@ from test_captured_steps import OPTIONS, linear_heads, prompts
 from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu import kernels, many_queries, shared_heads, weight_forms
-from tide_hf.cpu.kernels import EAGER_KERNELS, compiled, is_loaded
-from tide_hf.cpu.weight_forms import StoredWeight
+from tide_hf.engines import shared_heads
 from tide_hf.engines.eager import LONG_PROMPT
+from tide_hf.kernels.cpu import compiled as kernels
+from tide_hf.kernels.cpu import many_queries, weight_forms
+from tide_hf.kernels.cpu.compiled import EAGER_KERNELS, compiled, is_loaded
+from tide_hf.kernels.cpu.weight_forms import StoredWeight
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 

@@ -10,10 +10,10 @@ from axes import Axes
 from rich.console import Console
 
 from tide_hf import TIDERouters
-from tide_hf.calibration.tables import TextTable, rich_table
-from tide_hf.cli import main
+from tide_hf.cli.main import main
 from tide_hf.evaluation.plots import draw_curve, save_quality_plot
 from tide_hf.evaluation.tables import quality_table
+from tide_hf.routers.tables import TextTable, rich_table
 
 QUICK = ("--samples", "4", "--max-length", "16", "--batch-size", "2")
 

@@ -10,7 +10,7 @@ from families import VOCAB, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.data import Document
-from tide_hf.errors import BaseModelMismatchError, ConfigurationError
+from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.perplexity import read_texts, score_texts
 

@@ -9,7 +9,7 @@ gradio = pytest.importorskip("gradio")
 
 from examples import app  # noqa: E402
 from tide_hf import TIDERouters  # noqa: E402
-from tide_hf.commands.model_arguments import Loaded  # noqa: E402
+from tide_hf.cli.model_arguments import Loaded  # noqa: E402
 
 CHROMIUM = shutil.which("chromium")
 QUIET = ("--no-first-run", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")

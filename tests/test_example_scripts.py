@@ -12,7 +12,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import any_model, batch, calibrate_and_push, huggingface_pipeline, quickstart, ray_serve, tune_threshold
-from tide_hf import TIDERouters, demo_model, loading
+from tide_hf import TIDERouters
+from tide_hf.cli import demo_model
+from tide_hf.hub import load as loading
 
 FOLDER = Path(any_model.__file__).parent
 README = (FOLDER.parent / "README.md").read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ import doctest
 import pytest
 
 from tide_hf.calibration.threshold import clopper_pearson
-from tide_hf.errors import ConfigurationError
-from tide_hf.metrics import EXIT_AGREEMENT
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.evaluation.metrics import EXIT_AGREEMENT
 
 evaluate = pytest.importorskip("evaluate")
 

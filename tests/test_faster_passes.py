@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, calibrate
-from tide_hf.cpu import form_choice, linear_gate, weight_forms
-from tide_hf.cpu.form_choice import clearly_faster_form
-from tide_hf.cpu.linear_gate import LinearGate, OneFormGate, faster_passes
-from tide_hf.cpu.weight_forms import PackedWeight, WidenedWeight
-from tide_hf.structure import find_structure
+from tide_hf.base_model.structure import find_structure
+from tide_hf.depth import linear_gate
+from tide_hf.depth.linear_gate import LinearGate, OneFormGate, faster_passes
+from tide_hf.kernels.cpu import form_choice, weight_forms
+from tide_hf.kernels.cpu.form_choice import clearly_faster_form
+from tide_hf.kernels.cpu.weight_forms import PackedWeight, WidenedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 IDS = torch.arange(60).view(3, 20)

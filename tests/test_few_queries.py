@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tide_hf.cpu.few_queries import attend_few
-from tide_hf.cpu.kernels import VALUES
+from tide_hf.kernels.cpu.compiled import VALUES
+from tide_hf.kernels.cpu.few_queries import attend_few
 
 # Rows, heads, queries, size, all slots and filled ones.
 SHAPES = [

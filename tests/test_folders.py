@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from tide_hf import folders
-from tide_hf.folders import write_whole
+from tide_hf.common import files as folders
+from tide_hf.common.files import write_whole
 
 
 @pytest.fixture

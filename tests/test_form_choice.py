@@ -4,11 +4,11 @@ import pytest
 import torch
 from test_linear_gate import let_pay
 
-from tide_hf.cpu import form_choice, weight_forms
-from tide_hf.cpu.form_choice import fastest_form
-from tide_hf.cpu.linear_gate import ROUNDED
-from tide_hf.cpu.products import MOST_ROUNDED_ROWS
-from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
+from tide_hf.depth.linear_gate import ROUNDED
+from tide_hf.kernels.cpu import form_choice, weight_forms
+from tide_hf.kernels.cpu.form_choice import fastest_form
+from tide_hf.kernels.cpu.products import MOST_ROUNDED_ROWS
+from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 

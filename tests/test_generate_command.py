@@ -8,8 +8,8 @@ from test_compiled_steps import attach_without_compiler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cli import main
-from tide_hf.commands.prompts import read_prompts
+from tide_hf.cli.main import main
+from tide_hf.cli.prompts import read_prompts
 
 NEW_TOKENS = 12
 
@@ -136,7 +136,7 @@ def test_an_interrupt_ends_with_130(tiny_model_folder, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tide_hf.commands.generate.timed_run", interrupt)
+    monkeypatch.setattr("tide_hf.cli.generate.timed_run", interrupt)
     assert main(["generate", str(tiny_model_folder), "a"]) == 130
 
 

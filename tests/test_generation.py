@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import ConfigurationError, UnsupportedOptionError
+from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.errors import UnsupportedModelError, UnsupportedOptionError
+from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
 
 NEW = 10
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -11,9 +11,9 @@ from test_captured_steps import COPYING, WINDOWED
 from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.steps.captured_steps import CapturedSteps
-from tide_hf.steps.replay import replay_of
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps.replay import replay_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -8,7 +8,7 @@ from test_block_head import routers_for
 from test_captured_steps import FEW, LAYERS, OPTIONS, check_drafts, new_tokens, prompts
 from test_compiled_steps import UNTRACED, attach, draft_with_heads
 
-from tide_hf.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
+from tide_hf.engines.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
 
 
 def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):
@@ -45,9 +45,9 @@ def test_buffers_of_rows_with_holes_grow(tiny_llama, monkeypatch):
 
 def small_buffers(monkeypatch):
     """Few slots; return the numbers to which buffers grow."""
-    monkeypatch.setattr("tide_hf.steps.step_buffers.BUCKET", 8)
-    monkeypatch.setattr("tide_hf.steps.step_buffers.FIRST_SLOTS", 32)
-    monkeypatch.setattr("tide_hf.steps.step_buffers.SPARE_SLOTS", 8)
+    monkeypatch.setattr("tide_hf.engines.steps.step_buffers.BUCKET", 8)
+    monkeypatch.setattr("tide_hf.engines.steps.step_buffers.FIRST_SLOTS", 32)
+    monkeypatch.setattr("tide_hf.engines.steps.step_buffers.SPARE_SLOTS", 8)
     grown = []
     take_over = StepBuffers.take_over
 

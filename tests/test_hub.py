@@ -8,7 +8,7 @@ from loopback_hub import TOKEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import ConfigurationError, RoutersFileError, RoutersNotFoundError
+from tide_hf.common.errors import ConfigurationError, RoutersFileError, RoutersNotFoundError
 
 
 def edit_config(folder, **changes):

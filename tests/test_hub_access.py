@@ -4,8 +4,9 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, hub_access
-from tide_hf.errors import ModelNotFoundError, RoutersNotFoundError, TIDEError
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.common import hub_access
+from tide_hf.common.errors import ModelNotFoundError, RoutersNotFoundError, TIDEError
 
 PATHS = ["./nowhere", "../nowhere/model", "/no/such/model", "~/models/nowhere", "models\\nowhere", "a/b/c", "nowhere/"]
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_parquet
 
-from tide_hf.errors import CalibrationError, MissingPackageError
+from tide_hf.common.errors import CalibrationError, MissingPackageError
 
 datasets = pytest.importorskip("datasets")
 

@@ -15,14 +15,14 @@ from test_prompt_groups import attach_eagerly
 from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.cpu.many_queries import has_kernel
-from tide_hf.decoding.attachment import hybrid_drafter
+from tide_hf.base_model.inputs import TYPES
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.depth.block_drafting import block_run
 from tide_hf.engines import eager
 from tide_hf.engines.eager import LONG_PROMPT
-from tide_hf.errors import UnsupportedOptionError
-from tide_hf.prompt_inputs import TYPES
-from tide_hf.structure import CACHE
+from tide_hf.kernels.cpu.many_queries import has_kernel
+from tide_hf.speculation.attachment import hybrid_drafter
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SCORED = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}

@@ -1,4 +1,4 @@
-"""The rooms of the package stand in one order, which the README shows, and import in that direction alone."""
+"""The laws of the house that imports show: rooms stand in one order, and no module needs itself."""
 
 import ast
 import re
@@ -6,59 +6,71 @@ from importlib import import_module
 
 import pytest
 from repository import ROOT
-from test_readme import rows_of
 
 PACKAGE = ROOT / "tide_hf"
+# Each room imports from those before it alone, within functions and for type checkers too.
+ORDER = (
+    "common",
+    "kernels",
+    "base_model",
+    "routers",
+    "hub",
+    "depth",
+    "speculation",
+    "engines",
+    "generation",
+    "model",
+    "logits_process",
+    "calibration",
+    "evaluation",
+    "cli",
+)
+ROOMS = [path.parent for path in sorted(PACKAGE.rglob("__init__.py")) if path.parent != PACKAGE]
 
 
-def rows_of_readme():
-    """By room, the row of the README's table that it stands in."""
-    table = enumerate(rows_of("Development", "room"))
-    return {name.rstrip("/"): row for row, (names, _) in table for name in re.findall(r"`([^`]+)`", names)}
+def module_of(file):
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def rooms():
-    """Modules at the top of the package, and its folders, each with its files."""
-    for path in sorted(PACKAGE.iterdir()):
-        if path.suffix == ".py" and path.stem != "__init__":
-            yield path.stem, [path]
-        elif (path / "__init__.py").exists():
-            yield path.name, sorted(path.rglob("*.py"))
+MODULES = {module_of(file): file for file in PACKAGE.rglob("*.py")}
 
 
-def needed_rooms(file):
-    """What a file imports when it is itself imported, as rooms; `from .. import __version__` needs none."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+def imports_of(module):
+    """The modules of the package that one imports, anywhere in its file."""
+    file = MODULES[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
-            package = file.parent.relative_to(PACKAGE).parts
-            place = package[: len(package) - node.level + 1] + tuple((node.module or "").split("."))
-            if place[0]:
-                yield place[0]
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                inner = ".".join([*base, alias.name])
+                yield inner if inner in MODULES else ".".join(base)
 
 
-def test_every_room_stands_in_the_readme():
-    assert {name for name, _ in rooms()} == set(rows_of_readme())
+IMPORTS = {module: set(imports_of(module)) - {module, "tide_hf"} for module in MODULES if module != "tide_hf"}
 
 
-@pytest.mark.parametrize("room", ["routers", "depth", "cpu", "steps", "decoding", "engines", "display"])
-def test_a_room_says_what_each_of_its_modules_is_for(room):
-    said = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
-    modules = {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"}
-    assert modules <= set(re.findall(r"`(\w+)`", said))
+def test_rooms_import_one_way():
+    room = {module: module.split(".")[1] for module in IMPORTS}
+    pairs = [(module, need) for module, needed in IMPORTS.items() for need in needed]
+    assert len(pairs) > 500  # they are found at all
+    assert set(room.values()) == set(ORDER)
+    assert [pair for pair in pairs if ORDER.index(room[pair[1]]) > ORDER.index(room[pair[0]])] == []
 
 
-def test_no_room_needs_one_below_it():
-    rows = rows_of_readme()
-    pairs = [(name, need) for name, files in rooms() for file in files for need in needed_rooms(file)]
-    assert len(pairs) > 300  # they are found at all
-    assert [(name, need) for name, need in pairs if rows[need] > rows[name]] == []
-
-
-def test_no_two_rooms_need_each_other():
-    needs = {name: {need for file in files for need in needed_rooms(file)} - {name} for name, files in rooms()}
-    while ends := {name for name, needed in needs.items() if not needed}:
-        needs = {name: needed - ends for name, needed in needs.items() if name not in ends}
+def test_no_module_needs_itself():
+    needs = dict(IMPORTS)
+    while ends := {module for module, needed in needs.items() if not needed & needs.keys()}:
+        needs = {module: needed for module, needed in needs.items() if module not in ends}
     assert needs == {}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_says_what_each_of_its_modules_is_for(room):
+    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
+    modules = {path.stem for path in room.glob("*.py")} - {"__init__", "__main__"}
+    assert modules <= set(re.findall(r"`(\w+)`", said))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDERouters
 from tide_hf.calibration.convergence import convergence_by_layer
-from tide_hf.cli import main
-from tide_hf.commands.inspect import _kernel_lines
-from tide_hf.demo_model import DEFAULT_MODEL
-from tide_hf.loading import shipped_routers
+from tide_hf.cli.demo_model import DEFAULT_MODEL
+from tide_hf.cli.inspect import _kernel_lines
+from tide_hf.cli.main import main
+from tide_hf.hub.load import shipped_routers
 
 
 def test_inspect_without_routers_and_with_a_text_prints_json(tiny_model_folder, tmp_path, capsys):

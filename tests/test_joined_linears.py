@@ -10,10 +10,11 @@ from test_linear_gate import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
-from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, in_form
-from tide_hf.steps.joined_linears import JOINED, ONE, call_kernels, join_linears
+from tide_hf.depth import linear_gate
+from tide_hf.engines.steps.joined_linears import JOINED, ONE, call_kernels, join_linears
+from tide_hf.kernels.cpu import weight_forms
+from tide_hf.kernels.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
+from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, in_form
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP

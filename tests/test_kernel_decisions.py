@@ -9,9 +9,10 @@ import pickle
 import pytest
 import torch
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, ops
-from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
+from tide_hf.kernels import ops
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

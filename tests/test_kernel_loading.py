@@ -12,8 +12,9 @@ import torch
 from loopback_hub import loopback_hub
 from repository import ROOT
 
-from tide_hf import kernel_loading, ops
-from tide_hf.errors import KernelError
+from tide_hf.common.errors import KernelError
+from tide_hf.kernels import loader as kernel_loading
+from tide_hf.kernels import ops
 
 pytest.importorskip("triton")
 REPO = ops.KERNELS_REPO
@@ -151,8 +152,8 @@ def test_a_dependency_that_is_not_trusted(tampered, monkeypatch):
 
 FROM_HUB = """
 import json, sys
-from tide_hf import ops
-from tide_hf.errors import KernelError
+from tide_hf.kernels import ops
+from tide_hf.common.errors import KernelError
 results = {}
 for repo, commit in json.loads(sys.argv[1]).items():
     try:

@@ -6,11 +6,11 @@ from families import tiny_model
 from torch import nn
 
 from tide_hf import TIDERouters
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration import fitting, labels
 from tide_hf.calibration.hidden_states import StateBatch
-from tide_hf.errors import ConfigurationError
-from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.common.errors import ConfigurationError
 
 N = 40
 

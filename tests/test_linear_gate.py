@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu import form_choice, linear_gate, weight_forms
-from tide_hf.cpu.form_choice import PROBED_ROWS
-from tide_hf.cpu.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
-from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
-from tide_hf.depth.skipping import LayerRun, active
+from tide_hf.depth import linear_gate
+from tide_hf.depth.gates import LayerRun, active
+from tide_hf.depth.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
+from tide_hf.kernels.cpu import form_choice, weight_forms
+from tide_hf.kernels.cpu.form_choice import PROBED_ROWS
+from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import MissingPackageError, UnsupportedOptionError
+from tide_hf.common.errors import MissingPackageError, UnsupportedOptionError
 from tide_hf.evaluation import exit_logits
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tide_hf.lm_eval.model import TIDELM, RowStops  # noqa: E402
+from tide_hf.evaluation.lm_eval.model import TIDELM, RowStops  # noqa: E402
 
 ROWS = [{"question": f"{n} plus {n} is", "choices": ["even", "odd", "or"], "answer": n % 2} for n in range(6)]
 TASKS = {
@@ -153,7 +153,17 @@ def test_the_depth_of_likelihoods_is_that_of_the_continuations(places, tiny_llam
 
 
 def test_the_command_knows_the_model(places):
-    command = [sys.executable, "-m", "tide_hf.lm_eval", "--model", "tide_hf", "--tasks", "choose", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "tide_hf.evaluation.lm_eval",
+        "--model",
+        "tide_hf",
+        "--tasks",
+        "choose",
+        "--device",
+        "cpu",
+    ]
     arguments = f"pretrained={places / 'model'},routers={places / 'routers'},tide_mode=early_exit,exit_threshold=0.5"
     paths = ["--include_path", str(places / "tasks"), "--output_path", str(places / "out")]
     done = subprocess.run([*command, "--model_args", arguments, *paths], capture_output=True, text=True, check=False)
@@ -185,9 +195,9 @@ def test_a_row_stops_by_itself(tiny_tokenizer):
 
 def test_without_lm_eval_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "tide_hf.lm_eval")
+    monkeypatch.delitem(sys.modules, "tide_hf.evaluation.lm_eval")
     with pytest.raises(MissingPackageError, match=r"missing to run in lm-eval: .*Run: pip install tide-hf\[lm-eval\]"):
-        __import__("tide_hf.lm_eval")
+        __import__("tide_hf.evaluation.lm_eval")
 
 
 def test_a_model_at_hand_is_taken_as_well(places, tiny_llama, tiny_tokenizer):

@@ -5,14 +5,14 @@ import torch
 from families import FAMILIES, VOCAB, prompt, tiny_model
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import (
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import (
     BaseModelMismatchError,
     ConfigurationError,
     RoutersNotFoundError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from tide_hf.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 

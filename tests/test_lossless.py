@@ -8,10 +8,10 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Stoppi
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.drafting import Draft
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.depth import kv_cache
-from tide_hf.errors import UnsupportedOptionError
-from tide_hf.structure import CACHE
+from tide_hf.speculation.drafters import Draft
 
 PROMPT, NEW = 12, 28
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}

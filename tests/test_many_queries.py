@@ -8,10 +8,10 @@ from test_compiled_steps import attach
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from tide_hf.cpu import many_queries
-from tide_hf.cpu.kernels import VALUES, compiled, load_op
-from tide_hf.cpu.many_queries import LEAST_QUERIES, attend_many, is_faster
-from tide_hf.cpu.shared_heads import shared_heads
+from tide_hf.engines.shared_heads import shared_heads
+from tide_hf.kernels.cpu import many_queries
+from tide_hf.kernels.cpu.compiled import VALUES, compiled, load_op
+from tide_hf.kernels.cpu.many_queries import LEAST_QUERIES, attend_many, is_faster
 
 measure = many_queries._measure
 # Rows, heads, shared heads, queries, slots, size.

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.errors import BaseModelMismatchError, ConfigurationError
-from tide_hf.structure import find_structure
+from tide_hf.base_model.structure import find_structure
+from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 
 MODES = ("self_speculative", "early_exit", "post_hoc")
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}

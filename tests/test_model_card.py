@@ -9,8 +9,8 @@ from repository import SHIPPED
 from test_report import made_up_record
 
 from tide_hf import TIDERouters
-from tide_hf.errors import ConfigurationError
-from tide_hf.model_card import write_model_card
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.routers.card import write_model_card
 
 ROW = {"agreement": 0.25, "router_auc": 0.7, "expected_calibration_error": 0.02, "exit_rate": 0.125}
 SPLIT = {"documents": 5, "tokens": 50}

@@ -10,8 +10,9 @@ from families import tiny_model
 from safetensors.torch import load_file, save_file
 from test_hub import edit_config
 
-from tide_hf import TIDERouters, folders
-from tide_hf.errors import (
+from tide_hf import TIDERouters
+from tide_hf.common import files as folders
+from tide_hf.common.errors import (
     BaseModelMismatchError,
     ConfigurationError,
     RoutersFileError,

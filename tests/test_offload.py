@@ -12,8 +12,8 @@ from families import repeating_prompt as prompt
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
-from tide_hf.inspection import structure_facts
-from tide_hf.structure import find_structure
+from tide_hf.base_model.structure import find_structure
+from tide_hf.evaluation.inspection import structure_facts
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 CPU = torch.device("cpu")

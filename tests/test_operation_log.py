@@ -2,7 +2,7 @@
 
 import torch
 
-from tide_hf.steps.operation_log import OperationLog
+from tide_hf.engines.steps.operation_log import OperationLog
 
 
 def test_logs_tell_apart_what_differs():

@@ -9,9 +9,11 @@ import torch
 from families import ATTENTION, tiny_model
 from repository import ROOT
 
-from tide_hf import TIDEModelForCausalLM, ops, reference_ops
-from tide_hf.errors import ConfigurationError, KernelError
-from tide_hf.structure import find_structure
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import find_structure
+from tide_hf.common.errors import ConfigurationError, KernelError
+from tide_hf.kernels import ops
+from tide_hf.kernels import reference as reference_ops
 
 pytest.importorskip("triton")
 REPO = ops.KERNELS_REPO
@@ -25,7 +27,7 @@ def test_auto_on_a_cpu_says_once_that_it_is_plain_pytorch_and_why(caplog, monkey
     with caplog.at_level(logging.INFO, logger="tide_hf"):
         for _ in range(2):
             model = TIDEModelForCausalLM.attach(tiny_llama())
-    (record,) = [record for record in caplog.records if record.name == "tide_hf.ops"]
+    (record,) = [record for record in caplog.records if record.name == "tide_hf.kernels.ops"]
     assert record.levelno == logging.INFO
     assert record.message == "plain PyTorch, no fused kernels: the model is on cpu, and they need an NVIDIA GPU"
     assert model._tide.unembed.ops.kernels is None

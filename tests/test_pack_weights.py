@@ -12,9 +12,9 @@ from test_linear_gate import let_pay
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu import linear_gate
-from tide_hf.cpu.linear_gate import LinearGate, linear_gates
-from tide_hf.errors import ConfigurationError, UnsupportedOptionError
+from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
+from tide_hf.depth import linear_gate
+from tide_hf.depth.linear_gate import LinearGate, linear_gates
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 PROMPT = torch.arange(8)[None]

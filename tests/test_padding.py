@@ -2,9 +2,9 @@
 
 import pytest
 
-from tide_hf.chat_prompts import encode_messages, encode_prompt, prompt_tokens
-from tide_hf.errors import ChatTemplateError
-from tide_hf.padding import end_tokens, left_padded, up_to_end
+from tide_hf.common.chat_prompts import encode_messages, encode_prompt, prompt_tokens
+from tide_hf.common.errors import ChatTemplateError
+from tide_hf.common.padding import end_tokens, left_padded, up_to_end
 
 
 def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer, monkeypatch):

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu.shared_heads import NAME, shared_heads
-from tide_hf.errors import UnsupportedModelError
-from tide_hf.steps.capturable_forward import capturable_forward
+from tide_hf.common.errors import UnsupportedModelError
+from tide_hf.engines.shared_heads import NAME, shared_heads
+from tide_hf.engines.steps.capturable_forward import capturable_forward
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENCODER = {

@@ -8,8 +8,8 @@ from axes import Axes
 from repository import SHIPPED
 from test_report import made_up_record
 
-from tide_hf.calibration.plots import PLOTS, save_plots
-from tide_hf.errors import MissingPackageError
+from tide_hf.common.errors import MissingPackageError
+from tide_hf.routers.plots import PLOTS, save_plots
 
 
 def test_every_plot_is_a_png(tmp_path):

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tide_hf.decoding.costs import COMPARABLE, FORGET_AFTER, SAMPLES, STALE, CostTable
-from tide_hf.decoding.policy import (
+from tide_hf.speculation.costs import COMPARABLE, FORGET_AFTER, SAMPLES, STALE, CostTable
+from tide_hf.speculation.policy import (
     MAX_DRAFT,
     AcceptanceTable,
     Option,

@@ -5,8 +5,8 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.decoding.prefix_cache import PrefixCache
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.speculation.prefix_cache import PrefixCache
 
 FIRST, SECOND = list(range(10, 30)), [*range(10, 20), *range(50, 60)]
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}

@@ -6,9 +6,9 @@ from families import ATTENTION, LAYERS, VOCAB, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import UnsupportedOptionError
-from tide_hf.structure import CACHE, find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.base_model.unembed import Unembed
+from tide_hf.common.errors import UnsupportedOptionError
 
 EXIT_LAYERS = [1, 3]
 LENGTH = 12

@@ -13,9 +13,9 @@ from test_compiled_steps import attach as attach_compiled
 from transformers import DynamicCache, StaticCache
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.decoding import prompt_groups
-from tide_hf.decoding.prompt_groups import Group, _lengths, groups_by_length, groups_of
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.speculation import prompt_groups
+from tide_hf.speculation.prompt_groups import Group, _lengths, groups_by_length, groups_of
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}

@@ -11,9 +11,9 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDERouters
-from tide_hf.errors import ConfigurationError, RoutersFileError
-from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
+from tide_hf.common.errors import ConfigurationError, RoutersFileError
 
 
 @pytest.fixture(scope="module")

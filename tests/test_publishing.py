@@ -5,8 +5,9 @@ import torch
 from huggingface_hub import ModelCard
 from loopback_hub import TOKEN
 
-from tide_hf import TIDERouters, cli
-from tide_hf.errors import ConfigurationError, HubError
+from tide_hf import TIDERouters
+from tide_hf.cli import main as cli
+from tide_hf.common.errors import ConfigurationError, HubError
 
 
 def test_push_to_hub_uploads_what_from_pretrained_reads_and_the_card_tells(model_hub, hub_routers, tmp_path):

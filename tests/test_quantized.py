@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
-from tide_hf.cpu.linear_gate import linear_gates
-from tide_hf.structure import find_structure
-from tide_hf.unembed import hash_distance, unembed_hash, weights_hash
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import hash_distance, unembed_hash, weights_hash
+from tide_hf.depth.linear_gate import linear_gates
 
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # some kinds want multiples of 32 or 64

@@ -10,9 +10,10 @@ import pytest
 from repository import ROOT, SHIPPED
 from transformers import GenerationConfig
 
-from tide_hf import TIDEConfig, TIDEModelForCausalLM, demo_model
-from tide_hf.cli import main
-from tide_hf.commands import COMMANDS
+from tide_hf import TIDEConfig, TIDEModelForCausalLM
+from tide_hf.cli import demo_model
+from tide_hf.cli.main import main
+from tide_hf.cli.parser import COMMANDS
 from tide_hf.generation import OPTIONS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

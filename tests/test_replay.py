@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from tide_hf.steps import replay
+from tide_hf.engines.steps import replay
 
 
 class Stream:

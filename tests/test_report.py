@@ -8,12 +8,13 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDERouters
-from tide_hf.calibration import figures, report, resampling, tables
+from tide_hf.base_model.structure import find_structure
+from tide_hf.calibration import figures, report, resampling
 from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.calibration.data import Document, Splits
 from tide_hf.calibration.threshold import Decisions, choose_threshold
-from tide_hf.errors import CalibrationError
-from tide_hf.structure import find_structure
+from tide_hf.common.errors import CalibrationError
+from tide_hf.routers import tables
 
 
 def made_up_decisions(num_documents=400, length=25):

@@ -11,8 +11,8 @@ from test_lossless import OPTIONS, prompt
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.errors import UnsupportedOptionError
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
 
 LIMIT, PROMPT = 20, 12
 PADDED = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

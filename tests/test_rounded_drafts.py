@@ -12,12 +12,13 @@ from test_linear_gate import let_pay
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.kernels import VALUES
-from tide_hf.cpu.linear_gate import linear_gates
-from tide_hf.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of
-from tide_hf.cpu.weight_forms import RoundedWeight
-from tide_hf.steps import compiled_steps
+from tide_hf.depth import linear_gate
+from tide_hf.depth.linear_gate import linear_gates
+from tide_hf.engines.steps import compiled_steps
+from tide_hf.kernels.cpu import weight_forms
+from tide_hf.kernels.cpu.compiled import VALUES
+from tide_hf.kernels.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of
+from tide_hf.kernels.cpu.weight_forms import RoundedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 

@@ -7,7 +7,7 @@ from families import VOCAB, tiny_model
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.rows import RowCriterion
+from tide_hf.speculation.rows import RowCriterion
 
 ROWS, PROMPT, NEW = 4, 10, 16
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

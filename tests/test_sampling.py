@@ -8,8 +8,8 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.decoding.choosing import TokenChooser
-from tide_hf.decoding.drafting import Draft
+from tide_hf.speculation.acceptance import TokenChooser
+from tide_hf.speculation.drafters import Draft
 
 VOCAB, LENGTH, SAMPLES = 5, 3, 4000
 WARPERS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "eos_token_id": None}

@@ -13,8 +13,10 @@ import urllib.request
 import pytest
 from repository import ROOT
 
-from tide_hf import TIDEModelForCausalLM, cli
-from tide_hf.commands import make_parser, serve
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.cli import main as cli
+from tide_hf.cli import serve
+from tide_hf.cli.parser import make_parser
 from tide_hf.generation import TIDEGenerationMixin
 
 for package in ("fastapi", "uvicorn", "openai"):

@@ -5,7 +5,7 @@ import torch
 from families import VOCAB, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.decoding.drafting import Draft
+from tide_hf.speculation.drafters import Draft
 
 NEW = 6
 

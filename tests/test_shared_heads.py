@@ -6,8 +6,8 @@ from families import SDPA, VOCAB, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
-from tide_hf.cpu.shared_heads import shared_heads
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.shared_heads import shared_heads
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -6,11 +6,12 @@ import pytest
 from repository import SHIPPED
 from transformers import AutoModelForCausalLM
 
-from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, loading
-from tide_hf.cli import main
-from tide_hf.commands.chat import MAKING_READY
-from tide_hf.commands.model_arguments import NO_ROUTERS
-from tide_hf.errors import RoutersNotFoundError
+from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
+from tide_hf.cli.chat import MAKING_READY
+from tide_hf.cli.main import main
+from tide_hf.cli.model_arguments import NO_ROUTERS
+from tide_hf.common.errors import RoutersNotFoundError
+from tide_hf.hub import load as loading
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ("--max-new-tokens", "4")

@@ -10,8 +10,8 @@ from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, prompt, tiny_model
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.errors import ConfigurationError
-from tide_hf.structure import CACHE, find_structure
+from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.common.errors import ConfigurationError
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 

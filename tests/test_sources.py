@@ -9,7 +9,7 @@ from tide_hf import calibrate
 from tide_hf.calibration.data import Document
 from tide_hf.calibration.sources import describe_source
 from tide_hf.calibration.text import Text
-from tide_hf.errors import CalibrationError
+from tide_hf.common.errors import CalibrationError
 
 datasets = pytest.importorskip("datasets")
 

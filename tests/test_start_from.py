@@ -8,8 +8,8 @@ import torch
 from tide_hf import calibrate
 from tide_hf.calibration.block_stage import FURTHER, Plan
 from tide_hf.calibration.block_training import BlockTrainer
-from tide_hf.errors import BaseModelMismatchError, CalibrationError, ConfigurationError, RoutersNotFoundError
-from tide_hf.routers.modeling_tide import TIDERouters
+from tide_hf.common.errors import BaseModelMismatchError, CalibrationError, ConfigurationError, RoutersNotFoundError
+from tide_hf.routers.routers import TIDERouters
 
 
 @pytest.fixture(scope="module")

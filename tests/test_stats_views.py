@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tide_hf import ExitStats, TIDEModelForCausalLM, TIDERouters
-from tide_hf.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
-from tide_hf.errors import ConfigurationError, MissingPackageError
+from tide_hf.common.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
+from tide_hf.common.errors import ConfigurationError, MissingPackageError
 
 
 class Page(HTMLParser):

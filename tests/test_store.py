@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration import data, hidden_states, store, work_folder
-from tide_hf.errors import CalibrationError
-from tide_hf.structure import find_structure
-from tide_hf.unembed import Unembed
+from tide_hf.common.errors import CalibrationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,11 +13,12 @@ from test_joined_linears import Graphs
 from test_linear_gate import let_pay
 from torch._inductor.codecache import CppCodeCache
 
-from tide_hf.cpu import linear_gate, weight_forms
-from tide_hf.cpu.kernels import VALUES
-from tide_hf.cpu.linear_gate import linear_gates
-from tide_hf.cpu.products import stored_product_of
-from tide_hf.cpu.weight_forms import StoredWeight
+from tide_hf.depth import linear_gate
+from tide_hf.depth.linear_gate import linear_gates
+from tide_hf.kernels.cpu import weight_forms
+from tide_hf.kernels.cpu.compiled import VALUES
+from tide_hf.kernels.cpu.products import stored_product_of
+from tide_hf.kernels.cpu.weight_forms import StoredWeight
 
 ROWS = (*range(1, 10), 16, 21)
 ROUNDING = 1e-6 if platform.machine() not in ("aarch64", "arm64") else 2e-6  # whose vectors take longer sums
@@ -76,7 +77,7 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
         raise RuntimeError("C++ compile error\nand much more")
 
     monkeypatch.setattr(CppCodeCache, "load", failing)
-    with caplog.at_level(logging.WARNING, logger="tide_hf.cpu.kernels"):
+    with caplog.at_level(logging.WARNING, logger="tide_hf.kernels.cpu.compiled"):
         assert not StoredWeight.serves(torch.float32, 1)
         assert stored_product_of(torch.float32) is None
     assert [record.getMessage() for record in caplog.records] == [

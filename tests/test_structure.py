@@ -11,9 +11,9 @@ from packaging.version import Version
 from torch import nn
 
 from tide_hf import UnsupportedModelError
-from tide_hf.parity import check_parity
-from tide_hf.structure import CACHE, find_structure
-from tide_hf.unembed import DraftUnembed, Unembed, greedy_tokens, hash_distance, unembed_hash
+from tide_hf.base_model.parity import check_parity
+from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.base_model.unembed import DraftUnembed, Unembed, greedy_tokens, hash_distance, unembed_hash
 
 
 @pytest.mark.parametrize("family", FAMILIES)

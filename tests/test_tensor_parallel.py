@@ -9,7 +9,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from tide_hf.decoding.ranks import ALONE, ranks_of
+from tide_hf.speculation.ranks import ALONE, ranks_of
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")

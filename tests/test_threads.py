@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.early_exit import PropagateRun
-from tide_hf.depth.skipping import active
+from tide_hf.depth.gates import active
 
 
 def test_other_threads_do_not_see_an_active_run():

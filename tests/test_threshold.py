@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Bernoulli, kl_divergence
 
 from tide_hf.calibration import threshold
-from tide_hf.routers.configuration_tide import NEVER_EXIT
+from tide_hf.routers.config import NEVER_EXIT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,7 +1,7 @@
 """How long something short takes."""
 
-from tide_hf import timing
-from tide_hf.timing import least_seconds
+from tide_hf.common import timing
+from tide_hf.common.timing import least_seconds
 
 
 def test_the_least_of_the_repeats_without_the_first_call(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tide_hf.display.token_texts import TokenTexts, token_texts
+from tide_hf.common.display.token_texts import TokenTexts, token_texts
 
 
 def test_a_character_of_several_tokens_is_the_last_ones(tiny_tokenizer):

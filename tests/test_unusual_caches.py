@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, DynamicCache, EncoderDecoderCache, Logi
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.errors import UnsupportedModelError, UnsupportedOptionError
-from tide_hf.structure import CACHE
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from transformers.utils import logging
 
-from tide_hf.steps.warm_up import WarmUp
+from tide_hf.engines.steps.warm_up import WarmUp
 
 
 class Terminal(io.StringIO):

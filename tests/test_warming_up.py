@@ -11,11 +11,11 @@ from test_captured_steps import attach as attach_graphs
 from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.common.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
+from tide_hf.common.padding import left_padded
+from tide_hf.engines.steps.compiled_steps import CompiledSteps
+from tide_hf.engines.steps.step_buffers import WIDTHS
 from tide_hf.engines.warming_up import PROMPT_LENGTHS, _drafting_by
-from tide_hf.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
-from tide_hf.padding import left_padded
-from tide_hf.steps.compiled_steps import CompiledSteps
-from tide_hf.steps.step_buffers import WIDTHS
 
 
 def with_figures(routers, **agreement):

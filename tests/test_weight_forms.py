@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tide_hf.cpu import weight_forms
-from tide_hf.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight, in_form
+from tide_hf.kernels.cpu import weight_forms
+from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight, in_form
 
 SIZE, SIZE_OUT = 64, 32
 

@@ -10,10 +10,10 @@ from transformers import CONFIG_MAPPING, StaticCache
 from transformers.cache_utils import StaticIndexedLayer
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
 from tide_hf.depth import kv_cache, wide_passes
 from tide_hf.depth.wide_passes import check_widths
-from tide_hf.errors import UnsupportedModelError, UnsupportedOptionError
-from tide_hf.structure import CACHE, find_structure
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 MOSHI = {name: value for name, value in _COMMON.items() if name != "intermediate_size"}

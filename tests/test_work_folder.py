@@ -9,9 +9,11 @@ import pytest
 import torch
 from test_calibration_pipeline import OPTIONS, assert_same, texts
 
-from tide_hf import TIDERouters, calibrate, folders, model_card
+from tide_hf import TIDERouters, calibrate
 from tide_hf.calibration import work_folder
-from tide_hf.errors import CalibrationError
+from tide_hf.common import files as folders
+from tide_hf.common.errors import CalibrationError
+from tide_hf.routers import card as model_card
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .registration import register_with_transformers
+from .hub.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from .calibration import calibrate
-    from .errors import TIDEError, UnsupportedModelError
+    from .common.errors import TIDEError, UnsupportedModelError
+    from .common.stats import ExitStats
     from .logits_process import TIDELogitsProcessor
     from .model import TIDEModelForCausalLM
-    from .routers.configuration_tide import TIDEConfig
-    from .routers.modeling_tide import TIDERouters
-    from .stats import ExitStats
+    from .routers.config import TIDEConfig
+    from .routers.routers import TIDERouters
 
 __version__ = "0.1.0"
 
@@ -31,13 +31,13 @@ __all__ = [
 
 # Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
 _MODULES = {
-    "ExitStats": "stats",
-    "TIDEConfig": "routers.configuration_tide",
-    "TIDEError": "errors",
+    "ExitStats": "common.stats",
+    "TIDEConfig": "routers.config",
+    "TIDEError": "common.errors",
     "TIDELogitsProcessor": "logits_process",
     "TIDEModelForCausalLM": "model",
-    "TIDERouters": "routers.modeling_tide",
-    "UnsupportedModelError": "errors",
+    "TIDERouters": "routers.routers",
+    "UnsupportedModelError": "common.errors",
     "calibrate": "calibration",
 }
 

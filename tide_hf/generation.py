@@ -10,28 +10,25 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
-from .compilation import leave_uncompiled
-from .decoding.attachment import Attachment
-from .decoding.loop import decoder_of
-from .decoding.requirements import check_call
-from .decoding.rows import max_length_of
+from .base_model.compilation import leave_uncompiled
+from .base_model.inputs import check_no_cross_attention
+from .base_model.structure import CACHE
+from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
+from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .common.padding import up_to_end
+from .common.stats import ExitStats
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
+from .depth.gates import active, active_run
 from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .depth.recompute import RecomputeRun
-from .depth.skipping import active, active_run
 from .engines.dispatch import engine_for, engine_of
 from .engines.eager import EagerEngine
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
-from .errors import UnsupportedModelError, UnsupportedOptionError, describe
-from .padding import up_to_end
-from .prompt_inputs import check_no_cross_attention
-from .routers.configuration_tide import (
-    check_exit_threshold,
-    check_min_layers,
-)
-from .stats import ExitStats
-from .structure import CACHE
+from .routers.config import check_exit_threshold, check_min_layers
+from .speculation.attachment import Attachment
+from .speculation.loop import decoder_of
+from .speculation.requirements import check_call
+from .speculation.rows import max_length_of
 
 OPTIONS_OF_EXITS = ("exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *OPTIONS_OF_EXITS)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from .adapters import base_inside, check_wrapper
-from .depth.skipping import on_device
-from .errors import UnsupportedModelError, UnsupportedOptionError, describe
-from .loading import DEFAULT_ROUTERS, default_routers
+from .base_model.adapters import base_inside, check_wrapper
+from .base_model.structure import find_structure, input_device
+from .base_model.unembed import Unembed
+from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .depth.gates import on_device
+from .hub.load import DEFAULT_ROUTERS, default_routers
 from .model import TIDEModelForCausalLM
-from .routers.configuration_tide import check_exit_threshold
-from .routers.modeling_tide import TIDERouters
-from .structure import find_structure, input_device
-from .unembed import Unembed
+from .routers.config import check_exit_threshold
+from .routers.routers import TIDERouters
 
 
 class TIDELogitsProcessor(LogitsProcessor):

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .adapters import base_inside, check_wrapper
-from .choices import ENGINES, MODES, check_choice
-from .compilation import check_uncompiled
-from .cpu.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
-from .decoding.attachment import Attachment, hybrid_drafter
-from .depth.skipping import open_gates, remove_gates
+from .base_model.adapters import base_inside, check_wrapper
+from .base_model.compilation import check_uncompiled
+from .base_model.structure import find_structure, input_device
+from .base_model.unembed import Unembed
+from .common.choices import ENGINES, MODES, check_choice
+from .common.errors import ConfigurationError, UnsupportedModelError, describe
+from .depth.gates import open_gates, remove_gates
+from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .depth.wide_passes import check_widths
-from .errors import ConfigurationError, UnsupportedModelError, describe
 from .generation import TIDEGenerationMixin, attached_class
-from .loading import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers
-from .ops import USE_KERNELS, load_kernels
-from .routers.configuration_tide import FOR_BOTH, NEVER_EXIT, check_exit_threshold
-from .routers.modeling_tide import TIDERouters
-from .structure import find_structure, input_device
-from .unembed import Unembed
+from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers
+from .kernels.ops import USE_KERNELS, load_kernels
+from .routers.config import FOR_BOTH, NEVER_EXIT, check_exit_threshold
+from .routers.routers import TIDERouters
+from .speculation.attachment import Attachment, hybrid_drafter
 
 PACK_WEIGHTS = (True, False, "auto")
 Routers = TIDERouters | str | os.PathLike[str] | None

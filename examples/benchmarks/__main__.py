@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tide_hf.errors import TIDEError
+from tide_hf.common.errors import TIDEError
 
 from .report import add_report_arguments, report
 from .runner import add_run_arguments, run_suites

@@ -10,9 +10,9 @@ import torch
 from transformers import CompileConfig
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.alternatives import FAILURES, assistant_early_exit, prompt_lookup
-from tide_hf.contenders import Contender, tide_contender, usable_threshold, weight_sharing_copy
-from tide_hf.structure import find_structure
+from tide_hf.base_model.structure import find_structure
+from tide_hf.evaluation.alternatives import FAILURES, assistant_early_exit, prompt_lookup
+from tide_hf.evaluation.baselines import Contender, tide_contender, usable_threshold, weight_sharing_copy
 
 from .bench import Bench, CannotRunError
 from .common import NoDrafts

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_hf.decoding.drafting import Draft
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.provenance import provenance
+from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.hub.provenance import provenance
+from tide_hf.speculation.drafters import Draft
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"

@@ -21,10 +21,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.benchmark import synchronize
-from tide_hf.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.loading import shipped_routers
-from tide_hf.provenance import provenance
+from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.evaluation.benchmark import synchronize
+from tide_hf.hub.load import shipped_routers
+from tide_hf.hub.provenance import provenance
 
 from .common import RESULTS, write_record
 from .gpu_lines import Bench, bytes_read, lines

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tide_hf.benchmark import Result, synchronize
+from tide_hf.evaluation.benchmark import Result, synchronize
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:

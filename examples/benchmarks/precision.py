@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.chat_prompts import encode_prompt
-from tide_hf.choices import ENGINES
-from tide_hf.contenders import weight_sharing_copy
-from tide_hf.decoding.drafting import Draft
-from tide_hf.decoding.prefix_cache import num_shared
-from tide_hf.provenance import provenance
+from tide_hf.common.chat_prompts import encode_prompt
+from tide_hf.common.choices import ENGINES
+from tide_hf.evaluation.baselines import weight_sharing_copy
+from tide_hf.hub.provenance import provenance
+from tide_hf.speculation.drafters import Draft
+from tide_hf.speculation.prefix_cache import num_shared
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record
 

@@ -8,8 +8,8 @@ from decimal import Decimal
 from typing import Any
 
 from tide_hf.calibration.continuing import batch_answers, plain_generation
-from tide_hf.chat_prompts import prompt_tokens
-from tide_hf.padding import end_tokens, pad_token
+from tide_hf.common.chat_prompts import prompt_tokens
+from tide_hf.common.padding import end_tokens, pad_token
 
 # A hyphen after a word or a number is no sign: "12-15", "3-5 dollars", "covid-19".
 NUMBER = re.compile(r"(?:(?<![\w%)\]])([-\N{MINUS SIGN}])[$€£]?)?(\d+(?:,\d{3})*(?:\.\d+)?)")

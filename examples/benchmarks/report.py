@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tide_hf.errors import ConfigurationError, describe
+from tide_hf.common.errors import ConfigurationError, describe
 
 from .checks import failures
 from .common import FOLDER, RESULTS

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters import base_inside, check_wrapper
-from ..cpu.linear_gate import faster_passes
-from ..parity import check_parity
-from ..routers.configuration_tide import NEVER_EXIT, TIDEConfig, default_exit_layers
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure, find_structure, input_device, output_device
-from ..unembed import weights_hash
+from ..base_model.adapters import base_inside, check_wrapper
+from ..base_model.parity import check_parity
+from ..base_model.structure import DecoderStructure, find_structure, input_device, output_device
+from ..base_model.unembed import weights_hash
+from ..depth.linear_gate import faster_passes
+from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
+from ..routers.routers import TIDERouters
 from .arguments import check_arguments, check_for_model, check_positions
 from .block_stage import BlockStart, block_start, place_block
 from .budget import Budget
@@ -290,7 +290,7 @@ def _finish(routers: TIDERouters, measured: _Measured, record: dict[str, Any]) -
 
 
 def _save(routers: TIDERouters, output_dir: str | os.PathLike[str]) -> None:
-    from ..model_card import write_model_card  # noqa: PLC0415 (the card reads this package's report)
+    from ..routers.card import write_model_card  # noqa: PLC0415 (the card reads this package's report)
 
     routers.save_pretrained(output_dir)
     write_model_card(routers, output_dir)

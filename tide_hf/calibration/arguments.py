@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..choices import LABELS, STRATEGIES, check_choice
-from ..errors import ConfigurationError, UnsupportedModelError, describe, short
-from ..structure import DecoderStructure, last_position
+from ..base_model.structure import DecoderStructure, last_position
+from ..common.choices import LABELS, STRATEGIES, check_choice
+from ..common.errors import ConfigurationError, UnsupportedModelError, describe, short
 from .distillation import can_distil
 from .text import Text
 from .threshold import check_counts, check_minutes, check_share

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import ConfigurationError, UnsupportedModelError, describe
+from ..base_model.structure import DecoderStructure, output_device
+from ..base_model.unembed import DraftUnembed, Unembed
+from ..common.errors import ConfigurationError, UnsupportedModelError, describe
 from ..routers.block_head import block_config_of
 from ..routers.exit_points import BlockPoint, logit_of
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure, output_device
-from ..unembed import DraftUnembed, Unembed
+from ..routers.routers import TIDERouters
 from .block_training import BlockTrainer, DocumentBatch
 from .distillation import FrequentUnembed
 from .fitting import round_weights

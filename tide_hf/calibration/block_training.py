@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..depth.skipping import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
+from ..base_model.structure import DecoderStructure, input_device
+from ..base_model.unembed import Unembed
+from ..depth.gates import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
 from ..routers.block_head import BlockHead
-from ..structure import DecoderStructure, input_device
-from ..unembed import Unembed
 from .mixed_precision import mixed_precision
 
 LEARNING_RATE = 2e-3  # of the layer

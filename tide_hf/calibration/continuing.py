@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ..adapters import base_inside
-from ..cpu.shared_heads import shared_heads
-from ..padding import left_padded, up_to_end
-from ..structure import input_device
+from ..base_model.adapters import base_inside
+from ..base_model.structure import input_device
+from ..common.padding import left_padded, up_to_end
+from ..engines.shared_heads import shared_heads
 
 BEST = 50  # tokens that are drawn from
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

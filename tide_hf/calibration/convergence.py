@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import CalibrationError, describe
-from ..parity import check_parity
-from ..structure import find_structure
-from ..unembed import Unembed
+from ..base_model.parity import check_parity
+from ..base_model.structure import find_structure
+from ..base_model.unembed import Unembed
+from ..common.errors import CalibrationError, describe
 from .data import Document, full_depth, plan_batches, token_batch
 from .hidden_states import StateReader
 from .labels import CONVERGENCE_THRESHOLD, cosine_similarity

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import CalibrationError, describe
+from ..base_model.structure import evaluating
+from ..common.errors import CalibrationError, describe
 from ..generation import TIDEGenerationMixin
-from ..structure import evaluating
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
 MOST = {"tune": 150, "certify": 500}  # documents, beyond which more text does more good to heads

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base_model.structure import DecoderStructure, output_device
+from ..base_model.unembed import Unembed, is_plain_linear
 from ..routers.exit_points import ExitHead
-from ..structure import DecoderStructure, output_device
-from ..unembed import Unembed, is_plain_linear
 from .fitting import round_weights
 from .hidden_states import StateBatch
 

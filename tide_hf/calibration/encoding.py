@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from ..chat_prompts import message_tokens
-from ..errors import CalibrationError, ChatTemplateError, describe
+from ..common.chat_prompts import message_tokens
+from ..common.errors import CalibrationError, ChatTemplateError, describe
 from .data import Document
 
 MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length: a forward pass pads all rows to the longest

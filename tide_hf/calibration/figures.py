@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
+from ..base_model.structure import DecoderStructure
+from ..routers.routers import TIDERouters
 from .resampling import Bootstrap
 from .threshold import Decisions, ThresholdChoice, choose_again
 from .training import area_under_curve, expected_calibration_error

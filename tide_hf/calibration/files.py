@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import CalibrationError, MissingPackageError, describe
+from ..common.errors import CalibrationError, MissingPackageError, describe
 
 # By suffix, the builder of the datasets library that reads such a file; None: it is read here, without that library.
 FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..base_model.unembed import DraftUnembed, Unembed
 from ..routers.exit_points import ExitHead, ExitPoint
-from ..routers.modeling_tide import TIDERouters
-from ..unembed import DraftUnembed, Unembed
+from ..routers.routers import TIDERouters
 from .hidden_states import StateBatch
 from .labels import agreement_labels, router_labels
 from .training import RIDGE_PENALTIES, Moments, train_router

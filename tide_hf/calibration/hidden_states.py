@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import CalibrationError, describe, quoted
-from ..structure import DecoderStructure, input_device, last_position
-from ..unembed import Unembed, greedy_tokens
+from ..base_model.structure import DecoderStructure, input_device, last_position
+from ..base_model.unembed import Unembed, greedy_tokens
+from ..common.errors import CalibrationError, describe, quoted
 from .data import TokenBatch
 
 SLICE_ELEMENTS = 2**25  # logits computed at once: 128 MB in float32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..choices import LABELS, check_choice
-from ..unembed import Unembed
+from ..base_model.unembed import Unembed
+from ..common.choices import LABELS, check_choice
 from .hidden_states import SLICE_ELEMENTS, top_tokens
 
 CONVERGENCE_THRESHOLD = 0.98  # the published one

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..timing import least_seconds
+from ..common.timing import least_seconds
 
 SIZE, REPEATS = 1024, 3
 GAIN = 1.5  # for less than that the rounding is not worth it

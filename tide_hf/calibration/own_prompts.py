@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..chat_prompts import chat_text
+from ..common.chat_prompts import chat_text
 from .continuing import continued
 
 SHARE = 0.25  # of all prompts: a guess, since half of them taught a block much about chats and cost it more on tasks

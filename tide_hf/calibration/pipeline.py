@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
-from ..unembed import DraftUnembed, Unembed
+from ..base_model.structure import DecoderStructure
+from ..base_model.unembed import DraftUnembed, Unembed
+from ..routers.routers import TIDERouters
 from .block_stage import BlockStage
 from .budget import Budget
 from .data import Document, pack_documents, split_documents, unpack_documents

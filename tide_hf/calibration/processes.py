@@ -14,9 +14,9 @@ from accelerate import PartialState
 from torch import distributed
 from transformers import PreTrainedModel
 
-from ..decoding.ranks import ranks_of
-from ..errors import UnsupportedModelError, describe
-from ..structure import input_device
+from ..base_model.structure import input_device
+from ..common.errors import UnsupportedModelError, describe
+from ..speculation.ranks import ranks_of
 
 Unit = TypeVar("Unit")
 PATIENCE = timedelta(hours=24)  # a process may have nothing to do while another writes text

@@ -12,12 +12,12 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..provenance import machine
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
+from ..base_model.structure import DecoderStructure
+from ..hub.provenance import machine
+from ..routers.routers import TIDERouters
+from ..routers.tables import describe_threshold, rich_table, tables_of
 from .data import Document, Splits, num_positions
 from .figures import layer_figures, layer_sizes, tolerance_rows
-from .tables import describe_threshold, rich_table, tables_of
 from .threshold import Decisions, ThresholdChoice
 
 Item = TypeVar("Item")

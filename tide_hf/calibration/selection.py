@@ -8,8 +8,8 @@ from itertools import product
 
 import torch
 
-from ..decoding.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
-from ..structure import DecoderStructure
+from ..base_model.structure import DecoderStructure
+from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
 from .threshold import GRID, Decisions
 
 MIN_EXIT_RATE = 0.01  # a layer at which fewer tokens leave is not worth its weights

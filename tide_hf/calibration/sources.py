@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import CalibrationError, describe
+from ..common.errors import CalibrationError, describe
 from .data import Document
 from .encoding import RowEncoder, UnusableRowError
 from .files import FORMATS, import_extra, read_rows

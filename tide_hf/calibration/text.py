@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from ..chat_prompts import prompt_tokens
-from ..errors import CalibrationError, ChatTemplateError, describe
+from ..common.chat_prompts import prompt_tokens
+from ..common.errors import CalibrationError, ChatTemplateError, describe
 from .data import Document
 from .own_prompts import SHARE as OWN_SHARE
 from .own_prompts import find_user_turn

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import ConfigurationError, describe
-from ..routers.configuration_tide import NEVER_EXIT
+from ..common.errors import ConfigurationError, describe
+from ..routers.config import NEVER_EXIT
 
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import CalibrationError, describe
-from ..folders import UNFINISHED, write_whole
+from ..common.errors import CalibrationError, describe
+from ..common.files import UNFINISHED, write_whole
 from .processes import Processes
 
 FORMAT = 1  # of the files; raise it when one of them changes

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..padding import end_tokens, pad_token
-from ..structure import input_device
+from ..base_model.structure import input_device
+from ..common.padding import end_tokens, pad_token
 from .continuing import continued
 from .data import Document, seeded
 from .own_prompts import LONGEST, UserTurn, write_prompts

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..base_model.structure import DecoderStructure
+from ..base_model.unembed import Unembed
 from ..routers.exit_points import BlockPoint
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
-from ..unembed import Unembed
+from ..routers.routers import TIDERouters
 from .block_memory import BlockMemory, memory_of
+from .gates import LayerCall, LayerGate, LayerRun, on_device
 from .kv_cache import crop, fill_skipped
-from .skipping import LayerCall, LayerGate, LayerRun, on_device
 
 
 class BlockRun(LayerRun):

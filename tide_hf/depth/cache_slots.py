@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..ops import PLAIN, Ops
-from ..reference_ops import kv_compact
+from ..kernels.ops import PLAIN, Ops
+from ..kernels.reference import kv_compact
 from .kv_cache import crop, cut_back
 
 

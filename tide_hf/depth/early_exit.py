@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base_model.structure import DecoderStructure
+from ..base_model.unembed import Unembed
 from ..routers.exit_points import ExitPoint
-from ..routers.modeling_tide import TIDERouters
-from ..structure import DecoderStructure
-from ..unembed import Unembed
+from ..routers.routers import TIDERouters
 from . import kv_cache
-from .skipping import LayerGate, LayerRun, input_state, on_device
+from .gates import LayerGate, LayerRun, input_state, on_device
 
 
 class ExitRun(LayerRun):

@@ -19,8 +19,8 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ..errors import UnsupportedOptionError, describe
-from ..structure import CACHE
+from ..base_model.structure import CACHE
+from ..common.errors import UnsupportedOptionError, describe
 
 
 class _Stored(BaseException):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..prompt_inputs import TYPES
-from ..structure import CACHE
+from ..base_model.inputs import TYPES
+from ..base_model.structure import CACHE
 from . import kv_cache
 from .early_exit import PostHocRun
-from .skipping import LayerGate, input_state
+from .gates import LayerGate, input_state
 
 
 class _CatchUp(BaseException):

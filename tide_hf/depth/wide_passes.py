@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import UnsupportedModelError, UnsupportedOptionError, describe
-from ..parity import check_parity, probe
-from ..structure import DecoderStructure, last_position, rope_limits
+from ..base_model.parity import check_parity, probe
+from ..base_model.structure import DecoderStructure, last_position, rope_limits
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import crop, start_recording
 
 WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # the masks of these models know of none

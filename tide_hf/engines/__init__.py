@@ -1,6 +1,6 @@
-"""Which engine runs a call, and the self-speculative loop on the steps of `..steps`, compiled or as CUDA graphs.
+"""Who runs a pass: the eager engine, and the static one, on compiled steps or CUDA graphs of fixed shape.
 
 `dispatch` goes from the engine that a call asks for to the one that runs it, and `capturable` tells what no step can
-do. `captured_decoding` is the loop, `captured_shallow` its draft steps, and `warming_up` makes steps ready before the
-first answer.
+do. `eager` runs the model's own forward, `static` the steps of `steps/`. `shared_heads` has a model attend with grouped
+query heads as they are stored, and `warming_up` makes steps ready before the first answer.
 """

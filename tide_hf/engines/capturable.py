@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..decoding.ranks import ranks_of
-from ..prompt_inputs import names_of_prompt_inputs, says_nothing
-from ..steps.step_store import StepStore
-from ..structure import CACHE, has_windows
+from ..base_model.inputs import names_of_prompt_inputs, says_nothing
+from ..base_model.structure import CACHE, has_windows
+from ..speculation.ranks import ranks_of
+from .steps.step_store import StepStore
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
 ATTENTION = ("eager", "sdpa")

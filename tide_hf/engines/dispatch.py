@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..choices import EAGER
-from ..decoding.attachment import Attachment
-from ..decoding.engine import Engine
+from ..common.choices import EAGER
+from ..speculation.attachment import Attachment
+from ..speculation.engine import Engine
 from .capturable import facts_of, why_not_captured
 from .eager import EagerEngine
 from .static import StaticEngine

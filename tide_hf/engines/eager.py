@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..choices import EAGER
-from ..cpu.many_queries import has_kernel
-from ..cpu.shared_heads import shared_heads
-from ..decoding.attachment import Attachment
-from ..decoding.costs import CostTable
-from ..decoding.prompt_groups import read_prompts
-from ..decoding.ranks import ranks_of
+from ..base_model.inputs import types_behind
+from ..base_model.structure import CACHE, has_windows, last_position, may_replace_cache
+from ..base_model.unembed import DraftUnembed, greedy_tokens
+from ..common.choices import EAGER
 from ..depth.block_drafting import block_run
 from ..depth.cache_slots import CacheSlots
+from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.kv_cache import cache_is_returned, crop, last_slot, start_recording, stop_recording
-from ..depth.skipping import FixedDepthRun, LayerRun, active, on_device
-from ..prompt_inputs import types_behind
-from ..structure import CACHE, has_windows, last_position, may_replace_cache
-from ..unembed import DraftUnembed, greedy_tokens
+from ..kernels.cpu.many_queries import has_kernel
+from ..speculation.attachment import Attachment
+from ..speculation.costs import CostTable
+from ..speculation.prompt_groups import read_prompts
+from ..speculation.ranks import ranks_of
+from .shared_heads import shared_heads
 
 LONG_PROMPT = 128  # tokens; for shorter ones, changing how a model attends takes as long as it brings
 

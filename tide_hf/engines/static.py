@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..cpu.kernels import load_op
-from ..cpu.linear_gate import COMPILED, reading
-from ..cpu.many_queries import LEAST_QUERIES, is_faster
-from ..cpu.products import stored_product_of
-from ..cpu.shared_heads import shared_heads
-from ..decoding.costs import CostTable, step_width
-from ..decoding.engine import Engine
-from ..steps.fixed_cache import FixedSlots, fixed_bytes, give_back
-from ..steps.row_map import RowMap
-from ..steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
-from ..steps.step_store import StepStore
+from ..depth.linear_gate import COMPILED, reading
+from ..kernels.cpu.compiled import load_op
+from ..kernels.cpu.many_queries import LEAST_QUERIES, is_faster
+from ..kernels.cpu.products import stored_product_of
+from ..speculation.costs import CostTable, step_width
+from ..speculation.engine import Engine
 from .capturable import why_not_behind_prompt
 from .eager import EagerEngine
+from .shared_heads import shared_heads
+from .steps.fixed_cache import FixedSlots, fixed_bytes, give_back
+from .steps.row_map import RowMap
+from .steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
+from .steps.step_store import StepStore
 
 MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
 

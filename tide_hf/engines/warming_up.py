@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from ..cpu.kernels import EAGER_KERNELS, VALUES, compiled, is_loaded
-from ..cpu.linear_gate import weight_dtypes
-from ..decoding.attachment import Attachment, head_priors
-from ..decoding.costs import CostTable
-from ..decoding.drafting import UNREAD, Draft, Drafter
-from ..decoding.engine import DraftEngine
-from ..decoding.policy import Option, choose
-from ..decoding.rows import RowCriterion
-from ..errors import ConfigurationError, describe, short
-from ..steps.step_buffers import WIDTHS
-from ..steps.warm_up import WarmUp
+from ..common.errors import ConfigurationError, describe, short
+from ..depth.linear_gate import weight_dtypes
+from ..kernels.cpu.compiled import EAGER_KERNELS, VALUES, compiled, is_loaded
+from ..speculation.attachment import Attachment, head_priors
+from ..speculation.costs import CostTable
+from ..speculation.drafters import UNREAD, Draft, Drafter
+from ..speculation.engine import DraftEngine
+from ..speculation.policy import Option, choose
+from ..speculation.rows import RowCriterion
+from .steps.step_buffers import WIDTHS
+from .steps.warm_up import WarmUp
 
 # Tokens of prompts: a linear layer may read its weights in another form for each of these numbers.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)

@@ -1,6 +1,8 @@
-"""What early exits cost in quality: perplexity over thresholds, base model against TIDE.
+"""What early exits cost and bring: quality over thresholds, speed against baselines, a look into a model.
 
-`measure_quality` does all of it; `exit_logits` is the one pass over a text that gives every position's early exit.
+`quality` measures perplexity of base model and TIDE (`perplexity`, `teacher_forcing`, shown by `tables` and `plots`);
+`benchmark` times generation against `baselines` and `alternatives`; `inspection` tells what a model can do. `lm_eval/`
+is a model for lm-eval, `metrics/` a metric for evaluate.
 """
 
 from .quality import THRESHOLDS, QualityOptions, measure_quality

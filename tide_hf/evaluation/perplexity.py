@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..base_model.structure import find_structure, input_device
+from ..base_model.unembed import Unembed
 from ..calibration.data import Document, full_depth, plan_batches, token_batch
 from ..calibration.hidden_states import SLICE_ELEMENTS, StateBatch, StateReader
 from ..calibration.resampling import Bootstrap
 from ..calibration.sources import read_documents
 from ..calibration.threshold import exit_depths, exit_indices
-from ..depth.skipping import on_device
-from ..routers.modeling_tide import TIDERouters
-from ..structure import find_structure, input_device
-from ..unembed import Unembed
+from ..depth.gates import on_device
+from ..routers.routers import TIDERouters
 from .teacher_forcing import exit_scores
 
 ARRAYS_PER_LOGIT = 2  # logits and log-probabilities

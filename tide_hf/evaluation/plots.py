@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..display.plotting import DOTS_PER_INCH, SIZE, figure_maker
+from ..common.display.plotting import DOTS_PER_INCH, SIZE, figure_maker
 
 
 def save_quality_plot(record: dict[str, Any], file: str | os.PathLike[str]) -> None:

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..calibration.report import Steps
 from ..calibration.sources import describe_source
 from ..calibration.threshold import check_counts, check_share
-from ..contenders import check_plain
-from ..errors import ConfigurationError, describe, short
-from ..routers.configuration_tide import check_exit_threshold
-from ..routers.modeling_tide import TIDERouters
+from ..common.errors import ConfigurationError, describe, short
+from ..routers.config import check_exit_threshold
+from ..routers.routers import TIDERouters
+from .baselines import check_plain
 from .perplexity import read_texts, score_texts
 
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)

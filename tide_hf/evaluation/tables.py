@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..calibration.tables import MISSING, TextTable
+from ..routers.tables import MISSING, TextTable
 
 DEPTH_NOTE = (
     "Depth: mean layer that tokens are read from, over the number of layers; counted, not timed. Intervals: "

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..base_model.structure import find_structure, input_device
+from ..base_model.unembed import Unembed
 from ..calibration.data import full_depth
 from ..calibration.hidden_states import capture
 from ..calibration.threshold import exit_depths, exit_indices
-from ..depth.skipping import on_device
+from ..depth.gates import on_device
 from ..generation import TIDEGenerationMixin
-from ..routers.modeling_tide import TIDERouters
-from ..structure import find_structure, input_device
-from ..unembed import Unembed
+from ..routers.routers import TIDERouters
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""What is learned and goes to the Hub: routers and exit heads, their config, and the files that they come in.
+"""What is learned and goes to the Hub: routers and exit heads, their config, their files and their card.
 
-`modeling_tide` and `configuration_tide` are a `PreTrainedModel` and its config; `exit_points` is what stands at an exit
-layer, `block_head` the head with a decoder layer of its own. The files may be anybody's: `config_checks` and
-`router_files` say what is refused, and why.
+`routers` and `config` are a `PreTrainedModel` and its config; `exit_points` is what stands at an exit layer, and
+`block_head` the head with a decoder layer of its own. Files may be anybody's: `config_checks` and `files` say what is
+refused, and why. `publish` uploads them, with the card that `card` writes of the calibration's record (`tables`,
+`plots`).
 """

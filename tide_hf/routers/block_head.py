@@ -15,8 +15,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from ..errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
-from ..structure import TUPLE_LAYERS, DecoderStructure, cache_argument_of, find_structure
+from ..base_model.structure import TUPLE_LAYERS, DecoderStructure, cache_argument_of, find_structure
+from ..common.errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
 
 # What a config that fits no model can make transformers' constructors raise.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigurationError, describe, short
+from ..common.errors import ConfigurationError, describe, short
 
 # Far beyond any model, and small enough that a file cannot make a loop or an allocation that does not end.
 LARGEST = {

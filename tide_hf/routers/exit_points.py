@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .block_head import BlockHead
-from .configuration_tide import TIDEConfig
+from .config import TIDEConfig
 
 
 class ExitRouter(nn.Module):

@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from tide_hf.benchmark import compare
-from tide_hf.contenders import Contender
-from tide_hf.errors import ConfigurationError, describe
+from tide_hf.common.errors import ConfigurationError, describe
+from tide_hf.evaluation.baselines import Contender
+from tide_hf.evaluation.benchmark import compare
 
 from ..adapters import WAYS, make_contenders
 from ..bench import Bench

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.benchmark import compare
-from tide_hf.contenders import Contender, usable_threshold, weight_sharing_copy
-from tide_hf.routers.configuration_tide import NEVER_EXIT
+from tide_hf.evaluation.baselines import Contender, usable_threshold, weight_sharing_copy
+from tide_hf.evaluation.benchmark import compare
+from tide_hf.routers.config import NEVER_EXIT
 
 from ..adapters import attached
 from ..bench import Bench

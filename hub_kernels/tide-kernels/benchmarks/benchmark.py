@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import stage
 
-from tide_hf import reference_ops
+from tide_hf.kernels import reference as reference_ops
 
 CALLS, REPEATS = 50, 9
 DTYPE = torch.bfloat16

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for reference64.py
 
 import stage  # noqa: E402
 
-from tide_hf import reference_ops  # noqa: E402
+from tide_hf.kernels import reference as reference_ops  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import stage
 import torch
 from test_kernel_norm_route import arguments
 
-from tide_hf.kernel_loading import check_files
+from tide_hf.kernels.loader import check_files
 
 
 @pytest.fixture

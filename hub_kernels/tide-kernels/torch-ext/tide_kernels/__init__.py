@@ -1,7 +1,7 @@
 """Fused ops for early exit and self-speculative decoding, in Triton and (for some of them, in some builds) CUDA C++.
 
-Every op has a reference of the same name in plain PyTorch in `tide_hf.reference_ops`. Any hidden size, any number of
-rows, strided and empty inputs, float32, float16 and bfloat16; sums are float32.
+Every op has a reference of the same name in plain PyTorch in `tide_hf.kernels.reference`. Any hidden size, any number
+of rows, strided and empty inputs, float32, float16 and bfloat16; sums are float32.
 """
 
 from __future__ import annotations

@@ -1,0 +1,108 @@
+"""Proof on a probe that the parts that were found in a model, and its unembedding, are the right ones."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..common.errors import UnsupportedModelError, describe, quoted
+from .structure import CACHE, DecoderStructure, evaluating, input_device
+from .unembed import Unembed
+
+PROBE_LENGTH = 4
+
+
+@torch.no_grad()
+def check_parity(
+    model: PreTrainedModel, structure: DecoderStructure, length: int = PROBE_LENGTH, cache: Cache | None = None
+) -> Tensor:
+    """Prove on a tiny probe that `structure` and [`Unembed`] give the model's own logits.
+
+    Args:
+        model: The base model.
+        structure: What `find_structure` found.
+        length: Tokens of the probe.
+        cache: An empty cache to read them into, if any.
+
+    Returns:
+        The model's logits, (length, vocabulary).
+
+    Raises:
+        UnsupportedModelError: The logits differ, a layer returns another kind than the structure says, or the model
+            does not run on tokens alone.
+    """
+    last: list[Any] = []
+    with structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output)):
+        expected = probe(model, structure, 0, length, cache)
+    if not last:  # mllama's, where the last layer attends to images
+        raise _no_parity(model, "a last layer that does not run on text alone", "one that does")
+    if isinstance(last[0], tuple) != structure.returns_tuple:
+        raise _no_parity(
+            model, f"layers that return {type(last[0]).__name__}", "the kind that structure.TUPLE_LAYERS says"
+        )
+    state = last[0][0] if isinstance(last[0], tuple) else last[0]
+    with evaluating(model):
+        logits = Unembed(model, structure)(state)[0].float().to(expected.device)
+    scale = float(expected.abs().max())
+    tolerance = 1e-5 if model.dtype == torch.float32 else 2e-2
+    difference = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("nan")
+    if not difference <= tolerance * max(scale, 1.0):  # also where it is NaN
+        raise _no_parity(model, f"a difference of {difference:.3g}", f"at most {tolerance * max(scale, 1.0):.3g}")
+    return expected
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None) -> Tensor:
+    """Logits (end - start, vocabulary) of a pass over some tokens of the probe.
+
+    Args:
+        model: The base model.
+        structure: Its structure.
+        start: The first of them.
+        end: The one behind the last.
+        cache: What holds those before `start`, if any.
+
+    Raises:
+        UnsupportedModelError: The model does not run on tokens alone.
+    """
+    positions = torch.arange(start, end, device=input_device(model))[None]
+    tokens = positions % structure.vocab_size
+    # A mask, since one of the tokens may be the pad token, of which transformers warns.
+    inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
+    try:
+        if cache is None:
+            inputs |= {"input_ids": tokens, "use_cache": False}
+        else:
+            if "position_ids" in inspect.signature(model.forward).parameters:  # as `generate` does
+                inputs["position_ids"] = positions
+            inputs = model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
+        with evaluating(model):
+            return model(**inputs).logits[0].float()
+    except torch.OutOfMemoryError:  # no property of the model's
+        raise
+    # So models say that they want images or sound, or stumble where there are none.
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            describe(
+                f"{type(model).__name__} does not run on text alone",
+                got=quoted(error),
+                expected="a causal language model, whatever else it takes",
+                do="Pass its text model, if it is one by itself.",
+            )
+        ) from error
+
+
+def _no_parity(model: PreTrainedModel, got: str, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        describe(
+            f"the logits of {type(model).__name__} cannot be reproduced from its last decoder layer",
+            got=got,
+            expected=expected,
+            do="Teach tide_hf the family: see 'Add a model family' in the README.",
+        )
+    )

@@ -1,0 +1,327 @@
+"""Where a causal language model keeps its decoder layers, final norm and head. One table, no guessing.
+
+To add a model family: if its layers and norm sit at paths that `LAYOUTS` lacks, add a row; if its layers return a
+tuple, add its `model_type` to `TUPLE_LAYERS`; if it does something to the logits after the head, add that to
+`unembed.py`; then add a tiny config to `tests/families.py`, which puts it through every test.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+
+
+class Layout(NamedTuple):
+    """Dotted paths, from the causal language model, of the parts of one way to arrange a decoder."""
+
+    layers: str
+    norm: str
+    projection: str | None = None
+
+
+LAYOUTS = (
+    Layout("model.layers", "model.norm"),  # llama, qwen, mistral, gemma, granite, ...
+    Layout("model.layers", "model.final_layernorm"),  # phi, jamba, bamba
+    Layout("transformer.h", "transformer.ln_f"),  # gpt2, falcon, bloom
+    Layout("gpt_neox.layers", "gpt_neox.final_layer_norm"),
+    Layout("model.decoder.layers", "model.decoder.final_layer_norm", "model.decoder.project_out"),  # opt
+    Layout("backbone.layers", "backbone.norm_f"),  # mamba
+    Layout("model.language_model.layers", "model.language_model.norm"),  # gemma3, qwen-vl, llava, ...: they see images
+    Layout("model.text_model.layers", "model.text_model.norm"),  # idefics3, smolvlm
+    Layout("language_model.model.layers", "language_model.model.norm"),  # llama4
+)
+TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
+MLP_NAMES = ("mlp", "feed_forward")  # a layer's part that treats each token by itself; opt has none of its own
+# What `generate`, models and their outputs call the cache: transformers 5.24 renamed it, and warns of the old name.
+_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
+CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past", "past_key_value", "cache_params")
+
+
+@dataclass(frozen=True)
+class DecoderStructure:
+    """The parts of a base model that early exit needs.
+
+    Attributes:
+        layers: The decoder layers, in order.
+        mlps: The layers' MLPs, where they are modules of their own.
+        norm: The final norm; `None` where the model has none.
+        projection: What stands between norm and head (opt's `project_out`); mostly `None`.
+        head: Hidden state to logits, without scaling or softcapping.
+        cache_argument: The parameter of a layer's forward that takes the cache.
+        returns_tuple: Whether a layer returns `(hidden_states, ...)` instead of `hidden_states`.
+        is_recurrent: Whether any layer keeps a recurrent state, which can be neither skipped nor rolled back.
+        hidden_size: Width of the hidden states between layers.
+        vocab_size: Rows of the head.
+    """
+
+    layers: tuple[nn.Module, ...]
+    mlps: tuple[nn.Module, ...]
+    norm: nn.Module | None
+    projection: nn.Module | None
+    head: nn.Module
+    cache_argument: str
+    returns_tuple: bool
+    is_recurrent: bool
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def head_share(self) -> float:
+        """Share of the head in the weights that a pass at full depth reads."""
+        head = self.vocab_size * self.hidden_size
+        layers = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
+        return head / (head + layers)
+
+
+def find_structure(model: PreTrainedModel) -> DecoderStructure:
+    """Find the decoder layers, final norm and head of `model`.
+
+    Args:
+        model: A causal language model of transformers.
+
+    Returns:
+        Its structure. `parity.check_parity` proves on a probe that it is the right one.
+
+    Raises:
+        UnsupportedModelError: Nothing in `LAYOUTS` fits, or there is no head. The message lists what was looked for.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _unsupported(model, "it is no transformers model")
+    config = model.config.get_text_config()
+    num_layers = getattr(config, "num_hidden_layers", None)
+    layout = next((row for row in LAYOUTS if _fits(model, row, num_layers)), None)
+    head = model.get_output_embeddings()
+    if layout is None or head is None:
+        raise _unsupported(model, "no decoder layers" if layout is None else "no output head (get_output_embeddings())")
+    layers = tuple(_resolve(model, layout.layers))
+    return DecoderStructure(
+        layers=layers,
+        mlps=tuple(mlp for layer in layers for mlp in map(layer._modules.get, MLP_NAMES) if mlp is not None),
+        norm=_resolve(model, layout.norm),
+        projection=_resolve(model, layout.projection) if layout.projection else None,
+        head=head,
+        cache_argument=cache_argument_of(model, layers[0]),
+        returns_tuple=config.model_type in TUPLE_LAYERS,
+        # MiniMax does not say so by itself, but has a cache of its own kind for it.
+        is_recurrent=bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache(),
+        hidden_size=config.hidden_size,
+        vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have shapes of their own
+    )
+
+
+def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
+    """Refuse a model whose decoder layers are not those that its structure was found with, in the same order.
+
+    Args:
+        model: The model.
+        structure: Its structure, as it was. Layers may have been wrapped since then.
+
+    Raises:
+        UnsupportedModelError: A layer was taken out, replaced, moved or added.
+    """
+    known = structure.layers
+    lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
+    found = {path: tuple(layers) for path, layers in lists.items() if isinstance(layers, nn.ModuleList)}
+    if any(len(now) == len(known) and all(map(_holds, now, known)) for now in found.values()):
+        return
+    path, now = max(found.items(), key=lambda item: len({*item[1]} & {*known}), default=("", ()))
+    missing = [f"{path}.{i}" for i, layer in enumerate(known) if not any(_holds(one, layer) for one in now)]
+    raise UnsupportedModelError(
+        describe(
+            "the model's decoder layers are not those that TIDE was attached to",
+            got=f"a model without what was {', '.join(missing)}" if missing else f"{len(now)} layers, added or moved",
+            expected=f"the same {len(known)} layers in the same order",
+            do="Put them back; or detach TIDE, let config.num_hidden_layers say how many there are, and attach it with "
+            "routers that were calibrated for the model as it is.",
+        )
+    )
+
+
+def _holds(module: nn.Module, layer: nn.Module) -> bool:
+    return module is layer or any(part is layer for part in module.modules())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model be in evaluation mode; each of its modules gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens. `model.device` does not tell: offloaded weights are nowhere until they are used.
+
+    Args:
+        model: A causal language model, possibly dispatched or offloaded by accelerate.
+    """
+    return _device_of(model.get_input_embeddings())
+
+
+def output_device(structure: DecoderStructure) -> torch.device:
+    """Where the final norm of a model reads states and leaves them; the head, where the norm has no weights."""
+    has_weights = structure.norm is not None and any(True for _ in structure.norm.parameters())
+    return _device_of(structure.norm if has_weights else structure.head)
+
+
+def _device_of(module: Any) -> torch.device:
+    device = next(chain(module.parameters(), module.buffers())).device
+    if device.type != "meta":
+        return device
+    hook = getattr(module, "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
+
+
+def rope_limits(config: Any) -> dict[str, int]:
+    """Where the angles of rotary embeddings begin to depend on the longest position of a pass, by kind of these.
+
+    With `longrope` they change once, behind so many tokens; with `dynamic`, at every longer pass from there on.
+
+    Args:
+        config: The base model's text config. It has settings for all layers, or some for each kind of layer.
+    """
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict):
+        return {}
+    found: dict[str, int] = {}
+    for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+        if (kind := rope.get("rope_type")) in ("longrope", "dynamic"):
+            own = rope.get("original_max_position_embeddings")
+            own = own or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            found[kind] = min(own, found.get(kind, own))
+    return found
+
+
+def may_replace_cache(config: Any, prompt_length: int) -> bool:
+    """Whether a model may read a prompt into a cache of its own, as Phi-3's do behind the context they began with.
+
+    Args:
+        config: The base model's text config.
+        prompt_length: Tokens of the prompt.
+    """
+    limit = getattr(config, "original_max_position_embeddings", None)
+    return limit is not None and prompt_length > limit
+
+
+def counts_slots(config: Any, max_length: int) -> bool:
+    """Whether attention counts slots of the cache, hidden or not, from some length on, as Llama 4's does.
+
+    Args:
+        config: The base model's text config.
+        max_length: Most tokens of prompt and answer, padding included.
+    """
+    return bool(getattr(config, "attn_temperature_tuning", False)) and max_length > getattr(config, "floor_scale", 0)
+
+
+def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
+    """Refuse to draft where a model's rotary embedding changes with length.
+
+    The longest position so far, which decides, may be that of a draft that is rejected, so that tokens could differ
+    from plain decoding's.
+
+    Args:
+        config: The base model's text config.
+        prompt_length: Tokens of the prompt.
+        max_length: Most tokens of prompt and answer.
+
+    Raises:
+        UnsupportedOptionError: The answer may come to a length at which it changes.
+    """
+    for kind, limit in rope_limits(config).items():
+        if limit >= max_length or (kind == "longrope" and prompt_length > limit):
+            continue
+        longer = ", or a prompt longer than that" if kind == "longrope" else ""
+        shorten = f"Pass max_new_tokens={limit - prompt_length} or less, or d" if limit > prompt_length else "D"
+        raise UnsupportedOptionError(
+            describe(
+                "the model's rotary embedding changes within this answer",
+                got=f"a prompt of {prompt_length} tokens and max_length={max_length}",
+                expected=f"at most {limit} tokens in all{longer}",
+                do=f"{shorten}etach TIDE for this call.",
+            )
+        )
+
+
+def last_position(config: Any) -> int | None:
+    """Positions that a model has embeddings for, each learnt or tabled by itself; `None` where any will do.
+
+    Args:
+        config: The base model's text config.
+    """
+    if getattr(config, "rope_parameters", None):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def has_windows(config: Any) -> bool:
+    """Whether some layers attend to a part of the context: a window counts slots of the cache, hidden or not.
+
+    Args:
+        config: The base model's text config.
+    """
+    kinds = set(getattr(config, "layer_types", None) or [])
+    return bool(kinds - {"full_attention"}) or bool(getattr(config, "sliding_window", None))
+
+
+_ABSENT = object()
+
+
+def _resolve(model: nn.Module, path: str, default: object = None) -> Any:
+    found: Any = model
+    for name in path.split("."):
+        found = getattr(found, name, _ABSENT)
+        if found is _ABSENT:
+            return default
+    return found
+
+
+def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:
+    layers = _resolve(model, layout.layers)
+    has_norm = _resolve(model, layout.norm, _ABSENT) is not _ABSENT
+    return isinstance(layers, nn.ModuleList) and len(layers) == num_layers and num_layers > 1 and has_norm
+
+
+def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
+    """The parameter of a layer's forward that takes the cache.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    parameters = inspect.signature(type(layer).forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    raise _unsupported(model, f"a layer whose forward takes none of {', '.join(CACHE_ARGUMENTS)}")
+
+
+def _unsupported(model: object, found: str) -> UnsupportedModelError:
+    looked_for = "; ".join(f"{row.layers} with {row.norm}" for row in LAYOUTS)
+    return UnsupportedModelError(
+        describe(
+            f"{type(model).__name__} is not a causal language model that tide_hf knows",
+            got=found,
+            expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
+            f"{looked_for}; and an output head",
+            do="Pass an AutoModelForCausalLM, or add the family as the README's 'Add a model family' describes.",
+        )
+    )

@@ -1,0 +1,257 @@
+"""From a hidden state before the final norm to logits, exactly as the base model does it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..kernels.ops import PLAIN, Ops
+from ..kernels.reference import which_norm
+from .inputs import takes_media
+from .structure import DecoderStructure
+
+HASH_ROWS = 256
+SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
+# Models around a text model that do to the logits what its config says; the others do nothing to them.
+SCALING_AROUND = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
+
+
+class Unembed:
+    """The base model's final norm, projection, head and what it does to the logits after the head.
+
+    Args:
+        model: The base model.
+        structure: Its structure.
+        ops: What is run where kernels fuse several steps.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = PLAIN) -> None:
+        config = model.config.get_text_config()
+        if takes_media(model) and model.config.model_type not in SCALING_AROUND:
+            config = None
+        self.structure = structure
+        self.ops = ops
+        self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # what kernels call the final norm, once known
+        self.divisor = getattr(config, "logits_scaling", None)  # granite
+        self.factor = getattr(config, "logit_scale", None)  # cohere
+        self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
+
+    def normalize(self, hidden_states: Tensor) -> Tensor:
+        """Hidden states of any layer, before the final norm -> after it. Shape and dtype stay."""
+        norm = self.structure.norm
+        return hidden_states if norm is None else norm(hidden_states)
+
+    def route(self, router: Any, hidden_states: Tensor) -> Tensor:
+        """Score hidden states before the final norm.
+
+        Args:
+            router: An `ExitRouter`.
+            hidden_states: (..., D).
+
+        Returns:
+            (...) exit scores in float32.
+        """
+        norm: Any = self.structure.norm
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        down, up = router.down, router.up
+        fused = self.ops.run_on(hidden_states, weight, bias, down.weight, up.weight) and weight is not None
+        if fused and hidden_states.dtype not in self._norms:
+            self._norms[hidden_states.dtype] = which_norm(norm, hidden_states)
+        found = self._norms[hidden_states.dtype] if fused else None
+        if found is None:
+            return router(self.normalize(hidden_states).to(down.weight.device))  # the norm may be on another one
+        rows, (name, eps) = hidden_states.reshape(-1, hidden_states.shape[-1]), found
+        weights = (weight, bias, down.weight, down.bias, up.weight, up.bias)
+        scores, _ = self.ops.norm_route(rows, *weights, eps=eps, exit_threshold=1.0, norm=name)
+        return scores.view(hidden_states.shape[:-1])
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden states to logits.
+
+        Args:
+            hidden_states: (..., hidden_size), before the final norm, in the model's dtype.
+
+        Returns:
+            (..., vocab_size) logits in the model's dtype.
+        """
+        state = self.normalize(hidden_states)
+        if self.structure.projection is not None:
+            state = self.structure.projection(state)
+        logits = self.structure.head(state)
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.factor is not None:
+            logits = logits * self.factor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class DraftUnembed:
+    """Top tokens of hidden states, among all tokens or a few.
+
+    What a base model does to its logits behind the head keeps their order, so it is left out.
+
+    Args:
+        unembed: The base model's unembedding.
+        token_ids: (draft_vocab_size,) the tokens to choose from; `None` for all.
+    """
+
+    def __init__(self, unembed: Unembed, token_ids: Tensor | None = None) -> None:
+        self.unembed = unembed
+        self.token_ids = token_ids
+        self.head = _rows_of(unembed.structure.head, token_ids) if token_ids is not None else unembed.structure.head
+        self._source = self._find_source()
+
+    def is_current(self) -> bool:
+        """Whether the head still has the rows that were copied, unless they were written to by way of `.data`."""
+        return self._find_source() == self._source
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden states to their top tokens.
+
+        Args:
+            hidden_states: (..., hidden_size), before the final norm, in the model's dtype.
+
+        Returns:
+            (...) token ids.
+        """
+        state = self._state(hidden_states)
+        if self._is_fused(state):
+            return self._fused(state)[0]
+        return self._tokens(greedy_tokens(self.head(state)))
+
+    def top1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """As a call; with them, (...) their log-probabilities among the tokens to choose from, float32."""
+        state = self._state(hidden_states)
+        if self._is_fused(state):
+            return self._fused(state)
+        logits = self.head(state).float()
+        best, top = logits.max(dim=-1)
+        return self._tokens(top), best - logits.logsumexp(dim=-1)
+
+    def _find_source(self) -> tuple[tuple[int, ...], ...] | None:
+        """Where the copied rows come from; `None` where none were copied."""
+        if self.token_ids is None:
+            return None
+        head: Any = self.unembed.structure.head
+        parts = [part for part in (head.weight, getattr(head, "bias", None)) if part is not None]
+        return tuple((id(part), part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+
+    def _state(self, hidden_states: Tensor) -> Tensor:
+        state = self.unembed.normalize(hidden_states)
+        projection = self.unembed.structure.projection
+        state = state if projection is None else projection(state)
+        # A head's own hooks move what it reads; a copy of some of its rows has none.
+        return state if self.token_ids is None else state.to(next(self.head.parameters()).device)
+
+    def _is_fused(self, state: Tensor) -> bool:
+        head: Any = self.head
+        is_plain = type(head) is nn.Linear and is_plain_linear(head) and state.dtype == head.weight.dtype
+        return is_plain and self.unembed.ops.run_on(state, head.weight, head.bias)
+
+    def _fused(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        head: Any = self.head
+        rows = state.reshape(-1, state.shape[-1])
+        top, log_probabilities = self.unembed.ops.draft_top1(rows, head.weight, head.bias)
+        return self._tokens(top.view(state.shape[:-1])), log_probabilities.view(state.shape[:-1])
+
+    def _tokens(self, top: Tensor) -> Tensor:
+        return top if self.token_ids is None else self.token_ids.to(top.device)[top]
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The first of the highest logits, as `argmax` finds it, which takes six times as long in bfloat16 on CPUs.
+
+    Args:
+        logits: (..., V).
+
+    Returns:
+        (...) token ids.
+    """
+    return logits.max(dim=-1).indices
+
+
+def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
+    """A linear layer with these rows of `head`; the head itself is not changed."""
+    weight: Any = head.weight
+    bias: Any = getattr(head, "bias", None)
+    index = token_ids.to(weight.device)
+    rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[index], requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.detach()[index], requires_grad=False)
+    return rows
+
+
+def unembed_hash(head: nn.Module) -> str | None:
+    """Fingerprint a head so that dtype and weight quantisation hardly change it.
+
+    Each bit is the sign of one row's projection on a fixed random direction (SimHash, Charikar 2002), so close
+    weights give close fingerprints and unrelated weights differ in about half of the bits.
+
+    Args:
+        head: The output head, weight (vocab_size, D).
+
+    Returns:
+        64 hexadecimal digits; `None` where the weight is offloaded, or packed and does not unpack itself.
+    """
+    weight: Any = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+        return None
+    if _unpacks_itself(weight):
+        weight = weight.dequantize()
+    if _is_sharded(weight):
+        weight = weight.full_tensor()
+    width = weight.shape[1]
+    direction = hashlib.shake_256(b"tide_hf unembed").digest((width + 7) // 8)
+    signs = [1.0 if direction[i // 8] >> (i % 8) & 1 else -1.0 for i in range(width)]
+    rows = torch.linspace(0, weight.shape[0] - 1, HASH_ROWS, dtype=torch.float64, device="cpu").long()
+    bits = (weight.detach()[rows.to(weight.device)].float().cpu() @ torch.tensor(signs, device="cpu") > 0).tolist()
+    return f"{sum(1 << position for position, bit in enumerate(bits) if bit):064x}"
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Tell models apart that share a head, as one does with and without an adapter.
+
+    Args:
+        model: The model, or a part of it. Of each tensor a few values are read; what is offloaded, or packed and
+            does not unpack itself, is left out.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        readable = type(weight) is nn.Parameter or _unpacks_itself(weight)
+        if readable and weight.is_floating_point() and weight.device.type != "meta":
+            flat = (weight.dequantize() if _unpacks_itself(weight) else weight).detach().reshape(-1)
+            digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
+    return digest.hexdigest()
+
+
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether the head's weight can be read as it is: no packed bits, not offloaded, and not spread over processes."""
+    weight: Any = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+        return False
+    return not (_unpacks_itself(weight) or _is_sharded(weight))
+
+
+def _unpacks_itself(weight: Tensor) -> bool:
+    """Whether it is one of the quantised tensors that call themselves floating-point, but can hardly be indexed."""
+    return type(weight).dequantize is not Tensor.dequantize
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    """Whether tensor parallelism has left each process a part of it."""
+    return hasattr(weight, "full_tensor")
+
+
+def hash_distance(first: str, second: str) -> float:
+    """Share of differing bits: about 0.5 for unrelated heads, a few percent after quantisation, 0 for the same."""
+    return (int(first, 16) ^ int(second, 16)).bit_count() / HASH_ROWS

@@ -1,0 +1,7 @@
+"""``python -m tide_hf.cli``."""
+
+import sys
+
+from .main import main
+
+sys.exit(main())

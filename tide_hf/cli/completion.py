@@ -1,0 +1,38 @@
+"""``tide-hf completion``: the script with which a shell completes commands and options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from ..common.errors import MissingPackageError, describe
+
+PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of what may be a path
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    try:
+        import shtab  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise MissingPackageError(
+            describe(
+                "completion scripts cannot be made",
+                got="no shtab",
+                expected="shtab 1.7 or later",
+                do="Run: pip install tide-hf[completion]",
+            )
+        ) from error
+    for action in _actions(args.parser):
+        if action.metavar in PATHS:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(args.parser, shell=args.shell))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """All options and arguments, those of the commands as well."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)

@@ -1,0 +1,81 @@
+"""A chat that keeps its K/V cache from turn to turn, so that each turn costs only what it adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..base_model.structure import CACHE, find_structure
+from ..common.chat_prompts import encode_messages
+from ..common.errors import ConfigurationError, describe
+from ..evaluation.baselines import Contender
+from ..evaluation.benchmark import Run, timed_run
+from ..speculation.prefix_cache import PrefixCache
+from .prompts import check_room
+
+
+class Conversation:
+    """A chat with an attached model.
+
+    Every turn feeds the whole conversation as the chat template words it, and what the cache holds of it already is
+    not computed again. Where the template words an earlier turn otherwise than the cache has it, the cache is cut back
+    to what they share.
+
+    Args:
+        contender: Who answers.
+        tokenizer: The model's tokenizer, with a chat template.
+        max_new_tokens: Most tokens an answer.
+
+    Attributes:
+        messages: The conversation so far.
+
+    Raises:
+        ConfigurationError: There is no chat template.
+    """
+
+    def __init__(self, contender: Contender, tokenizer: Any, max_new_tokens: int) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigurationError(
+                describe(
+                    "this model cannot chat",
+                    got="a tokenizer without a chat template",
+                    expected="one with a chat template, as instruction-tuned models have",
+                    do="Use tide-hf generate, or a model that was tuned to follow instructions.",
+                )
+            )
+        self.contender = contender
+        self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self._recurrent = find_structure(contender.model).is_recurrent
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was said."""
+        self.messages: list[dict[str, str]] = []
+        self._prefix = None if self._recurrent else PrefixCache(self.contender.model.config)
+
+    def ask(self, question: str, streamer: Any = None) -> Run:
+        """Take a turn. One that fails or is interrupted leaves the conversation as it was.
+
+        Args:
+            question: The user's message.
+            streamer: Gets the tokens as they come.
+
+        Returns:
+            The run that answered.
+
+        Raises:
+            ConfigurationError: The conversation has become too long for the model.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        inputs = encode_messages(self.tokenizer, messages)
+        tokens = inputs["input_ids"][0].tolist()
+        check_room(self.contender.model, len(tokens), self.max_new_tokens)
+        caches = {} if self._prefix is None else {CACHE: self._prefix.take(tokens)}
+        options = self.contender.options | caches
+        run = timed_run(replace(self.contender, options=options), inputs, self.max_new_tokens, streamer)
+        if self._prefix is not None:
+            self._prefix.keep(caches[CACHE], tokens + run.new_tokens)
+        answer = self.tokenizer.decode(run.new_tokens, skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return run

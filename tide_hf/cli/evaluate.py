@@ -1,0 +1,44 @@
+"""``tide-hf evaluate``: perplexity of early exits over thresholds, against the base model's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+
+from ..calibration.report import Steps
+from ..common.display.plotting import figure_maker
+from ..evaluation import QualityOptions, measure_quality
+from ..evaluation.plots import save_quality_plot
+from ..evaluation.tables import quality_table
+from ..hub.provenance import command_line, provenance
+from ..routers.tables import rich_table
+from .arguments import check_writable
+from .model_arguments import load, required
+from .parser import EVALUATE_OPTIONS
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    options = QualityOptions(**{name: getattr(args, name) for name in ("text", *EVALUATE_OPTIONS)})
+    options.check()
+    if args.plot is not None:
+        figure_maker()
+        check_writable(args.plot, "--plot")
+    loaded = load(args)
+    routers = required(loaded.routers, "evaluate")
+    with Steps(enabled=sys.stderr.isatty()) as steps:
+        record = measure_quality(loaded.model, loaded.tokenizer, routers, options, steps)
+    if args.plot is not None:
+        save_quality_plot(record, args.plot)
+    if args.json:
+        facts = {"command": command_line(args.argv), "routers": loaded.routers_origin}
+        print(json.dumps(provenance(loaded.model) | facts | record, indent=2))
+    else:
+        title, table, note = quality_table(record)
+        console = Console()
+        console.print()
+        console.print(rich_table(title, table))
+        console.print(note, markup=False, highlight=False)

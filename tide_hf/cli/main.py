@@ -1,0 +1,99 @@
+"""``tide-hf``: parses a command line and hands it on to `run` in the module of its name."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+
+from ..common.errors import TIDEError, describe
+from .parser import make_parser
+
+EXIT_USAGE = 2  # also what argparse exits with
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `tide-hf`.
+
+    Args:
+        argv: The arguments; default: those of the process.
+
+    Returns:
+        The exit status: 0, 2 after an error that was explained on standard error, 130 where interrupted, 141 where
+        nobody read the output to its end.
+    """
+    _open_streams()
+    parser = make_parser()
+    args, passed_on = parser.parse_known_args(argv)
+    if passed_on and args.command != "serve":  # only serve hands options on to another program
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
+    args.passed_on = passed_on
+    args.parser, args.argv = parser, list(sys.argv[1:] if argv is None else argv)
+    if args.debug:
+        logging.basicConfig()  # to standard error
+        logging.getLogger("tide_hf").setLevel("INFO")
+    try:
+        _run(args)
+        sys.stdout.flush()
+    except TIDEError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"tide-hf: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, a file that may not be written
+        if args.debug:
+            traceback.print_exc()
+        _drop_output()
+        print(f"tide-hf: {_of_system(error)}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def _of_system(error: OSError) -> str:
+    return describe(
+        "the system refused to read or write",
+        got=f"'{error}'",
+        expected="files and output that may be written, and room for them",
+        do="Mend that, or name other files. --debug shows where it happened.",
+    )
+
+
+def _open_streams() -> None:
+    """Put empty streams where a caller closed the standard ones, which Python then has as `None`.
+
+    What standard output has no characters for becomes question marks, instead of an error amid an answer.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Let what is left of the output go nowhere, or Python complains when it closes it."""
+    with suppress(OSError):  # a stream of a test has no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Load the command, which may take seconds, and run it; refuse what can be refused before that."""
+    if hasattr(args, "prepare"):
+        args.prepare(args)
+    command = import_module(f".{args.command}", __package__)
+    if args.command != "completion" and not sys.stderr.isatty():
+        import_module("transformers.utils.logging").disable_progress_bar()
+    command.run(args)

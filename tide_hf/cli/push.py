@@ -1,0 +1,23 @@
+"""``tide-hf push``: uploads routers and their card to the Hub, or the code of a custom_generate repository."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..routers.publish import push_custom_generate, push_routers
+from ..routers.routers import TIDERouters
+from .arguments import refuse_unused
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    options = {name: getattr(args, name) for name in ("private", "create_pr", "revision")}
+    if hasattr(args, "commit_message"):
+        options["commit_message"] = args.commit_message
+    if args.custom_generate:
+        refuse_unused(args, ["license"], "beside --custom-generate")
+        commit = push_custom_generate(args.folder, args.repo_id, **options)
+    else:
+        routers = TIDERouters.from_pretrained(args.folder)
+        commit = push_routers(routers, args.repo_id, license=args.license, **options)
+    print(commit.pr_url or commit.commit_url)

@@ -1,0 +1,111 @@
+"""``tide-hf serve``: transformers' own server, with TIDE attached to the model that it loads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import typer
+from transformers.utils.import_utils import is_serve_available
+
+from ..common.errors import ConfigurationError, MissingPackageError, describe
+from ..model import TIDEModelForCausalLM
+from ..routers.routers import TIDERouters
+from .model_arguments import named_routers, required, routers_for
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command. What its parser does not know, `args.passed_on`, goes to `transformers serve`.
+
+    Raises:
+        MissingPackageError: A package of the server is not installed.
+        ConfigurationError: The mode needs routers, and there are none; or continuous batching is asked for.
+    """
+    _check_packages()
+    _check_batching(args.passed_on)
+    named = named_routers(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    from transformers.cli.serve import Serve  # noqa: PLC0415 - needs packages of the extra
+
+    server = typer.Typer(add_completion=False)
+    server.command()(Serve)
+    with prepared_models(partial(attach_warmed_up, args=args, named=named)):
+        server([args.model, "--dtype", args.dtype or "auto", *args.passed_on], prog_name="tide-hf serve")
+
+
+@contextmanager
+def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
+    """Have transformers' server, where it is built and run within, do something to each model that it loads.
+
+    The server has no setting for that, so the method that loads a model is replaced. A server loads the model that it
+    is built for before it listens.
+
+    Args:
+        prepare: Takes a model that was loaded, and gives the one to serve.
+    """
+    from transformers.cli.serving.model_manager import ModelManager  # noqa: PLC0415 - needs packages of the extra
+
+    load = ModelManager._load_model
+
+    def load_and_prepare(self: ModelManager, *args: Any, **kwargs: Any) -> Any:
+        return prepare(load(self, *args, **kwargs))
+
+    ModelManager._load_model = load_and_prepare
+    try:
+        yield
+    finally:
+        ModelManager._load_model = load
+
+
+def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
+    """Attach TIDE as the arguments say, and warm its engine up, so that no request waits for a compiler.
+
+    Args:
+        model: A base model.
+        args: The command's.
+        named: The routers that they name, if any.
+
+    Returns:
+        The model, attached.
+
+    Raises:
+        ConfigurationError: The mode needs routers, and there are none.
+    """
+    routers, _ = routers_for(model, args, named)
+    if args.mode != "self_speculative":
+        required(routers, f"--mode {args.mode}")
+    attached = TIDEModelForCausalLM.attach(
+        model, routers, mode=args.mode, exit_threshold=args.exit_threshold, engine=args.engine
+    )
+    if args.mode == "self_speculative":  # the other modes run layer by layer
+        attached.tide_warm_up()
+    return attached
+
+
+def _check_packages() -> None:
+    if not is_serve_available():
+        raise MissingPackageError(
+            describe(
+                "the server cannot start",
+                got="an environment without fastapi, uvicorn, pydantic or openai",
+                expected="the packages of the extra 'serve'",
+                do='Run: pip install "tide-hf[serve]"',
+            )
+        )
+
+
+def _check_batching(passed_on: list[str]) -> None:
+    if "--continuous-batching" in passed_on:
+        raise ConfigurationError(
+            describe(
+                "TIDE does not decode in continuous batches",
+                got="--continuous-batching",
+                expected="a server that answers one request at a time",
+                do="Leave it out, or run `transformers serve` without TIDE.",
+            )
+        )

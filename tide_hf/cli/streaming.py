@@ -1,0 +1,132 @@
+"""Answers in the terminal: token by token, and then coloured by the depth that each token used."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+from transformers.generation.streamers import BaseStreamer
+
+from ..common.display.depth_colours import depth_colours, depth_name
+from ..common.display.token_texts import TokenTexts
+from ..evaluation.baselines import Contender
+from ..evaluation.benchmark import Run
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+
+
+def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
+    """Print an answer token by token; when it is complete, coloured by the depth that each token used.
+
+    Args:
+        answer: Generates with the streamer that it is given.
+        tokenizer: The model's tokenizer.
+        console: Where to print. Where it is no terminal it gets the plain text, and a line break at its end.
+
+    Returns:
+        The run.
+    """
+    texts = TokenTexts(tokenizer)
+    if not console.is_terminal:
+        run = answer(TokenStreamer(lambda token: print(texts.add(token), end="", file=console.file, flush=True)))
+        print(texts.finish(), file=console.file)
+        return run
+    with Live(console=console, refresh_per_second=15) as live:
+
+        def show(token: int) -> None:
+            texts.add(token)
+            live.update(_Tail(Text(_harmless("".join(texts.shown)))))
+
+        run = answer(TokenStreamer(show))
+        texts.finish()
+        live.update(coloured(texts.shown, run))
+    return run
+
+
+class TokenStreamer(BaseStreamer):
+    """Calls back with each new token when it was accepted.
+
+    Args:
+        on_token: The callback.
+    """
+
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self.on_token = on_token
+        self.saw_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, and after it token by token."""
+        if not self.saw_prompt:
+            self.saw_prompt = True
+            return
+        for token in value.flatten().tolist():
+            self.on_token(token)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+class _Tail:
+    """The last lines of a text, as many as the terminal has."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n").join(self.text.wrap(console, options.max_width)[-console.height :])
+
+
+def coloured(texts: Sequence[str], run: Run) -> Text:
+    """The answer, each token in the colour of the depth it was read from."""
+    depths, num_layers = _depths(run)
+    colours = depth_colours(depths, num_layers)
+    text = Text()
+    for piece, depth in zip(texts, depths, strict=True):
+        text.append(_harmless(piece), style=colours[depth].terminal)
+    return text
+
+
+def legend(run: Run) -> Text:
+    """What the colours mean, with the number of tokens of each."""
+    depths, num_layers = _depths(run)
+    counts = Counter(depths)
+    text = Text("  ")
+    for depth, colour in depth_colours(depths, num_layers).items():
+        name = depth_name(depth, num_layers)
+        text.append(f"\N{BLACK SQUARE} {name}: {counts[depth]}   ", style=colour.terminal)
+    text.rstrip()
+    return text
+
+
+def print_figures(run: Run, console: Console) -> None:
+    """Print the legend, and how fast and deep the answer was."""
+    console.print(legend(run))
+    if run.stats is not None:
+        layers = f"{run.stats.depth_fraction * run.stats.num_layers:.1f} of {run.stats.num_layers} layers per token"
+        tokens, warm_up_s = len(run.new_tokens), run.stats.warm_up_s
+        figures = f"  {run.stats.mode}: {tokens} tokens, {tokens / (run.seconds - warm_up_s):.1f} tokens/s, {layers}"
+        if warm_up_s:
+            figures += f"; {warm_up_s:.1f} s before that to make engine={run.stats.engine!r} ready"
+        console.print(figures, style="dim", highlight=False)
+
+
+def answer_record(contender: Contender, tokenizer: Any, run: Run) -> dict[str, Any]:
+    """An answer, ready for JSON: how it was decoded, its text and tokens, its time and counts."""
+    text = tokenizer.decode(run.new_tokens, skip_special_tokens=True)
+    return {"mode": contender.name, "exit_threshold": contender.exit_threshold, "text": text} | run.to_dict()
+
+
+def _harmless(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _depths(run: Run) -> tuple[list[int], int]:
+    """What each token was read from, and the number of layers; of a run that counts nothing, -1 throughout."""
+    return (run.stats.per_token[0], run.stats.num_layers) if run.stats is not None else ([-1] * len(run.new_tokens), -1)

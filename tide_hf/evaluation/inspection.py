@@ -1,0 +1,120 @@
+"""What can be told about a base model and its routers without decoding: facts, ready for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..base_model.parity import check_parity
+from ..base_model.structure import DecoderStructure, find_structure, input_device
+from ..base_model.unembed import Unembed
+from ..calibration.convergence import convergence_by_layer
+from ..common.choices import MODES
+from ..common.errors import UnsupportedModelError
+from ..depth.linear_gate import linears_to_gate
+from ..kernels.cpu.weight_forms import can_pack
+from ..kernels.ops import kernel_facts, load_kernels
+from ..routers.config import NEVER_EXIT
+from ..routers.routers import TIDERouters
+from ..routers.tables import rows_by_layer
+from ..speculation.attachment import Attachment, hybrid_drafter
+
+
+def inspect_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routers: TIDERouters | None, texts: Sequence[str]
+) -> dict[str, Any]:
+    """Gather everything that `tide-hf inspect` shows.
+
+    Args:
+        model: A causal language model, not attached.
+        tokenizer: Its tokenizer.
+        routers: Routers made for it, if any.
+        texts: What its convergence is measured on.
+
+    Returns:
+        `structure`, `modes`, `routers`, `packed_weights`, `kernels` and `convergence`, ready for JSON.
+
+    Raises:
+        UnsupportedModelError: The model is not supported at all.
+        BaseModelMismatchError: The routers belong to another model.
+    """
+    structure = find_structure(model)
+    check_parity(model, structure)
+    if routers is not None:
+        routers.check_base_model(model)
+    return {
+        "structure": structure_facts(model, structure),
+        "modes": mode_facts(model, structure, routers),
+        "routers": router_facts(routers) if routers is not None else None,
+        "packed_weights": packing_facts(structure),
+        "kernels": kernel_facts(load_kernels(device=input_device(model)), input_device(model), model.dtype),
+        "convergence": [asdict(row) for row in convergence_by_layer(model, tokenizer, texts)],
+    }
+
+
+def structure_facts(model: PreTrainedModel, structure: DecoderStructure) -> dict[str, Any]:
+    """The parts of the base model that early exit needs."""
+    return {
+        "family": model.config.get_text_config().model_type,
+        "class": type(model).__name__,
+        "layers": structure.num_layers,
+        "hidden_size": structure.hidden_size,
+        "vocab_size": structure.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(input_device(model)),
+        "parameters": model.num_parameters(),
+    }
+
+
+def mode_facts(
+    model: PreTrainedModel, structure: DecoderStructure, routers: TIDERouters | None
+) -> dict[str, dict[str, Any]]:
+    """For each mode whether the model can run in it, and what stands in the way or is missing."""
+    attachment = Attachment(
+        type(model), structure, Unembed(model, structure), routers, MODES[0], NEVER_EXIT, hybrid_drafter
+    )
+    facts: dict[str, dict[str, Any]] = {}
+    for mode in MODES:
+        try:
+            attachment.check_mode(mode)
+        except UnsupportedModelError as error:
+            facts[mode] = {"supported": False, "note": str(error).partition(": got ")[0]}
+            continue
+        needs_routers = routers is None and mode != "self_speculative"
+        facts[mode] = {"supported": True, "note": "needs routers, and there are none" if needs_routers else None}
+    return facts
+
+
+def router_facts(routers: TIDERouters) -> dict[str, Any]:
+    """What the routers are, and what their calibration measured where it left a record."""
+    config = routers.config
+    record = config.calibration or {}
+    figures = dict(rows_by_layer(record))
+    tensors = [*routers.parameters(), *routers.buffers()]
+    return {
+        "base_model": config.base_model_name_or_path,
+        "exit_strategy": config.exit_strategy,
+        "exit_layers": {str(layer): figures.get(layer, {}) for layer in routers.exit_layers},
+        "exit_threshold": config.exit_threshold,
+        "threshold": {name: record["threshold"][name] for name in ("tolerance", "confidence", "chosen")}
+        if "threshold" in record
+        else None,
+        "tolerances": record.get("tolerances", []),
+        "draft_vocab_size": config.draft_vocab_size,
+        "parameters": sum(parameter.numel() for parameter in routers.parameters()),
+        "size_mb": round(sum(tensor.nbytes for tensor in tensors) / 1e6, 2),
+    }
+
+
+def packing_facts(structure: DecoderStructure) -> dict[str, Any]:
+    """Whether `pack_weights="auto"` would keep a second copy of the weights, and how large it is."""
+    gated, may_copy = linears_to_gate(structure, "auto")
+    linears = [linear for linear in gated if can_pack(linear.weight.dtype)]
+    return {
+        "packed": may_copy and bool(linears),
+        "linear_layers": len(linears),
+        "size_mb": round(sum(linear.weight.nbytes for linear in linears) / 1e6, 2),
+    }

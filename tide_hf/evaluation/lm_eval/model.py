@@ -1,0 +1,142 @@
+"""``TIDELM``: lm-eval's Hugging Face model with TIDE attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from ...common.errors import UnsupportedOptionError, describe
+from ...model import TIDEModelForCausalLM
+from ...routers.routers import TIDERouters
+from ..teacher_forcing import exit_logits
+
+
+class RowStops(StoppingCriteria):
+    """Ends a row behind the first stop string. lm-eval's own remembers a batch, and cannot be asked for one row.
+
+    Args:
+        tokenizer: The model's.
+        stops: The stop strings.
+        start: Tokens of the prompt, padding included.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
+        self.tokenizer = tokenizer
+        self.stops = stops
+        self.start = start
+        lengths = [len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops]
+        self.lookback = max(lengths, default=0) + 2  # a text may come in other tokens than the tokenizer would choose
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """(rows, length) tokens -> (rows,) whether each row has just reached a stop string."""
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :][:, -self.lookback :])
+        return torch.tensor([any(stop in text for stop in self.stops) for text in texts], device=input_ids.device)
+
+
+@register_model("tide_hf")
+class TIDELM(HFLM):
+    """A causal language model that lm-eval scores as TIDE decodes it.
+
+    Tasks that generate go through `generate` in `tide_mode`. Likelihoods are the base model's own in
+    `self_speculative`; in `early_exit` and `post_hoc` each position is read from the earliest exit layer whose router's
+    score reaches the threshold, as if every token had been decoded by itself (see `evaluation.teacher_forcing`), the
+    last one of the context among them. The results' config tells how deep tokens were read, under `tide`.
+
+    Args:
+        pretrained: As in lm-eval's `hf`: Hub name or folder of the base model, or a model.
+        routers: Its routers: a folder, a Hub repository or `TIDERouters`.
+        tide_mode: `"self_speculative"`, `"early_exit"` or `"post_hoc"`.
+        exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
+        routers_revision: Revision of the routers' Hub repository.
+        **kwargs: As in lm-eval's `hf`.
+
+    Raises:
+        As `TIDEModelForCausalLM.attach`.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        routers: Any = None,
+        tide_mode: str = "self_speculative",
+        exit_threshold: float | None = None,
+        routers_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(pretrained, **kwargs)
+        if isinstance(routers, str):
+            routers = TIDERouters.from_pretrained(routers, revision=routers_revision)
+        TIDEModelForCausalLM.attach(self.model, routers, mode=tide_mode, exit_threshold=exit_threshold)
+        if tide_mode != "self_speculative":
+            self.model._tide.require_routers(f"tide_mode={tide_mode!r}")
+        self._depths_of_call: Iterator[Tensor] | None = None
+        self._layers_read = {"likelihood": [0, 0], "generation": [0, 0]}  # layers of all tokens, and tokens
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """(rows, length) tokens, padded on the right -> (rows, length, vocab_size) logits."""
+        attachment = self.model._tide
+        if attachment.mode == "self_speculative":
+            return super()._model_call(inps, attn_mask, labels)
+        strategy = attachment.routers.config.kv_cache_strategy
+        if attachment.mode == "early_exit" and strategy != "recompute":
+            raise UnsupportedOptionError(
+                describe(
+                    "likelihoods cannot be read from early exits here",
+                    got=f"tide_mode='early_exit' and routers with kv_cache_strategy={strategy!r}",
+                    expected="kv_cache_strategy='recompute', whose K/V one pass over a text gives",
+                    do="Set kv_cache_strategy in the routers' config.json, or pass tide_mode=post_hoc.",
+                )
+            )
+        with self._autocast():
+            read = exit_logits(self.model, attachment.routers, inps, exit_threshold=attachment.exit_threshold)
+        self._depths_of_call = iter(read.exit_layers)
+        return read.logits
+
+    def _select_cont_toks(self, logits: Tensor, contlen: int | None = None, inplen: int | None = None) -> Tensor:
+        """Cut a row's continuation out of its logits; lm-eval does so row by row, in the order of the call."""
+        if self._depths_of_call is not None and contlen and inplen:
+            self._count("likelihood", next(self._depths_of_call)[inplen - contlen : inplen].tolist())
+        return super()._select_cont_toks(logits, contlen=contlen, inplen=inplen)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
+        """Generate as lm-eval's `hf` does, but for what tells the end of a row, and count how deep."""
+        if not kwargs.get("do_sample"):
+            kwargs.pop("temperature", None)
+        with self._autocast():
+            sequences = self.model.generate(
+                input_ids=context,
+                max_length=max_length,
+                stopping_criteria=[RowStops(self.tokenizer, stop, context.shape[1])],
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **kwargs,
+            )
+        stats = self.model.last_exit_stats  # none of beam search
+        for layers in stats.per_token if stats is not None else ():
+            self._count("generation", layers)
+        return sequences
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _count(self, kind: str, layers: list[int]) -> None:
+        self._layers_read[kind][0] += sum(layers)
+        self._layers_read[kind][1] += len(layers)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside the results: the mode, and the depth of all tokens so far."""
+        attachment = self.model._tide
+        depth = {
+            f"{kind}_depth_fraction": layers / tokens / attachment.structure.num_layers
+            for kind, (layers, tokens) in self._layers_read.items()
+            if tokens
+        }
+        tide = {"mode": attachment.mode, "exit_threshold": attachment.exit_threshold}
+        return super().get_model_info() | {"tide": tide | depth}

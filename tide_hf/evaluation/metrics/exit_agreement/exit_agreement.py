@@ -1,0 +1,159 @@
+"""``exit_agreement``, for `evaluate.load`: do early exits say what the full model says, and how deep do they run?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import datasets
+import evaluate
+import torch
+
+from tide_hf.calibration.figures import mean_interval
+from tide_hf.calibration.threshold import check_share, clopper_pearson
+from tide_hf.common.errors import ConfigurationError, describe
+
+DESCRIPTION = """\
+Agreement of tokens that were read from early exits with those of the full model, with exact binomial intervals, and the
+depth that they were read from.
+"""
+
+KWARGS_DESCRIPTION = """
+Args:
+    predictions: For each answer, the tokens of the model with early exits (token ids).
+    references: For each answer, as many tokens of the full model. Where these are its choices after the same tokens
+        (teacher-forced), all positions can be compared; where both models wrote freely, only those up to the first
+        difference: `same_start` and `equal_answers` look at nothing else.
+    exit_layers: For each answer, the layer that each token was read from, as `model.last_exit_stats.per_token` has it.
+        Leave it out where the depth is not wanted.
+    num_layers: Decoder layers of the model; needed with exit_layers.
+    confidence: Of the intervals, in (0, 1).
+Returns:
+    agreement: share of the tokens that are the full model's, over all positions.
+    agreement_interval: exact (Clopper-Pearson), as if tokens were independent.
+    disagreement_per_answer: mean share of an answer's tokens that differ.
+    disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent;
+        where all answers have the same share, as wide as their number leaves it.
+    equal_answers: share of the answers that are the full model's, token for token.
+    equal_answers_interval: exact (Clopper-Pearson).
+    same_start: mean share of an answer's tokens before the first that differs.
+    num_answers, num_tokens: what was compared.
+    With exit_layers:
+    depth_fraction: mean layer that tokens were read from, over the number of layers.
+    exited: share of the tokens that were read before the last layer.
+    exited_interval: exact (Clopper-Pearson), as if tokens were independent.
+    agreement_by_layer: by layer, the share of the tokens read there that agree, its exact interval, and their number.
+Examples:
+    >>> import evaluate
+    >>> from tide_hf.evaluation.metrics import EXIT_AGREEMENT
+    >>> metric = evaluate.load(EXIT_AGREEMENT)
+    >>> found = metric.compute(
+    ...     predictions=[[5, 6, 7, 9]], references=[[5, 6, 7, 8]], exit_layers=[[30, 12, 30, 12]], num_layers=30
+    ... )
+    >>> found["agreement"], found["depth_fraction"], found["agreement_by_layer"]["12"]["agreement"]
+    (0.75, 0.7, 0.5)
+"""
+
+CITATION = """\
+@misc{tide2026, title = {{TIDE}: Token-Informed Depth Execution}, eprint = {2603.21365}, archivePrefix = {arXiv}}
+"""
+
+
+@evaluate.utils.file_utils.add_start_docstrings(DESCRIPTION, KWARGS_DESCRIPTION)
+class ExitAgreement(evaluate.Metric):
+    """Compares tokens with those of the full model."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        tokens = datasets.Sequence(datasets.Value("int64"))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation=CITATION,
+            inputs_description=KWARGS_DESCRIPTION,
+            features=datasets.Features({"predictions": tokens, "references": tokens}),
+            reference_urls=["https://arxiv.org/abs/2603.21365"],
+        )
+
+    def _compute(
+        self,
+        predictions: Sequence[Sequence[int]],
+        references: Sequence[Sequence[int]],
+        exit_layers: Sequence[Sequence[int]] | None = None,
+        num_layers: int | None = None,
+        confidence: float = 0.95,
+    ) -> dict[str, Any]:
+        check_share("confidence", confidence, usual=0.95)
+        _check_lengths("references", predictions, references)
+        agrees = [
+            [one == other for one, other in zip(*pair, strict=True)]
+            for pair in zip(predictions, references, strict=True)
+        ]
+        counts = [len(answer) for answer in agrees]
+        right, total, equal = sum(map(sum, agrees)), sum(counts), sum(map(all, agrees))
+        losses = torch.tensor([1 - sum(answer) / len(answer) for answer in agrees], dtype=torch.float64)
+        result: dict[str, Any] = {
+            "agreement": right / total,
+            "agreement_interval": list(clopper_pearson(right, total, confidence)),
+            "disagreement_per_answer": float(losses.mean()),
+            "disagreement_per_answer_interval": list(mean_interval(losses, confidence)),
+            "equal_answers": equal / len(agrees),
+            "equal_answers_interval": list(clopper_pearson(equal, len(agrees), confidence)),
+            "same_start": sum(map(_same_start, agrees)) / len(agrees),
+            "num_answers": len(agrees),
+            "num_tokens": total,
+        }
+        if exit_layers is None:
+            return result
+        _check_lengths("exit_layers", predictions, exit_layers)
+        layers = [int(layer) for answer in exit_layers for layer in answer]
+        depth = _checked_depth(layers, num_layers)
+        return result | _depth_figures(layers, [one for answer in agrees for one in answer], depth, confidence)
+
+
+def _depth_figures(layers: Sequence[int], agrees: Sequence[bool], num_layers: int, confidence: float) -> dict[str, Any]:
+    exited = sum(layer < num_layers for layer in layers)
+    by_layer = {}
+    for layer in sorted(set(layers)):
+        here = [right for right, at in zip(agrees, layers, strict=True) if at == layer]
+        by_layer[str(layer)] = {
+            "agreement": sum(here) / len(here),
+            "interval": list(clopper_pearson(sum(here), len(here), confidence)),
+            "num_tokens": len(here),
+        }
+    return {
+        "depth_fraction": sum(layers) / len(layers) / num_layers,
+        "exited": exited / len(layers),
+        "exited_interval": list(clopper_pearson(exited, len(layers), confidence)),
+        "agreement_by_layer": by_layer,
+    }
+
+
+def _same_start(agrees: Sequence[bool]) -> float:
+    return (agrees.index(False) if False in agrees else len(agrees)) / len(agrees)
+
+
+def _check_lengths(name: str, predictions: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
+    ours, theirs = [len(answer) for answer in predictions], [len(answer) for answer in others]
+    if ours != theirs or 0 in ours or not ours:
+        raise ConfigurationError(
+            describe(
+                f"predictions and {name} cannot be compared",
+                got=f"answers of {ours[:8]} and {theirs[:8]} tokens",
+                expected="at least one answer, none empty, and equal lengths",
+                do="Cut both to the shorter one, or let the full model read the same tokens.",
+            )
+        )
+
+
+def _checked_depth(layers: Sequence[int], num_layers: int | None) -> int:
+    is_number = isinstance(num_layers, Integral) and num_layers >= 1
+    if num_layers is None or not (is_number and all(0 <= layer <= num_layers for layer in layers)):
+        raise ConfigurationError(
+            describe(
+                "exit_layers do not fit the model",
+                got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
+                expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
+                do="Pass num_layers=model.config.num_hidden_layers.",
+            )
+        )
+    return num_layers

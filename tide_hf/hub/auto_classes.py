@@ -1,0 +1,138 @@
+"""What transformers' auto classes find in a repository of routers: the base model with TIDE, and the base's tokenizer.
+
+The routers' config names the base, and transformers loads it by its own means. Nothing here imports the engine before
+a model is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import transformers  # whose auto classes may be loading at this moment: looked up when they are needed
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import PreTrainedConfig
+
+import tide_hf
+
+from ..common.errors import ConfigurationError, RoutersFileError, describe
+from ..routers.config import FOR_BOTH, TIDEConfig
+
+# Of the arguments that reach a registered class, those that are about the routers' repository alone, or what an auto
+# class tells the class it calls.
+OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
+
+
+class TIDEAutoModel:
+    """Registered with `AutoModelForCausalLM` for the `model_type` of routers."""
+
+    config_class = TIDEConfig
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], *, config: TIDEConfig, **kwargs: Any) -> Any:
+        """Load the base model that the routers were made for, and attach them.
+
+        Args:
+            name_or_path: Folder or Hub repository of the routers.
+            config: Their config; settings in it that the caller changed are used.
+            **kwargs: As in `TIDEModelForCausalLM.from_pretrained`. `revision` is the routers'; the base is loaded at
+                `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and their like are for both.
+
+        Raises:
+            ConfigurationError: The config names no base model that can be loaded.
+            RoutersFileError: There is an adapter beside the routers, which transformers would put on the base.
+            As `TIDEModelForCausalLM.from_pretrained`.
+        """
+        shared = _chosen(kwargs, FOR_BOTH)
+        base = base_of(name_or_path, config, **shared)
+        options = {name: value for name, value in kwargs.items() if name not in OWN}
+        options.setdefault("exit_threshold", config.exit_threshold)
+        if options.get("adapter_kwargs"):
+            if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:  # where transformers found one
+                from ..routers.files import file_problem  # noqa: PLC0415  # it imports PyTorch
+
+                raise RoutersFileError(file_problem(name_or_path, "an adapter_config.json beside them"))
+            options["adapter_kwargs"] = {**options["adapter_kwargs"], "revision": config.base_model_revision}
+        # The config's dtype is what the caller asked of the base. Routers are placed in a dtype of their own later.
+        where = shared | _chosen(kwargs, ("revision", "subfolder"))
+        routers = tide_hf.TIDERouters.from_pretrained(name_or_path, config=config, dtype="float32", **where)
+        return tide_hf.TIDEModelForCausalLM.from_pretrained(
+            base, routers, revision=config.base_model_revision, **options
+        )
+
+
+class TIDEAutoTokenizer:
+    """Registered with `AutoTokenizer` for the `model_type` of routers."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], *inputs: Any, **kwargs: Any) -> Any:
+        """Load the tokenizer of the base model that the routers were made for.
+
+        Args:
+            name_or_path: Folder or Hub repository of the routers.
+            *inputs: For the tokenizer.
+            **kwargs: As in `AutoTokenizer.from_pretrained`; see [`TIDEAutoModel`].
+
+        Raises:
+            ConfigurationError: The config names no base model.
+        """
+        shared = _chosen(kwargs, FOR_BOTH)
+        config = TIDEConfig.from_pretrained(name_or_path, **shared, **_chosen(kwargs, ("revision", "subfolder")))
+        options = {name: value for name, value in kwargs.items() if name not in OWN}
+        base = base_of(name_or_path, config, **shared)
+        return transformers.AutoTokenizer.from_pretrained(base, *inputs, revision=config.base_model_revision, **options)
+
+
+def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwargs: Any) -> str:
+    """The base model that a repository of routers names.
+
+    Args:
+        name_or_path: Folder or Hub repository of the routers.
+        config: Their config.
+        **hub_kwargs: `token` and its like, to read the base's config with.
+
+    Raises:
+        ConfigurationError: It names none; or a folder, where the routers come from the Hub; or routers.
+    """
+    base = config.base_model_name_or_path
+    if base is None:
+        raise _no_base(name_or_path, "none")
+    if not os.path.isdir(name_or_path):
+        try:
+            validate_repo_id(base)
+        except HFValidationError as error:
+            raise _no_base(name_or_path, repr(base)) from error
+    found, _ = PreTrainedConfig.get_config_dict(base, revision=config.base_model_revision, **hub_kwargs)
+    if found.get("model_type") == TIDEConfig.model_type:
+        raise _no_base(name_or_path, f"{base!r}, which holds routers itself")
+    return base
+
+
+def register_config() -> None:
+    """Let `AutoConfig` read the config of routers."""
+    transformers.AutoConfig.register(TIDEConfig.model_type, TIDEConfig, exist_ok=True)
+
+
+def register_model() -> None:
+    """Let `AutoModelForCausalLM` load a base model by the name of its routers."""
+    transformers.AutoModelForCausalLM.register(TIDEConfig, TIDEAutoModel, exist_ok=True)
+
+
+def register_tokenizer() -> None:
+    """Let `AutoTokenizer` load a base model's tokenizer by the name of its routers."""
+    transformers.AutoTokenizer.register(TIDEConfig, TIDEAutoTokenizer, exist_ok=True)
+
+
+def _chosen(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+
+def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationError:
+    return ConfigurationError(
+        describe(
+            f"the routers at {name_or_path} do not tell which model to load",
+            got=f"base_model_name_or_path={got}" if got != "none" else "no base_model_name_or_path",
+            expected="the name of a base model on the Hub (or a folder, for routers in a folder)",
+            do="Name the base model yourself: TIDEModelForCausalLM.from_pretrained(base, routers=...).",
+        )
+    )

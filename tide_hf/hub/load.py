@@ -1,0 +1,196 @@
+"""Load a base model, one at a time, and find the routers that come with this library."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HTTPError
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from ..base_model.adapters import base_inside
+from ..common.errors import (
+    BaseModelMismatchError,
+    ModelNotFoundError,
+    RoutersNotFoundError,
+    UnsupportedModelError,
+    describe,
+)
+from ..common.hub_access import hub_options, why_not_found
+from ..routers.config import FOR_BOTH, TIDEConfig
+from ..routers.routers import TIDERouters, check_base_model
+
+logger = logging.getLogger(__name__)
+
+# Which of `from_pretrained`'s options tell how to find a config.
+CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
+DEFAULT_ROUTERS = "default"  # stands for those that come with this library
+LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
+
+# While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
+# overlap put back each other's replacement: from then on no model in the process has its head tied to its embeddings.
+# Where `name` is a repository of routers, the base model that they name is loaded within: hence the RLock.
+_one_at_a_time = threading.RLock()
+
+
+def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwargs: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
+
+    Models that also take images, and that this class does not know, come from `AutoModelForImageTextToText`.
+
+    Args:
+        name: Folder or Hub repository.
+        ask_hub: Find out first whether the Hub can be reached.
+        **kwargs: For `from_pretrained`.
+
+    Raises:
+        ModelNotFoundError: There is no such folder, and the Hub cannot be reached or has no such repository.
+    """
+    if ask_hub:
+        kwargs |= hub_options(name, kwargs, _model_not_found)
+    if kwargs.get("local_files_only"):  # transformers looks for an adapter without it
+        kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
+    with _one_at_a_time:
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        except ValueError:
+            if not _takes_images(name, kwargs):
+                raise
+        return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
+
+
+def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
+    """Load a base model and its tokenizer; without a network, those that were fetched earlier, and at once.
+
+    Args:
+        name: Hub name or folder.
+        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is what the weights were saved in.
+
+    Returns:
+        Model and tokenizer. `model.weights_origin` says where the weights are from.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or it cannot be read.
+    """
+    name = os.fspath(name)
+    options = hub_options(name, {}, _model_not_found)
+    origin = "a local folder" if Path(name).is_dir() else "the Hub, fetched earlier" if options else "the Hub"
+    try:
+        return load_from(name, dtype, origin=origin, **options)
+    except LOAD_ERRORS as error:
+        raise _model_not_found(name, why_not_found(error)) from error
+
+
+def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Load model and tokenizer as transformers does, and note where the weights are from."""
+    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    model = load_base_model(name, ask_hub=False, **kwargs)
+    model.weights_origin = origin
+    return model, tokenizer
+
+
+def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a model for images and text, and no causal language model besides; its config has been fetched."""
+    config = kwargs.get("config")
+    if config is None:
+        options = {option: kwargs[option] for option in CONFIG_OPTIONS if option in kwargs}
+        config = AutoConfig.from_pretrained(name, **options)
+    kind = type(config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _model_not_found(name: str | os.PathLike[str], got: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        describe(
+            f"no base model at {name}",
+            got=got,
+            expected="a folder with a causal language model, or the Hub name of one, within reach",
+            do="Check the name (`~` is not expanded) and the network.",
+        )
+    )
+
+
+def shipped_routers(model: Any) -> str | None:
+    """The folder of routers for a base model that comes with this library, in the source tree or installed, if any.
+
+    Args:
+        model: The base model, wherever it was loaded from: its head decides. Or its Hub name alone.
+    """
+    folders = _shipped_folders()
+    if isinstance(model, (str, os.PathLike)):
+        return folders.get(os.fspath(model).replace("/", "--"))
+    for folder in folders.values():
+        try:
+            check_base_model(TIDEConfig.from_pretrained(folder), base_inside(model))
+        except (BaseModelMismatchError, UnsupportedModelError):
+            continue
+        return folder
+    return None
+
+
+def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
+    """The routers that an argument names.
+
+    Args:
+        routers: `None`, [`TIDERouters`], a folder, a Hub repository, or `"default"`, which takes a `model`.
+        model: The base model, where it is loaded.
+        **hub_kwargs: As in `TIDERouters.from_pretrained`.
+
+    Raises:
+        RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
+    """
+    if routers is None or isinstance(routers, TIDERouters):
+        return routers
+    if routers == DEFAULT_ROUTERS and model is not None:
+        return default_routers(model)
+    return TIDERouters.from_pretrained(routers, **{k: v for k, v in hub_kwargs.items() if v is not None})
+
+
+def default_routers(model: PreTrainedModel) -> TIDERouters:
+    """The routers for a base model that come with this library.
+
+    Raises:
+        RoutersNotFoundError: None of those that do fit it.
+    """
+    folder = shipped_routers(model)
+    if folder is None:
+        names = ", ".join(name.replace("--", "/") for name in _shipped_folders())
+        raise RoutersNotFoundError(
+            describe(
+                f"no routers for this model come with the library (routers={DEFAULT_ROUTERS!r})",
+                got=f"{type(model).__name__} from {model.config._name_or_path!r}",
+                expected=f"one of these models, from wherever it was loaded: {names}",
+                do="Make routers with tide_hf.calibrate(); without any (routers=None) n-grams draft.",
+            )
+        )
+    return TIDERouters.from_pretrained(folder)
+
+
+def log_no_routers(model: PreTrainedModel) -> None:
+    """Say, at INFO, that a model is attached without routers, and whether some that fit it come with the library."""
+    if logger.isEnabledFor(logging.INFO):
+        folder = shipped_routers(model)
+        hint = f"; those for {Path(folder).name} fit this model: routers={DEFAULT_ROUTERS!r}" if folder else ""
+        logger.info("no routers: drafts come from n-grams of the context alone%s", hint)
+
+
+def _shipped_folders() -> dict[str, str]:
+    """The folders of routers that come with this library, by name: a Hub name with "--" for "/"."""
+    package = Path(__file__).parent.parent
+    files = [*package.glob("model_cards/*/config.json"), *package.parent.glob("model_cards/*/config.json")]
+    return dict(sorted((file.parent.name, str(file.parent)) for file in files))

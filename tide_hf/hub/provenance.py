@@ -1,0 +1,84 @@
+"""What one has to know about figures to measure them again."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tide_hf
+
+from ..base_model.structure import input_device
+
+PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
+
+
+def provenance(model: Any) -> dict[str, Any]:
+    """Where, when and with what figures of `model` are measured, ready for JSON."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "model": without_folders(model.config._name_or_path),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "weights_origin": getattr(model, "weights_origin", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **machine(input_device(model)),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "commit": commit(),
+        "versions": {"tide-hf": tide_hf.__version__, "torch": torch.__version__}
+        | {name: metadata.version(name) for name in PACKAGES},
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a model on `device` runs on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": name, "cpu": cpu_name(), "torch_threads": torch.get_num_threads()}
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command that was run, as it may be published: of a place in this machine's files the last part alone."""
+    return f"tide-hf {shlex.join(map(without_folders, argv))}"
+
+
+def without_folders(word: str) -> str:
+    """A word of a command line; of a place in this machine's files the last part alone."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    path = Path(value)
+    is_place = path.is_absolute() or path.parts[:1] in (("~",), ("..",)) or (len(path.parts) > 1 and path.exists())
+    return f"{option}{equals}{path.name}" if is_place else word
+
+
+def commit(file: Path = Path(__file__)) -> str | None:
+    """The git commit of the source tree that `file` belongs to; `None` where it is installed from a wheel.
+
+    An environment may stand in a repository of somebody else's, whose commit says nothing: git has to track the file.
+    """
+    git = shutil.which("git")
+    if git is None:
+        return None
+    for arguments in (["ls-files", "--error-unmatch", file.name], ["rev-parse", "HEAD"]):
+        command = [git, "-C", str(file.parent), *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return None
+    return result.stdout.strip()
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, as well as the system tells it."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

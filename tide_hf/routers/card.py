@@ -1,0 +1,155 @@
+"""The Hub card of calibrated routers: what they are for, how they were made, what was measured."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import TemplateError
+from transformers import PreTrainedModel
+
+from ..common.errors import ConfigurationError, MissingPackageError, describe
+from .config import NEVER_EXIT
+from .plots import save_plots
+from .tables import describe_threshold, rows_by_layer, tables_of
+
+TEMPLATE = Path(__file__).parent / "model_card_template.md"
+MARKUP = re.compile(r'[<>`"\[\]\\]')
+
+
+def write_model_card(
+    routers: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    *,
+    repo_id: str | None = None,
+    command: str | None = None,
+    license: str | None = None,
+) -> Path:
+    """Write `README.md` for calibrated routers, and its plots in `plots/` where matplotlib is installed.
+
+    Args:
+        routers: What `calibrate` made.
+        folder: Where to write; made where it does not exist.
+        repo_id: Hub repository that the card's example loads; default: `folder`'s name.
+        command: The command that made the routers, if it is to be told; default: that in their record.
+        license: Its identifier on the Hub. None is told by default: heads are made from the base model, and whether
+            they may have another licence than that is for who publishes them to say.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigurationError: The routers have not been calibrated.
+    """
+    record = routers.config.calibration
+    if not record:
+        raise ConfigurationError(
+            describe(
+                "these routers cannot have a card",
+                got="no calibration record",
+                expected="routers that tide_hf.calibrate() made",
+                do="Run tide_hf.calibrate(model, tokenizer) first.",
+            )
+        )
+    repo_id = repo_id or Path(folder).resolve().name
+    file = Path(folder) / "README.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        card = _render(routers, record, repo_id, command, license, file.parent)
+    except (AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
+        raise ConfigurationError(
+            describe(
+                "the calibration record cannot be shown on a card",
+                got=f"{type(error).__name__} '{error}'",
+                expected="the record that tide_hf.calibrate() makes",
+                do="Make new routers with tide_hf.calibrate().",
+            )
+        ) from error
+    file.unlink(missing_ok=True)  # where it is a link, what it points to is left alone
+    card.save(file)
+    return file
+
+
+def _render(
+    routers: PreTrainedModel,
+    record: dict[str, Any],
+    repo_id: str,
+    command: str | None,
+    license: str | None,
+    folder: Path,
+) -> ModelCard:
+    told = " ".join((command or record.get("command") or "").split()).replace("`", "'")  # it stands in backticks
+    record = _harmless(record)
+    base = routers.config.base_model_name_or_path
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="adapter" if base else None,
+        library_name="tide_hf",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["early-exit", "self-speculative-decoding", "tide"],
+        model_name=repo_id.rpartition("/")[2],
+        eval_results=_eval_results(record),
+    )
+    values = {
+        "base": _harmless(base) or "the base model",
+        "repo_id": _harmless(repo_id),
+        "command": told,
+        "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
+        "tables": tables_of(record, routers.config.num_hidden_layers),
+        "plots": _draw(record, folder),
+        "threshold": describe_threshold(record["threshold"]),
+        "threshold_rows": _sampled(record["threshold"]["table"]),
+    }
+    return ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
+
+
+def _harmless(value: Any) -> Any:
+    """The value, its texts in one line and without what markdown, HTML or the card's code would obey.
+
+    The record of routers from elsewhere is anybody's, and the card is read by people who trust who publishes it.
+    """
+    if isinstance(value, dict):
+        return {key: _harmless(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    return MARKUP.sub("?", " ".join(value.split())) if isinstance(value, str) else value
+
+
+def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
+    """What was measured on the certifying documents, in the form that the Hub reads."""
+    figures = [
+        ("agreement", f"Agreement with the full model at exit layer {layer}", row["agreement"])
+        for layer, row in rows_by_layer(record)
+    ]
+    chosen = record["threshold"]["chosen"]
+    for row in record["threshold"]["table"]:
+        if row["exit_threshold"] == chosen != NEVER_EXIT:
+            where = f"in early_exit at exit_threshold {chosen:g}"
+            figures.append(("disagreement", f"Disagreement with the full model {where}", row["disagreement"]))
+            figures.append(("depth", f"Share of the layers that run {where}", row["depth_fraction"]))
+    documents = {"dataset_type": "tide-calibration", "dataset_name": record["data"], "dataset_split": "certify"}
+    return [
+        EvalResult(
+            task_type="text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 5), **documents
+        )
+        for kind, name, value in figures
+    ]
+
+
+def _draw(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw the plots; their paths as seen from the card. None where matplotlib is missing, which the card says."""
+    try:
+        return [file.relative_to(folder) for file in save_plots(record, folder / "plots")]
+    except MissingPackageError:
+        return []
+
+
+def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """About ten rows of the grid, those around the last certified one among them."""
+    last = max((index for index, row in enumerate(table) if row["certified"]), default=0)
+    keep = set(range(0, len(table), max(1, len(table) // 8))) | {last, min(last + 1, len(table) - 1)}
+    return [row for index, row in enumerate(table) if index in keep]

@@ -1,0 +1,225 @@
+"""``TIDEConfig``: which base model the routers belong to, where they sit, and how they were calibrated."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
+from ..common.errors import ConfigurationError, describe
+from .config_checks import (
+    check_block_config,
+    check_hash,
+    check_inherited,
+    check_name,
+    check_number,
+    check_positive,
+    check_record,
+    check_revision,
+    short,
+)
+
+NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
+
+# Fields of PreTrainedConfig that a routers' config.json holds (the last one transformers adds itself, up to 5.20). It
+# may hold no others: transformers takes names of files, of attention kernels and of code from some of them.
+INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
+
+# Arguments of `from_pretrained` that are as right for the base model's repository as for the routers'.
+FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+
+
+class TIDEConfig(PreTrainedConfig):
+    r"""Configuration of [`TIDERouters`].
+
+    Args:
+        base_model_name_or_path (`str`, *optional*): Hub name or folder of the frozen base model.
+        base_model_revision (`str`, *optional*): Its revision.
+        unembed_hash (`str`, *optional*): Fingerprint of the base model's head (see [`unembed.unembed_hash`]).
+        weights_sha256 (`str`, *optional*): Of the file of weights that was saved with this config.
+        hidden_size (`int`): Width of the base model's hidden states.
+        num_hidden_layers (`int`): Number of decoder layers of the base model.
+        vocab_size (`int`): Rows of the base model's head.
+        exit_layers (`list[int]`, *optional*): Numbers of executed layers after which a token may leave, each in
+            1 ... `num_hidden_layers` - 1. Default: the multiples of `checkpoint_interval` from `min_layers` on.
+        checkpoint_interval (`int`): Spacing of the exit layers that are placed automatically.
+        min_layers (`int`): The shallowest exit layer that is placed automatically. Layers named in `exit_layers`
+            are honoured whatever this says.
+        exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
+        translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
+        block_layer (`int`, *optional*): Number of executed layers after which a block head drafts (see
+            [`block_head.BlockHead`]); `None` where there is none. It takes no part in `early_exit` and `post_hoc`.
+        block_config (`dict`, *optional*): What the block's decoder layer is built from: the base model's text config.
+        draft_vocab_size (`int`, *optional*): Heads draft only among so many of the most frequent tokens, which saves
+            most of the output head; `None` is all. Verification always uses the whole vocabulary, and so does drafting
+            where the base model's head is packed (quantised) or offloaded.
+        router_bottleneck_dim (`int`): Hidden width of a router.
+        exit_threshold (`float`): A token leaves where its exit score is at least this. Above 1 nothing leaves.
+        kv_cache_strategy (`str`): What becomes of the K/V of layers that a token skips in `early_exit`: `"recompute"`
+            (exact: computed together with the next token that goes deep), `"propagate"` (computed at once from the
+            early state) or `"zero_pad"` (zeros).
+        compaction_threshold (`float`): Share of holes above which a batch's cache is compacted.
+        calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
+    """
+
+    model_type = "tide"
+
+    base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
+    unembed_hash: str | None = None
+    weights_sha256: str | None = None
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    vocab_size: int = 0
+    exit_layers: list[int] | None = None
+    checkpoint_interval: int = 4
+    min_layers: int = 8
+    exit_strategy: str = "identity"
+    translator_rank: int | None = None
+    block_layer: int | None = None
+    block_config: dict[str, Any] | None = None
+    draft_vocab_size: int | None = None
+    router_bottleneck_dim: int = 128
+    exit_threshold: float | int = NEVER_EXIT
+    kv_cache_strategy: str = "recompute"
+    compaction_threshold: float | int = 0.25
+    calibration: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in the exit layers and refuse values that cannot work."""
+        super().__post_init__(**kwargs)
+        check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
+        check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
+        check_exit_threshold(self.exit_threshold)
+        check_number("compaction_threshold", self.compaction_threshold, "the share of holes, from 0 to 1")
+        for name in ("checkpoint_interval", "min_layers", "router_bottleneck_dim"):
+            check_positive(name, getattr(self, name))
+        for name in ("translator_rank", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        check_name("base_model_name_or_path", self.base_model_name_or_path)
+        check_revision(self.base_model_revision)
+        check_hash("unembed_hash", self.unembed_hash)
+        check_hash("weights_sha256", self.weights_sha256)
+        if self.num_hidden_layers == 0 and self.exit_layers is None:
+            return  # the bare TIDEConfig() that transformers builds to compare defaults
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            check_positive(name, getattr(self, name))
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ConfigurationError(
+                describe(
+                    "draft_vocab_size is too large",
+                    got=self.draft_vocab_size,
+                    expected=f"at most the vocabulary's {self.vocab_size}",
+                    do="Lower it, or leave it out to draft from all tokens.",
+                )
+            )
+        if self.exit_layers is None:
+            self.exit_layers = default_exit_layers(self.num_hidden_layers, self.checkpoint_interval, self.min_layers)
+        self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
+        if self.block_layer is not None or self.block_config is not None:
+            check_exit_layers([self.block_layer], self.num_hidden_layers)
+            check_block_config(self.block_layer, self.block_config)
+        check_record(self.calibration)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Read the config of routers in a folder or a Hub repository.
+
+        Args:
+            name_or_path: Folder or repository.
+            **kwargs: As in `PreTrainedConfig.from_pretrained`, which in transformers 5.17 loses the `token`.
+
+        Raises:
+            ConfigurationError: A field is unknown, has the wrong type or an impossible value.
+            OSError: There is no such file, or no JSON in it.
+        """
+        config_dict, kwargs = cls.get_config_dict(name_or_path, **kwargs)
+        return cls.from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the config that a `config.json` holds.
+
+        Args:
+            config_dict: The file's content.
+            **kwargs: As in `PreTrainedConfig.from_dict`.
+
+        Raises:
+            ConfigurationError: A field is unknown, has the wrong type or an impossible value.
+        """
+        if not isinstance(config_dict, dict):
+            raise bad_config(short(config_dict))
+        known, defaults = {*TIDEConfig.__annotations__, *INHERITED_FIELDS}, PreTrainedConfig().to_dict()
+        unknown = [name for name in set(config_dict) - known if config_dict[name] != defaults.get(name, known)]
+        if unknown:
+            raise bad_config(f"{short(sorted(unknown))}, which it must not have")
+        check_inherited(config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except StrictDataclassError as error:
+            raise bad_config(short(str(error))) from error
+
+    @classmethod
+    def get_config_dict(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> tuple[dict[str, Any], dict]:
+        """Read `config.json`, as `PreTrainedConfig.get_config_dict` does.
+
+        Raises:
+            ConfigurationError: It holds no JSON object, or one that Python's parser gives up on.
+            OSError: There is no such file, or no JSON in it.
+        """
+        try:
+            return super().get_config_dict(name_or_path, **kwargs)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise bad_config(f"'{error}'") from error
+
+
+def bad_config(got: str) -> ConfigurationError:
+    """An error about the config of routers."""
+    return ConfigurationError(
+        describe(
+            "the config of the routers cannot be used",
+            got=got,
+            expected="a config.json with the fields of TIDEConfig alone, each of its type",
+            do="Download the routers again, update tide_hf if a newer one made them, or make new ones with "
+            "tide_hf.calibrate().",
+        )
+    )
+
+
+def default_exit_layers(num_layers: int, interval: int, min_layers: int) -> list[int]:
+    """Multiples of `interval` in `min_layers` ... `num_layers` - 1; the middle layer where there is none."""
+    layers = [layer for layer in range(interval, num_layers, interval) if layer >= min_layers]
+    return layers or [max(1, num_layers // 2)]
+
+
+def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
+    """Return `exit_layers` sorted and without repeats, or raise [`ConfigurationError`]."""
+    expected = f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})"
+    valid = isinstance(exit_layers, (list, tuple)) and len(exit_layers) > 0
+    valid = valid and all(type(layer) is int and 1 <= layer < num_layers for layer in exit_layers)
+    if not valid:
+        raise ConfigurationError(
+            describe(
+                "exit layer out of range",
+                got=short(exit_layers),
+                expected=expected,
+                do="Name other exit_layers, or leave them out to have them placed.",
+            )
+        )
+    return sorted(set(exit_layers))
+
+
+def check_exit_threshold(value: Any) -> float:
+    """Return `value` as a float, or raise [`ConfigurationError`] where it is no finite, non-negative number."""
+    check_number("exit_threshold", value, "a number from 0 (always exit) to 1; anything above 1 never exits")
+    return float(value)
+
+
+def check_min_layers(value: object) -> int:
+    """Return `value`, or raise [`ConfigurationError`] where it is no number of layers."""
+    check_positive("min_layers", value)
+    return value  # type: ignore[return-value]

@@ -1,0 +1,146 @@
+"""Upload to the Hub: routers with their card, or the code behind `generate(custom_generate=...)`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import HTTPError  # of httpx, which huggingface_hub renamed once
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import PreTrainedModel
+
+from .. import __version__
+from ..common.errors import ConfigurationError, HubError, describe, quoted
+from .card import write_model_card
+
+# Where transformers looks for the files of a custom_generate repository. The last may be left out.
+CUSTOM_GENERATE = {
+    "generate.py": "custom_generate/generate.py",
+    "README.md": "README.md",
+    "requirements.txt": "custom_generate/requirements.txt",
+}
+PLACEHOLDER = "org/tide"  # what the source calls the repository that it is uploaded to
+
+
+def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None = None, **options: Any) -> CommitInfo:
+    """Upload config, weights and card; see `TIDERouters.push_to_hub`."""
+    _check_repo_id(repo_id)
+    _check_base(routers.config.base_model_name_or_path)
+    with tempfile.TemporaryDirectory() as folder:
+        # First, since routers without a record have no card.
+        write_model_card(routers, folder, repo_id=repo_id, license=license)
+        routers.save_pretrained(folder)
+        return _upload(folder, repo_id, **{"commit_message": "Upload routers", **options})
+
+
+def push_custom_generate(source: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:
+    """Upload a `custom_generate` repository.
+
+    Args:
+        source: Folder with `generate.py`, `README.md` and, where it needs packages, `requirements.txt`.
+        repo_id: As in `TIDERouters.push_to_hub`.
+        **options: As in `TIDERouters.push_to_hub`.
+
+    Returns:
+        The commit.
+
+    Raises:
+        ConfigurationError: A file is missing, or `repo_id` is no name.
+        HubError: The Hub refused, or cannot be reached.
+    """
+    _check_repo_id(repo_id)
+    missing = [name for name in ("generate.py", "README.md") if not Path(source, name).is_file()]
+    if missing:
+        raise ConfigurationError(
+            describe(
+                f"{source} is no source of a custom_generate repository",
+                got=f"no {' and no '.join(missing)}",
+                expected="generate.py and README.md, as in examples/custom_generate",
+                do="Name such a folder; for a folder of routers leave --custom-generate out.",
+            )
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "custom_generate").mkdir()
+        for name, path in CUSTOM_GENERATE.items():
+            if Path(source, name).is_file():
+                text = Path(source, name).read_text(encoding="utf-8")
+                Path(folder, path).write_text(text.replace(PLACEHOLDER, repo_id), encoding="utf-8")
+        return _upload(folder, repo_id, **{"commit_message": "Upload custom_generate", **options})
+
+
+def _upload(
+    folder: str,
+    repo_id: str,
+    *,
+    commit_message: str,
+    private: bool | None = None,
+    create_pr: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> CommitInfo:
+    api = HfApi(library_name="tide_hf", library_version=__version__, token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not (create_pr or revision.startswith("refs/")):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )
+    except (HTTPError, OSError, JSONDecodeError) as error:
+        raise HubError(
+            describe(
+                f"{repo_id} cannot be uploaded to",
+                got=quoted(error),
+                expected="the Hub within reach, and a token that may write there",
+                do="Check the name and the network, and log in with: hf auth login",
+            )
+        ) from error
+    except ValueError as error:  # of HfApi, which has the Hub look at the card's metadata before it uploads
+        raise HubError(
+            describe(
+                f"{repo_id} does not take what is to be uploaded",
+                got=f"'{' '.join(str(error).split())}'",
+                expected="a commit message, and a README.md whose metadata the Hub accepts",
+                do="Correct what it names; the metadata of routers is made of their config.json.",
+            )
+        ) from error
+
+
+def _check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigurationError(
+            describe(
+                "no name of a Hub repository",
+                got=repr(repo_id),
+                expected="a name such as org/name",
+                do="Choose another name.",
+            )
+        ) from error
+
+
+def _check_base(base: str | None) -> None:
+    """Refuse a base that nobody else can load: a repository of routers says which model to load."""
+    try:
+        validate_repo_id(base or "")
+        valid = not os.path.isdir(base or "")
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise ConfigurationError(
+            describe(
+                "these routers do not name a base model that others can load",
+                got=f"base_model_name_or_path={base!r}",
+                expected="the base model's name on the Hub",
+                do="Set it: routers.config.base_model_name_or_path = 'org/name', or in config.json.",
+            )
+        )

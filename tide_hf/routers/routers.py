@@ -1,0 +1,310 @@
+"""The learned parts: one router and one exit head per exit layer, in a small ``PreTrainedModel`` of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import CommitInfo
+from safetensors.torch import load
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..base_model.adapters import base_inside
+from ..base_model.structure import find_structure
+from ..base_model.unembed import hash_distance, unembed_hash
+from ..common.errors import BaseModelMismatchError, RoutersFileError, describe, quoted
+from ..common.hub_access import hub_options
+from .block_head import BlockHead
+from .config import TIDEConfig
+from .exit_points import BlockPoint, ExitPoint
+from .files import (
+    bad_router_pt,
+    config_for,
+    copy_published,
+    explained,
+    file_problem,
+    read_config,
+    read_router_pt,
+    read_weights,
+    routers_not_found,
+    routers_not_saved,
+    write_routers,
+)
+
+# Of what from_pretrained is told, what says where files are.
+WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+MAX_HASH_DISTANCE = 0.15  # quantising a head to 4 bits moves about 3% of the bits, another model's head half of them
+
+
+class TIDERouters(PreTrainedModel):
+    """Routers and exit heads of one base model.
+
+    Index it by exit layer: `routers[12].router`, `routers[12].head`.
+
+    Attributes:
+        block: Block head and its confidence, for `config.block_layer`; `None` where there is none.
+        draft_vocab: (draft_vocab_size,) the tokens that heads draft from, int64; `None` for all.
+    """
+
+    draft_vocab: Tensor | None
+
+    config_class = TIDEConfig
+    base_model_prefix = "tide"
+    main_input_name = "hidden_states"
+
+    def __init__(self, config: TIDEConfig) -> None:
+        super().__init__(config)
+        self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
+        self.block = BlockPoint(config) if config.block_layer is not None else None
+        size = config.draft_vocab_size
+        self.register_buffer("draft_vocab", torch.arange(size) if size is not None else None)
+        self.post_init()
+
+    @property
+    def exit_layers(self) -> list[int]:
+        """The exit layers, ascending."""
+        return list(self.config.exit_layers)
+
+    @property
+    def block_head(self) -> BlockHead | None:
+        """The block head, if there is one."""
+        return self.block.head if self.block is not None else None
+
+    def __getitem__(self, exit_layer: int) -> ExitPoint:
+        return self.exits[str(exit_layer)]  # type: ignore[return-value]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Do nothing: the modules initialise themselves, and loading refuses files that lack a tensor."""
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> TIDERouters:
+        """Make ready to decode beside a base model on `device` in `dtype`; return self.
+
+        Heads take the model's dtype, since their output enters its final norm; routers score in float32.
+        """
+        self.to(device)
+        for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
+            point.float()
+            point.head.to(dtype)
+        return self.requires_grad_(False)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, **config: Any) -> TIDERouters:
+        """Fresh routers for `model`, not yet calibrated.
+
+        Args:
+            model: The base model, or a `PeftModel` around it.
+            **config: Fields of [`TIDEConfig`], such as `exit_layers` and `exit_strategy`.
+
+        Returns:
+            Routers on the CPU in float32, whose heads start as the identity.
+        """
+        model = base_inside(model)
+        structure = find_structure(model)
+        identity = {
+            "base_model_name_or_path": model.config._name_or_path or None,
+            "unembed_hash": unembed_hash(structure.head),
+            "hidden_size": structure.hidden_size,
+            "num_hidden_layers": structure.num_layers,
+            "vocab_size": structure.vocab_size,
+        }
+        return cls(TIDEConfig(**identity, **config)).eval()
+
+    @classmethod
+    def from_router_pt(
+        cls, path: str | os.PathLike[str], base_model: PreTrainedModel, exit_threshold: float = 0.85
+    ) -> TIDERouters:
+        """Read the `router.pt` of the published system (`tide-inference`).
+
+        Its layers are 0-based positions and its routers have no bias; both are converted here. Its scores at layer
+        position i equal ours at `exit_layer` i + 1. Where the number of layers is a multiple of its checkpoint interval
+        it has a router behind the last layer, where nothing is left to skip: that one is left out.
+
+        Args:
+            path: The file. It is read with `weights_only=True`, so code inside it cannot run.
+            base_model: The model it was calibrated for.
+            exit_threshold: The published default is 0.85.
+
+        Returns:
+            Routers with identity heads.
+
+        Raises:
+            RoutersFileError: The file is no such file, holds code, or does not fit `base_model`.
+        """
+        state = read_router_pt(path)
+        try:
+            published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
+            published.pop(find_structure(base_model).num_layers, None)  # it may have one behind the last layer
+            bottleneck = int(state["bottleneck_dim"])
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # the last: tensors
+            raise bad_router_pt(path, f"a file without usable {error}") from error
+        routers = cls.for_model(
+            base_model,
+            exit_layers=sorted(published),
+            router_bottleneck_dim=bottleneck,
+            exit_threshold=exit_threshold,
+        )
+        for exit_layer, weights in published.items():
+            router = routers[exit_layer].router
+            copy_published(path, router.down, weights, "down.weight")
+            copy_published(path, router.up, weights, "up.weight")
+        return routers
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> TIDERouters:
+        """Load routers from a folder or a Hub repository. Nothing but `config.json` and `model.safetensors` is read.
+
+        Nothing is written but the Hub's cache.
+
+        Args:
+            name_or_path: Folder or repository.
+            **kwargs: As in `PreTrainedModel.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
+
+        Returns:
+            The routers, in evaluation mode.
+
+        Raises:
+            RoutersNotFoundError: There is no `config.json` or no safetensors file, or the Hub cannot be reached.
+            RoutersFileError: A file is damaged, or its tensors do not have the names and shapes of its config.
+            ConfigurationError: The config has impossible values.
+        """
+        kwargs |= hub_options(name_or_path, kwargs, routers_not_found)
+        where = {name: kwargs.pop(name) for name in WHERE if name in kwargs}
+        changes = {name: kwargs.pop(name) for name in TIDEConfig.__annotations__ if name in kwargs}
+        with explained(name_or_path):
+            config = kwargs.pop("config", None)
+            if config is None:
+                config, commit = read_config(name_or_path, **where)
+                where |= {"revision": commit} if commit else {}  # or a push between both reads would mix two commits
+            content = read_weights(name_or_path, **where)
+            tensors = load(content)
+            config = config_for(name_or_path, content, config)
+            if changes:
+                config = TIDEConfig.from_dict(config.to_dict() | changes)
+            # Without a name transformers looks for no other files, such as adapter_config.json, whose adapter would
+            # become a part of the routers.
+            routers, info = super().from_pretrained(
+                None, config=config, state_dict=tensors, **{**kwargs, "output_loading_info": True}
+            )
+        routers.config.name_or_path = routers.name_or_path = str(name_or_path)
+        wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
+        if wrong:
+            raise RoutersFileError(file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
+        vocab = routers.draft_vocab
+        if vocab is not None and (
+            vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
+        ):
+            raise RoutersFileError(file_problem(name_or_path, "a draft_vocab with other than token ids"))
+        return routers.eval()
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Write config and safetensors; a reader sees the old routers or the new ones, also after a kill.
+
+        Args:
+            save_directory: Folder; made where it does not exist.
+            is_main_process: Whether this process is the one that writes.
+            **kwargs: As in `PreTrainedModel.save_pretrained`: `push_to_hub`, `repo_id` and what goes with them.
+
+        Raises:
+            RoutersNotSavedError: The files could not be written.
+        """
+        folder = Path(save_directory)
+        self.config.architectures, self.config.dtype = [type(self).__name__], str(self.dtype).removeprefix("torch.")
+        if is_main_process:
+            try:
+                write_routers(folder, self.config, self.state_dict())
+            except OSError as error:
+                raise routers_not_saved(folder, quoted(error)) from error
+        if kwargs.pop("push_to_hub", False) and is_main_process:
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        license: str | None = None,
+        private: bool | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload routers",
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> CommitInfo:
+        """Upload config, weights and the card that `model_card.write_model_card` writes, in one commit.
+
+        Args:
+            repo_id: Hub repository, such as `"org/name"`; made where it does not exist.
+            license: What the card says, such as `"apache-2.0"`; default: nothing (see `write_model_card`).
+            private: Whether a repository that is made is private; `None` leaves it to the organisation.
+            create_pr: Open a pull request instead of committing.
+            commit_message: What the commit says.
+            revision: Branch to commit to, made where it does not exist; default: `main`.
+            token: As in huggingface_hub; default: that of `hf auth login` or `HF_TOKEN`.
+
+        Returns:
+            The commit: a string with its address, and `pr_url` of a pull request.
+
+        Raises:
+            ConfigurationError: The routers were not calibrated, or their base model is not on the Hub.
+            HubError: The Hub refused, or cannot be reached.
+        """
+        from .publish import push_routers  # noqa: PLC0415 - cards need jinja2
+
+        options = {"private": private, "create_pr": create_pr, "commit_message": commit_message}
+        return push_routers(self, repo_id, license=license, revision=revision, token=token, **options)
+
+    def check_base_model(self, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
+        """Refuse a base model that these routers were not made for.
+
+        Args:
+            model: The base model.
+            ignore_base_mismatch: Accept another model of the same shape.
+
+        Raises:
+            BaseModelMismatchError: Shapes differ; or heads (see [`unembed.unembed_hash`]), where not ignored.
+        """
+        check_base_model(self.config, model, ignore_base_mismatch=ignore_base_mismatch)
+
+
+def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
+    """Refuse a base model that the routers of `config` were not made for; see [`TIDERouters.check_base_model`]."""
+    structure = find_structure(model)
+    ours = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    theirs = (structure.num_layers, structure.hidden_size, structure.vocab_size)
+    if ours != theirs:
+        raise _mismatch(config, f"one with (layers, hidden size, vocabulary) {theirs}", f"{ours}")
+    if ignore_base_mismatch:
+        return
+    known, actual = config.unembed_hash, unembed_hash(structure.head)
+    if known is not None and actual is not None:
+        distance = hash_distance(known, actual)
+        if distance > MAX_HASH_DISTANCE:
+            raise _mismatch(
+                config,
+                f"one whose head differs in {distance:.0%} of the fingerprint's bits",
+                f"at most {MAX_HASH_DISTANCE:.0%}",
+            )
+    elif config.base_model_name_or_path not in (None, model.config._name_or_path):
+        raise _mismatch(config, repr(model.config._name_or_path), repr(config.base_model_name_or_path))
+
+
+def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchError:
+    return BaseModelMismatchError(
+        describe(
+            f"these routers belong to another base model ({config.base_model_name_or_path})",
+            got=got,
+            expected=expected,
+            do="Load routers made for this model, or run tide_hf.calibrate(); ignore_base_mismatch=True insists "
+            "where the shapes agree.",
+        )
+    )

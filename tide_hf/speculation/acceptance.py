@@ -1,0 +1,206 @@
+"""Tokens chosen from the base model's own full-depth logits as plain decoding chooses them, whatever was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .drafters import Draft
+from .ranks import Ranks
+from .rows import Row, Stopping
+
+# Processors that look at each row by itself, and keep nothing of it; all others get to see whole batches.
+BY_ROW = (
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.MinPLogitsWarper,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopHLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+)
+
+
+class TokenChooser:
+    """Chooses the tokens of one call, and ends its rows.
+
+    The rows of a batch accept drafts each by itself where all processors and criteria look at each row by itself.
+    Where one of them is not known to, or rows have to stay level, they go on `together`: each position is asked about
+    once, in order, and for all rows at once, as plain decoding asks, and a row's wrong draft stops them all.
+
+    Args:
+        rows: All rows of the call.
+        logits_processor: What `generate` prepared.
+        stopping: When rows end.
+        generation_config: Of this call.
+        streamer: Gets a single row's tokens one by one.
+        ranks: Processes that have to draw the same.
+        pads_are_seen: Whether the caller gets to see what the model makes of the padding behind rows that ended.
+        stay_level: Whether the rows have to keep one length, since the model looks at slots.
+
+    Attributes:
+        together: See above.
+        keeps_scores: Whether processed scores are kept in the rows.
+        keeps_logits: Whether raw logits are.
+    """
+
+    def __init__(
+        self,
+        rows: list[Row],
+        logits_processor: Any,
+        stopping: Stopping,
+        generation_config: Any,
+        streamer: Any,
+        ranks: Ranks,
+        pads_are_seen: bool,
+        stay_level: bool = False,
+    ) -> None:
+        self.rows, self.stopping, self.config = rows, stopping, generation_config
+        self.streamer, self.ranks, self.pads_are_seen = streamer, ranks, pads_are_seen
+        returned = generation_config.return_dict_in_generate
+        self.keeps_scores = bool(returned and generation_config.output_scores)
+        self.keeps_logits = bool(returned and generation_config.output_logits)
+        by_row = not stay_level and stopping.by_row and all(type(processor) in BY_ROW for processor in logits_processor)
+        self.together = len(rows) > 1 and not by_row
+        self.processors_of = [_of_row(logits_processor, row.index) if by_row else logits_processor for row in rows]
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more than each position's top token matters."""
+        return bool(
+            self.config.do_sample
+            or len(self.processors_of[0])
+            or self.keeps_scores
+            or self.keeps_logits
+            or self.together  # their criteria may want scores
+        )
+
+    @property
+    def length(self) -> int:
+        """New tokens of the answer, as far as it is clear."""
+        return max(row.stopped_at or 0 for row in self.rows)
+
+    def room(self, row: Row) -> int:
+        """How many tokens `row` may still add: a stopped one that is kept only keeps pace with the others."""
+        if row.stopped_at is not None and not self.together:
+            return max(len(other.tokens) for other in self.rows) - len(row.tokens)
+        # One comes behind any prompt, as in plain decoding, which asks no criterion before.
+        return max(1, self.config.max_length - row.prompt.shape[1] - len(row.tokens))
+
+    def accept(
+        self,
+        batch: list[Row],
+        logits: Tensor | None,
+        drafts: list[Draft],
+        top_tokens: list[list[int]] | None,
+        depth: int,
+    ) -> list[list[int]]:
+        """Choose tokens for each row, position by position, until one differs from its draft.
+
+        Args:
+            batch: The rows that still decode.
+            logits: (rows, width, vocabulary) of the full-depth pass; not needed where there are top tokens.
+            drafts: The draft of each row.
+            top_tokens: The top token at each position of each row, where nothing else matters.
+            depth: Layers of a full-depth pass.
+
+        Returns:
+            The new tokens of each row: the accepted drafts and one more.
+        """
+        before = [len(row.tokens) for row in batch]
+        if self.together:
+            self._accept_together(logits, drafts, depth)
+        else:
+            for position, (row, draft) in enumerate(zip(batch, drafts, strict=True)):
+                chosen = top_tokens[position] if top_tokens is not None else None
+                own = logits[position] if logits is not None else None
+                self._accept_row(row, own, chosen, draft, depth)
+        for row in batch:
+            row.last = row.tokens[-1] if row.tokens else row.last
+        return [row.tokens[start:] for row, start in zip(batch, before, strict=True)]
+
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+        """Choose the next token of each of these rows from its logits, (rows, vocabulary)."""
+        ids = torch.cat([row.ids for row in rows])
+        logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+        scores = self.processors_of[rows[0].index](ids, logits)
+        for position, row in enumerate(rows):
+            if self.keeps_scores:
+                row.scores.append(scores[position : position + 1])
+            if self.keeps_logits:
+                row.logits.append(logits[position : position + 1])
+        if self.config.do_sample:
+            drawn = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
+            return [int(self.ranks.agree(token)) for token in drawn.flatten().tolist()]
+        return scores.argmax(dim=-1).tolist()
+
+    def _accept_row(self, row: Row, logits: Any, chosen: list[int] | None, draft: Draft, depth: int) -> None:
+        for position in range(min(len(draft.tokens) + 1, self.room(row))):
+            token = chosen[position] if chosen is not None else self.choose([row], logits[position : position + 1])[0]
+            matched = self._add(row, token, draft, position, depth)
+            stops = row.stopped_at is None and self.stopping(row)
+            if stops:
+                row.stopped_at = len(row.tokens)
+            if self.streamer is not None:  # behind the criteria, as in plain decoding
+                self.streamer.put(torch.tensor([token]))
+            if stops or not matched:
+                break
+
+    def _accept_together(self, logits: Any, drafts: list[Draft], depth: int) -> None:
+        for position in range(min(logits.shape[1], self.room(self.rows[0]))):
+            chosen = self.choose(self.rows, logits[:, position])
+            matched = [
+                self._add(row, token, draft, position, depth) or self._may_differ(row)
+                for row, token, draft in zip(self.rows, chosen, drafts, strict=True)
+            ]
+            for row, stops in zip(self.rows, self.stopping.together(self.rows), strict=True):
+                if row.stopped_at is None and stops:
+                    row.stopped_at = len(row.tokens)
+            if not all(matched) or all(row.stopped_at is not None for row in self.rows):
+                break
+
+    def _add(self, row: Row, token: int, draft: Draft, position: int, depth: int) -> bool:
+        """Add a token, or padding behind a row that ended; return whether it was drafted."""
+        if row.stopped_at is not None and self.stopping.pads:
+            token = self.stopping.pad_token_id
+        matched = position < len(draft.tokens) and token == draft.tokens[position]
+        row.tokens.append(token)
+        row.depths.append(draft.exit_layer_of(position) if matched else depth)
+        return matched
+
+    def _may_differ(self, row: Row) -> bool:
+        """Whether nobody looks at what the model makes of the tokens that `row` was fed."""
+        return row.stopped_at is not None and self.stopping.pads and not self.pads_are_seen
+
+
+def _of_row(processors: Any, index: int) -> LogitsProcessorList:
+    """The same processors for one row; transformers 5.23 tells one of them where the text of each row starts."""
+    found = LogitsProcessorList()
+    for processor in processors:
+        lengths = getattr(processor, "prompt_ignore_length", None)
+        of_row = processor
+        if isinstance(lengths, Tensor):
+            of_row = copy(processor)
+            of_row.prompt_ignore_length = lengths[index : index + 1]
+        found.append(of_row)
+    return found

@@ -1,0 +1,259 @@
+"""What TIDE adds to a model, and the drafter that it decodes with unless told otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..base_model.adapters import check_adapters
+from ..base_model.compilation import check_uncompiled
+from ..base_model.structure import DecoderStructure, check_layers
+from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe, problem_of
+from ..depth.gates import LayerRun
+from ..depth.linear_gate import (
+    COMPILED,
+    Forms,
+    LinearGate,
+    linear_gates,
+    linears_in,
+    open_linear_gates,
+    reading,
+    weight_dtypes,
+)
+from ..engines.steps.captured_steps import CapturedSteps
+from ..engines.steps.compiled_layers import CompiledLayers
+from ..engines.steps.compiled_steps import CompiledSteps
+from ..engines.steps.step_store import StepStore
+from ..engines.steps.warm_up import WarmUp
+from ..kernels.cpu.products import has_stored_product
+from ..kernels.cpu.weight_forms import UNCOMPILED
+from ..routers.block_head import BlockHead
+from ..routers.config import TIDEConfig
+from ..routers.exit_points import ExitPoint
+from ..routers.routers import TIDERouters
+from .costs import CostTable
+from .drafters import Drafter, HybridDrafter
+from .engine import DraftEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Attachment:
+    """What TIDE adds to a model. It holds nothing of a single call.
+
+    Attributes:
+        base_class: The model's own class.
+        structure: Its layers, norm and head.
+        unembed: Its unembedding.
+        routers: Routers and exit heads; `None` where drafts come from n-grams alone.
+        mode: The mode of a call that names none.
+        exit_threshold: The threshold of a call that names none.
+        make_drafter: Builds the drafter of a call from the attachment, the prompts and the engine.
+        engine: The engine of a call that names none.
+        use_kernels: Whether eager calls may use kernels.
+        strict: Whether calls that `self_speculative` cannot have raise, instead of decoding plainly.
+        compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
+        compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
+        captured_steps: The same in calls with `engine="cuda_graph"`.
+        costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
+        acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
+    """
+
+    base_class: type
+    structure: DecoderStructure
+    unembed: Unembed
+    routers: TIDERouters | None
+    mode: str
+    exit_threshold: float
+    make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
+    engine: str = "eager"
+    use_kernels: bool | str = "auto"
+    strict: bool = False
+    compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
+    compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
+    captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
+    costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
+    acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
+    _fallbacks: set[str] = field(default_factory=set, repr=False)  # the problems that have been warned of
+
+    @property
+    def compaction_threshold(self) -> float:
+        """Share of holes in a batch's cache above which it is compacted."""
+        config = self.routers.config if self.routers is not None else TIDEConfig()
+        return float(config.compaction_threshold)
+
+    def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
+        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess.
+
+        Args:
+            num_rows: Sequences.
+            engine: Of the call.
+            widths: Of verify passes, where the call runs on steps.
+        """
+        key = (engine, widths, num_rows)
+        if key not in self.costs:
+            larger = [rows for *known, rows in list(self.costs) if known == [engine, widths] and rows > num_rows]
+            self.costs[key] = (
+                self.costs[engine, widths, min(larger)].resized()
+                if larger
+                else CostTable(self.structure.num_layers, self.structure.head_share, widths)
+            )
+        return self.costs[key]
+
+    def steps_of(self, engine: str) -> StepStore:
+        """What runs steps in calls with `engine`."""
+        return self.compiled_steps if engine == "compiled" else self.captured_steps
+
+    @contextmanager
+    def running(self, engine: str, run: LayerRun | None, gates: list[LinearGate]) -> Iterator[None]:
+        """Have `run` execute its layers by `engine`.
+
+        Args:
+            engine: Of the call.
+            run: Of its layers; `None` for a call on steps, whose other layers run natively.
+            gates: Those of the model.
+        """
+        if engine == "compiled" and run is not None:
+            run.execute_layer = self.compiled_layers.run
+            with self.compiled_layers.ready(list(self.structure.layers)):
+                yield
+        else:
+            with self.steps_of(engine).warm_up.shown(), reading(self._eager_forms(gates), chosen_once=True):
+                yield
+
+    def gates(self) -> list[LinearGate]:
+        """Those in front of linear layers."""
+        return list(linear_gates(self.structure, self.block_head))
+
+    def _eager_forms(self, gates: list[LinearGate]) -> Forms:
+        """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
+        may_use_kernels = self.use_kernels is not False and all(map(has_stored_product, weight_dtypes(gates)))
+        return COMPILED if may_use_kernels else UNCOMPILED
+
+    def warm_ups(self, engine: str) -> list[WarmUp]:
+        """What counts what making an engine ready takes."""
+        compiled = [self.compiled_layers.warm_up, self.compiled_steps.warm_up]
+        return {"compiled": compiled, "cuda_graph": [self.captured_steps.warm_up]}.get(engine, [])
+
+    def warm_up_seconds(self, engine: str) -> float:
+        """What making an engine ready has taken so far."""
+        return sum((warm_up.seconds for warm_up in self.warm_ups(engine)), 0.0)
+
+    def exit_point(self, exit_layer: int) -> ExitPoint:
+        """Router and head at `exit_layer`."""
+        return self.require_routers("an exit head")[exit_layer]
+
+    @property
+    def block_head(self) -> BlockHead | None:
+        """The block, if there is one."""
+        return self.routers.block_head if self.routers is not None else None
+
+    def draft_unembed(self) -> DraftUnembed:
+        """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""
+        vocab = self.routers.draft_vocab if self.routers is not None else None
+        if not is_plain_linear(self.structure.head):
+            return DraftUnembed(self.unembed)
+        if self._draft_unembed is None or not self._draft_unembed.is_current():
+            self._draft_unembed = DraftUnembed(self.unembed, vocab)
+            gate = next(linear_gates(self.structure), None)
+            if vocab is not None and gate is not None:
+                open_linear_gates(linears_in(self._draft_unembed.head), gate.may_copy, anywhere=True)
+        return self._draft_unembed
+
+    def release(self) -> None:
+        """Give back the memory that is kept between calls."""
+        self._draft_unembed = None
+        for gate in self.gates():
+            gate.release()
+        self.compiled_layers.release()
+        self.compiled_steps.release()
+        self.captured_steps.release()
+
+    def require_routers(self, needed_by: str) -> TIDERouters:
+        """The routers, or an error that says what needs them."""
+        if self.routers is None:
+            raise UnsupportedOptionError(
+                describe(
+                    f"{needed_by} needs routers",
+                    got="routers=None",
+                    expected="routers made for this model",
+                    do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
+                )
+            )
+        return self.routers
+
+    def check_model(self, model: Any, mode: str) -> None:
+        """Raise where the model, as it is now, cannot run in `mode`."""
+        self.check_mode(mode)
+        check_layers(model, self.structure)
+        self._check_head(model)
+        check_adapters(model, self.structure)
+        check_uncompiled(model, self.structure)
+
+    def note_fallback(self, error: Exception) -> str:
+        """Log that calls decode plainly, as a warning at the first of a kind; return why."""
+        reason = problem_of(error)
+        kind = reason.partition(": got ")[0]
+        level = logging.INFO if kind in self._fallbacks else logging.WARNING
+        logger.log(level, "TIDE leaves this call to plain decoding, with the same output but no faster: %s", reason)
+        self._fallbacks.add(kind)
+        return reason
+
+    def _check_head(self, model: Any) -> None:
+        """Raise where the model has lost tokens since TIDE was attached, which exit heads would still draft."""
+        head, known = model.get_output_embeddings(), self.structure.vocab_size
+        if head is self.structure.head or self.routers is None:
+            return
+        size = getattr(head, "out_features", known)
+        if size < known:
+            raise UnsupportedModelError(
+                describe(
+                    "the model's head has fewer tokens than when TIDE was attached",
+                    got=f"{size} tokens",
+                    expected=f"{known} tokens",
+                    do="Detach TIDE, and attach it with routers that were calibrated for the smaller vocabulary.",
+                )
+            )
+
+    def check_mode(self, mode: str) -> None:
+        """Raise where this model cannot run in `mode`."""
+        if mode != "post_hoc" and self.structure.is_recurrent:
+            raise UnsupportedModelError(
+                describe(
+                    f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "
+                    "can be neither rolled back nor filled in for a skipped layer",
+                    got=f"tide_mode={mode!r}",
+                    expected="tide_mode='post_hoc' for this model",
+                    do="Attach with mode='post_hoc', or use the model without TIDE.",
+                )
+            )
+
+
+def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: DraftEngine) -> HybridDrafter:
+    """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
+    priors, known = head_priors(attachment, engine), attachment.structure.vocab_size
+    return HybridDrafter(
+        # What stands for an image may be no token that the model can read, let alone write.
+        [[token if token < known else 0 for token in prompt] for prompt in prompts],
+        engine.costs_of,
+        priors,
+        engine if priors else None,
+        attachment.acceptances.setdefault(engine.temperature, {}),
+    )
+
+
+def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]:
+    """The exit layers at which a head drafts, and how often it agreed when it was calibrated."""
+    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
+    record = config.calibration or {}
+    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
+    if engine.block_layer is not None and "block" in record:
+        priors[engine.block_layer] = float(record["block"]["agreement"])
+    return priors

@@ -1,0 +1,116 @@
+"""What a `self_speculative` call has to be like, so that its output can be the base model's own.
+
+Each check raises a typed error. `generation` turns it into plain decoding, by transformers' own loop at full depth,
+unless TIDE was attached with `strict=True`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+
+from ..base_model.inputs import check_no_cross_attention
+from ..base_model.structure import CACHE, check_rope, rope_limits
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..depth.kv_cache import find_cache
+from ..depth.wide_passes import check_wide_passes, wide_pass_limit
+
+# What transformers' loop calls at each token, and the speculative loop does not. The models named here change nothing
+# in them that the speculative loop lacks: the tests hold that their tokens are plain decoding's.
+LOOP_METHODS: dict[str, frozenset[str]] = {
+    "_sample": frozenset(),
+    "_has_unfinished_sequences": frozenset(),
+    "_update_model_kwargs_for_generation": frozenset({"mllama", "paligemma"}),
+}
+
+
+def check_loop(base_class: Any, model_type: str) -> None:
+    """Refuse a model whose class decodes by a loop of its own, or keeps state between the tokens.
+
+    Args:
+        base_class: The model's own class.
+        model_type: Of its config.
+
+    Raises:
+        UnsupportedModelError: It does.
+    """
+    for name, known in LOOP_METHODS.items():
+        if getattr(base_class, name, None) is not getattr(GenerationMixin, name) and model_type not in known:
+            raise UnsupportedModelError(
+                describe(
+                    "tide_mode='self_speculative' would pass over code that the model runs at each token",
+                    got=f"{base_class.__name__} with its own {name}",
+                    expected=f"a model that decodes by GenerationMixin.{name}",
+                    do="Attach without strict=True: such models decode plainly.",
+                )
+            )
+
+
+def check_call(
+    model: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    max_length: int,
+    synced_gpus: bool,
+    streamer: Any,
+) -> None:
+    """Refuse a call whose output, or whose cache, rounds of drafts and verify passes cannot give.
+
+    Args:
+        model: The attached model.
+        input_ids: (rows, prompt length).
+        generation_config: Of this call.
+        model_kwargs: What `generate` prepared.
+        max_length: Most tokens of prompt and answer.
+        synced_gpus: Whether processes run the same number of passes, as under FSDP and ZeRO-3.
+        streamer: Of this call.
+
+    Raises:
+        UnsupportedModelError, UnsupportedOptionError: It is such a call.
+    """
+    mode, rows = "tide_mode='self_speculative'", input_ids.shape[0]
+    config = model.config.get_text_config()
+    check_loop(model._tide.base_class, config.model_type)
+    check_no_cross_attention(mode, model_kwargs)
+    refused = {
+        f"a streamer with a batch of {rows}": streamer is not None and rows != 1,
+        "synced_gpus=True": synced_gpus,
+        "output_attentions=True": generation_config.output_attentions,
+        "output_hidden_states=True": generation_config.output_hidden_states,
+    }
+    for got, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedOptionError(
+                describe(
+                    f"{mode} cannot give what this call asks for",
+                    got=got,
+                    expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
+                    do="Leave it out, or attach without strict=True: such calls decode plainly. A "
+                    "tide_hf.speculation.rows.RowCriterion sees the tokens of every row of a batch.",
+                )
+            )
+    _check_length(config, input_ids, max_length, model_kwargs)
+    user = mode + (" in a batch" if rows > 1 else "")
+    find_cache(model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
+
+
+def _check_length(config: Any, input_ids: Tensor, max_length: int, model_kwargs: dict[str, Any]) -> None:
+    """Refuse an answer in which wide passes attend to other keys, or within which rotary embeddings change.
+
+    The latter go by positions: `input_ids` may be padded, or a part.
+    """
+    limits = rope_limits(config)
+    if not limits and wide_pass_limit(config) is None:
+        return
+    positions, cache, embeds = (model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
+    length = (embeds if embeds is not None else input_ids).shape[1]
+    length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    new = max_length - input_ids.shape[1]
+    check_wide_passes(config, length + new)
+    if limits:
+        length = length if positions is None else int(positions.max()) + 1
+        check_rope(config, length, length + new)
