@@ -1,4 +1,12 @@
-"""Calibration: fit exit heads, routers and a threshold for a frozen model. [`calibrate`] holds the steps in order."""
+"""Calibration: fit exit heads, routers and a threshold for a frozen model. [`calibrate`] holds the steps in order.
+
+Text: `text` takes the user's (`sources`, `files`, `encoding`) or what the model writes (`own_prompts`, `writing`,
+`continuing`); `data` has the documents. States: `hidden_states` of the base model, kept by `store`. Learned parts:
+`fitting` and `training` (closed form, routers), `labels` (what a router predicts), `distillation`, `block_stage` and
+`block_training` (block head), `mixed_precision`. Threshold: `threshold`, `selection`, `resampling`. Record: `figures`,
+`report`, `convergence`. Course: `arguments` are checked first; `pipeline` runs the stages in a `work_folder` that can be
+gone on with, within a `budget` of time, by one or more `processes`.
+"""
 
 from __future__ import annotations
 

@@ -2,5 +2,6 @@
 
 `parser` and `arguments` define the options, `model_arguments` loads what they name, `prompts` reads prompts. What
 commands share is in `comparison`, `conversation` and `streaming`. `demo_model` is the demo's own fallback for a model
-(with `gguf_conversion`), `completion` the shell's.
+(with `gguf_conversion`). The commands: `benchmark`, `calibrate`, `chat`, `completion`, `demo`, `evaluate`, `generate`,
+`inspect`, `push`, `serve`.
 """

@@ -1,4 +1,4 @@
-"""TIDE in EleutherAI's lm-eval, as the model `tide_hf`.
+"""TIDE in EleutherAI's lm-eval, as the model `tide_hf`, which is in `model`.
 
 lm-eval knows the models of its own tree and those that are registered when it looks one up. It loads no plugins, so its
 command has to be started from here:
