@@ -13,11 +13,11 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
 from families import ATTENTION, LAYERS, VOCAB, slow_but, tiny_model
 from images import image_prompts, seeing_model
+from on_steps import COPYING, FEW, WINDOWED, linear_heads, prompts, use_steps
 from pretend_device import NAME, times_waited
 from recorded import Recorder
 from test_block_head import WITH_BLOCK, block_layer_of, routers_for
 from test_calibration_pipeline import texts
-from test_captured_steps import COPYING, FEW, WINDOWED, linear_heads, prompts
 from transformers import TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
@@ -217,7 +217,7 @@ def test_captured_steps_ask_for_nothing(family, rows):
     plain, model = two(family)
     batch = prompts(rows)
     expected = answer(plain, batch, **GREEDY)
-    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="cuda_graph")
+    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
     waits = []
 
     def replay_of(function, state, device, pool):
@@ -235,7 +235,7 @@ def test_captured_steps_ask_for_nothing(family, rows):
         replay.run = counted
         return replay
 
-    model._tide.captured_steps = steps = CapturedSteps(replay_of, layers=None)
+    steps = use_steps(model, CapturedSteps(replay_of, layers=None))
     model._tide.make_drafter = lambda _, prompt, shallow: AheadDrafter(prompt, shallow, [1, 3], 3)
     assert torch.equal(answer(model, there(batch), **GREEDY), expected)
     assert steps.refused is None
@@ -245,8 +245,8 @@ def test_captured_steps_ask_for_nothing(family, rows):
 
 def test_captured_rounds_wait_once():
     plain, model = two("llama")
-    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="cuda_graph")
-    model._tide.captured_steps = CapturedSteps(Recorder(), layers=None)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
+    use_steps(model, CapturedSteps(Recorder(), layers=None))
     model._tide.make_drafter = lambda _, prompt, shallow: AheadDrafter(prompt, shallow, [1], 7)
     rounds_and_waits(model, 24)
     (few, before), (many, after) = (rounds_and_waits(model, new) for new in (2, 24))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
 from families import VOCAB, slow_but, tiny_model
+from on_steps import steps_of
 from test_block_head import block_layer_of, routers_for
 from test_captured_steps import FEW, LAYERS, OPTIONS, PROMPT, WINDOWED, linear_heads, new_tokens, prompts
 from test_captured_steps import attach as attach_graphs
@@ -177,7 +178,7 @@ def test_buffers_that_were_given_back_in_between_do_no_harm(tiny_llama):
 
     class Releases(ScriptedDrafter):
         def draft(self, rows, limits):
-            model._tide.compiled_steps.release()
+            steps_of(model).release()
             return super().draft(rows, limits)
 
     model._tide.make_drafter = lambda *_: Releases("mixed", new_tokens(expected), VOCAB)

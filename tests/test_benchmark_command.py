@@ -4,7 +4,7 @@ import json
 
 import pytest
 from families import tiny_model
-from test_compiled_steps import attach_without_compiler
+from on_steps import attach_without_compiler
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli.main import main

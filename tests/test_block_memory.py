@@ -7,10 +7,9 @@ import pytest
 import torch
 from drafters import AheadDrafter, HeadDrafter
 from families import tiny_model
+from on_steps import attach_captured as attach_graphs
+from on_steps import attach_compiled, prompts
 from test_block_head import block_layer_of, routers_for
-from test_captured_steps import attach as attach_graphs
-from test_captured_steps import prompts
-from test_compiled_steps import attach as attach_compiled
 from test_prompt_groups import attach_eagerly
 
 from tide_hf import TIDEModelForCausalLM

@@ -7,14 +7,11 @@ import pytest
 import torch
 from drafters import KINDS, AheadDrafter, HeadDrafter, ScriptedDrafter
 from families import VOCAB, tiny_model
-from recorded import Recorder
-from test_captured_steps import COPYING, linear_heads
-from test_compiled_steps import attach_without_compiler
+from on_steps import attach_captured, attach_without_compiler, linear_heads, steps_of
 from test_properties import inputs_of, sequences_of
 from transformers import StoppingCriteria
 
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps.captured_steps import CapturedSteps
 
 FAMILIES = ("llama", "gpt2", "falcon", "bloom", "gemma2", "opt")
 LEAST, LONGEST = 3, 20  # tokens of an answer
@@ -90,12 +87,14 @@ def drafter_maker(continuations, chance):
 
 def attached(model, engine):
     own = copy.deepcopy(model)
-    attach_without_compiler(own, linear_heads(own), engine=engine)
-    own._tide.captured_steps = CapturedSteps(Recorder(may_copy=model.config.model_type in COPYING), None)
+    if engine == "captured":
+        attach_captured(own, linear_heads(own))
+    else:
+        attach_without_compiler(own, linear_heads(own), engine=engine)
     return own
 
 
-@pytest.mark.parametrize(("engine", "times"), [("eager", 30), ("cuda_graph", 30), ("compiled", 6)])  # which traces
+@pytest.mark.parametrize(("engine", "times"), [("eager", 30), ("captured", 30), ("compiled", 6)])  # which traces
 def test_calls_one_after_another_equal_plain_decoding(engine, times):
     replays = 0
     for seed in range(times):
@@ -118,5 +117,5 @@ def test_calls_one_after_another_equal_plain_decoding(engine, times):
             before = (expected, answer) if options.get("return_dict_in_generate") else None
             if before is not None:
                 assert answer[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
-        replays += own._tide.steps_of(engine).replays
+        replays += steps_of(own).replays
     assert (replays > 0) == (engine != "eager")

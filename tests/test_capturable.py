@@ -7,13 +7,13 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
+from on_steps import OPTIONS, linear_heads, prompts
+from on_steps import attach_captured as attach
 from recorded import COPIES, Recorder
-from test_captured_steps import OPTIONS, attach, linear_heads, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.engines.capturable import CallFacts, why_not_captured
 
 
@@ -31,7 +31,7 @@ def test_what_needs_the_host_is_refused_and_says_so_once(caplog):
     said = [record.message for record in caplog.records if record.name.startswith("tide_hf")]
     assert said == [
         f"LlamaForCausalLM runs without CUDA graphs: {steps.refused}",
-        f"engine='cuda_graph' runs eagerly: {steps.refused}",
+        f"engine='compiled' runs eagerly: {steps.refused}",
     ]
 
 
@@ -89,8 +89,8 @@ def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         for _ in range(2):
             assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
-    assert [record.message for record in caplog.records if "cuda_graph" in record.message] == [
-        "engine='cuda_graph' runs eagerly: rows with holes, and layers with a window, which would count them"
+    assert [record.message for record in caplog.records if "compiled" in record.message] == [
+        "engine='compiled' runs eagerly: rows with holes, and layers with a window, which would count them"
     ]
     plain = TIDEModelForCausalLM.detach(copy.deepcopy(model)).generate(**prompts(), **OPTIONS)
     with steps.lock:  # as another thread's call would hold it
@@ -135,10 +135,3 @@ def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert "the call runs eagerly: K/V buffers of 21 slots would take" in caplog.text
     assert steps.replays == 0
-
-
-def test_graphs_need_a_gpu(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="cuda_graph")
-    with pytest.raises(UnsupportedOptionError, match="engine='cuda_graph' needs a GPU: got a model on 'cpu'"):
-        model.generate(**prompts(), **OPTIONS)
-    model.generate(**prompts(), **OPTIONS, tide_engine="eager")

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import tiny_model
+from on_steps import OPTIONS, prompts
+from on_steps import attach_captured as attach
 from recorded import Recording
-from test_captured_steps import OPTIONS, attach, prompts
 from transformers import masking_utils
 
 from tide_hf.engines.steps import capturable_forward
@@ -73,7 +74,7 @@ def test_experts_weights_are_copied_for_few_tokens_or_where_their_other_way_need
     assert entered == [True] * is_entered
 
 
-@pytest.mark.parametrize(("rows", "engine"), [(1, "eager"), (3, "eager"), (1, "cuda_graph"), (3, "cuda_graph")])
+@pytest.mark.parametrize(("rows", "engine"), [(1, "eager"), (3, "eager"), (1, "compiled"), (3, "compiled")])
 def test_experts_run_as_generate_runs_them(monkeypatch, rows, engine):
     """The prompt's pass in their own way, and on a GPU, which is played here, those behind it in another."""
     model = tiny_model("qwen3_moe")

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from on_steps import use_steps
 from recorded import as_it_is
 from test_replay import Cuda
 
@@ -127,9 +128,9 @@ def test_steps_without_memory_are_captured_in_the_next_call(tiny_llama, caplog):
     model = tiny_llama()
     ids, options = torch.arange(3, 11)[None], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, **options)
-    TIDEModelForCausalLM.attach(model, engine="cuda_graph")
+    TIDEModelForCausalLM.attach(model, engine="compiled")
     refusing = Refusing(1, refused="CUDA out of memory", may_do_later=True)
-    steps = model._tide.captured_steps = CapturedSteps(refusing, None)
+    steps = use_steps(model, CapturedSteps(refusing, None))
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         for made in (1, 2, 2):
             before = steps.replays
@@ -146,8 +147,8 @@ def test_steps_without_memory_are_captured_in_the_next_call(tiny_llama, caplog):
 def test_a_model_that_is_released_may_be_captured_again(tiny_llama):
     model = tiny_llama()
     ids, options = torch.arange(3, 11)[None], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    TIDEModelForCausalLM.attach(model, engine="cuda_graph")
-    steps = model._tide.captured_steps = CapturedSteps(Refusing(1, refused="operation not permitted"), None)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    steps = use_steps(model, CapturedSteps(Refusing(1, refused="operation not permitted"), None))
     replays = []
     for _ in range(2):
         model.generate(ids, **options)

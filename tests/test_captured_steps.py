@@ -10,60 +10,34 @@ import pytest
 import torch
 from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
 from families import ATTENDING, ATTENTION, VOCAB, slow_but, tiny_model
-from recorded import Recorder, as_it_is
+from on_steps import (
+    FEW,
+    LAYERS,
+    NEW,
+    OPTIONS,
+    PROMPT,
+    UNTRACED,
+    WINDOWED,
+    as_traced,
+    check_drafts,
+    draft_ahead,
+    linear_heads,
+    new_tokens,
+    prompts,
+    steps_of,
+    use_steps,
+)
+from on_steps import attach_captured as attach
+from recorded import as_it_is
 from test_block_head import block_layer_of, routers_for
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps.captured_steps import CapturedSteps
-from tide_hf.engines.steps.compiled_layers import CompiledLayers
+from tide_hf.engines.steps.compiled_steps import StepCompiler
 from tide_hf.engines.steps.replay import HostReads
 from tide_hf.engines.steps.step_buffers import WIDTHS, capacity_for
 from tide_hf.speculation.costs import CostTable, step_width
-
-LAYERS, PROMPT, NEW = 4, 8, 14
-WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
-FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # in which the others' ways all occur
-COPYING = ("falcon",)  # indexes by a list, which is copied from the host, where its layers are not compiled
-OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def prompts(rows=1, pads=0, length=PROMPT):
-    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[-1, :pads] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def attach(model, routers=None, make_replay=None, layers=None, **settings):
-    TIDEModelForCausalLM.attach(model, routers, engine="cuda_graph", pack_weights=False, **settings)
-    may_copy = model.config.model_type in COPYING
-    steps = model._tide.captured_steps = CapturedSteps(make_replay or Recorder(may_copy), layers)
-    return steps
-
-
-def linear_heads(model):
-    return TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
-
-
-def draft_ahead(model, exit_layers=(1, 3), width=3):
-    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, list(exit_layers), width)
-
-
-def new_tokens(sequences):
-    return sequences[:, PROMPT:].tolist()
-
-
-def check_drafts(model, batch, attach_to, draft_with, kinds, width=3):
-    """Attach, draft by scripts and with heads, and compare with the base model's tokens; return the steps."""
-    expected = model.generate(**batch, **OPTIONS)
-    steps = attach_to(model, linear_heads(model))
-    for kind in kinds:
-        use_drafter(model, kind, new_tokens(expected), width=width)
-        assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    draft_with(model)
-    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    return steps
 
 
 @pytest.mark.parametrize(("attention", "family"), ATTENDING)
@@ -89,7 +63,7 @@ def test_heads_draft_what_they_draft_eagerly(family, rows, kind):
     exit_layer = block_layer_of(family)
     routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
     drafted = {}
-    for engine, drafter in (("eager", HeadDrafter), ("cuda_graph", AheadDrafter)):
+    for engine, drafter in (("eager", HeadDrafter), ("compiled", AheadDrafter)):
         steps = attach(model, routers)
         made = []
 
@@ -104,9 +78,9 @@ def test_heads_draft_what_they_draft_eagerly(family, rows, kind):
     assert len(eager) > 1
     assert steps.replays > 0
     if rows == 1:
-        assert drafted["cuda_graph"] == eager
+        assert drafted["compiled"] == eager
     else:  # in the first round in which heads draft: all rows have room for as much
-        assert drafted["cuda_graph"][:rows] == eager[:rows]
+        assert drafted["compiled"][:rows] == eager[:rows]
 
 
 def test_one_read_a_round_and_none_a_draft(tiny_llama):
@@ -188,18 +162,33 @@ def test_rows_that_end_and_holes_that_are_compacted(tiny_llama):
     assert steps.replays > 0
 
 
-def test_compiled_layers_inside_a_step(tiny_llama):
-    model = tiny_llama()
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model, linear_heads(model), as_it_is, partial(CompiledLayers, "eager"))
-    draft_ahead(model)
-    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert steps.layers.num_compiled > 0
-    assert steps.layers.refused == {}
-    with HostReads(model.device):
-        before = steps.layers.num_compiled
-        model.generate(**prompts(), **OPTIONS)
-        assert steps.layers.num_compiled == before  # where each operation is looked at, layers run as they are
+@pytest.mark.parametrize("family", slow_but(FEW, [family for family in ATTENTION if family not in UNTRACED]))
+def test_what_is_captured_is_the_compiled_step(family):
+    model = tiny_model(family)
+    replays = []
+
+    def watched(function, *args):
+        replays.append(function)
+        return as_it_is(function, *args)
+
+    kinds = ("right", "wrong at the last position")
+    attach_to = partial(attach, make_replay=watched, layers=partial(StepCompiler, as_traced))
+    steps = check_drafts(model, prompts(pads=2), attach_to, draft_ahead, kinds, width=4)
+    assert steps.refused is None
+    assert len(replays) == steps.warm_up.num_made > 0
+    assert steps.layers.graphs.num_compiled > 0
+
+
+def test_a_step_that_cannot_be_compiled_is_captured_as_it_is(tiny_llama, caplog):
+    def no_compiler(_graph, _inputs):
+        raise RuntimeError("no compiler")
+
+    caplog.set_level("INFO", logger="tide_hf")
+    attach_to = partial(attach, make_replay=as_it_is, layers=partial(StepCompiler, no_compiler))
+    steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(), attach_to, draft_ahead, ("right",))
+    assert steps.refused is None
+    assert steps.replays > 0
+    assert "a step is captured as it is: no compiler" in caplog.text
 
 
 def test_making_steps_ready_is_no_part_of_what_passes_cost(tiny_llama, monkeypatch):
@@ -224,7 +213,7 @@ def test_changed_models_are_noticed_and_memory_is_given_back(tiny_llama):
         layer.mlp.down_proj = torch.nn.Linear(layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features)
     changed = model.generate(**prompts(), **OPTIONS)
     other = copy.deepcopy(model)
-    assert other._tide.captured_steps is not steps
+    assert steps_of(other) is not steps
     assert torch.equal(TIDEModelForCausalLM.detach(other).generate(**prompts(), **OPTIONS), changed)
     with torch.no_grad():
         model.lm_head.weight.neg_()  # in place: graphs read the weights where they are
@@ -238,8 +227,8 @@ def test_changed_models_are_noticed_and_memory_is_given_back(tiny_llama):
 
 
 def test_a_device_map_of_one_device(tiny_model_folder):
-    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, device_map={"": "cpu"}, engine="cuda_graph")
-    steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
+    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, device_map={"": "cpu"}, engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
     tokens = model.generate(**prompts(), **OPTIONS)
     assert steps.replays > 0
     assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))

@@ -5,15 +5,12 @@ import copy
 import pytest
 import torch
 from families import prompt, tiny_model
-from test_adapters import adapted, attached, disturb
-from test_captured_steps import attach as attach_captured
-from test_compiled_steps import attach_without_compiler
+from on_steps import attach_captured, attach_without_compiler
 from torch.nn.modules.module import register_module_forward_hook
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.errors import UnsupportedModelError
 from tide_hf.depth import linear_gate
-from tide_hf.engines.steps.compiled_layers import CompiledLayers
 from tide_hf.kernels.cpu.weight_forms import PackedWeight, StoredWeight
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -54,48 +51,6 @@ def test_a_scale_that_changes_behind_steps(attach):
         layer.self_attn.scaling *= 4
     assert not torch.equal(answer(other), plain)
     assert torch.equal(answer(model), answer(other))
-
-
-def test_compiled_layers_run_as_they_are_where_hooks_are_inside():
-    """Dynamo takes one layer's hooks for those of all."""
-    model = tiny_model("llama")
-    plain = answer(model)
-    handle = model.model.layers[1].mlp.register_forward_hook(shift)
-    shifted = answer(model)
-    handle.remove()
-    routers = TIDERouters.for_model(model, exit_layers=[1, 3])
-    TIDEModelForCausalLM.attach(model, routers, engine="compiled", mode="early_exit", exit_threshold=2.0)
-    layers = model._tide.compiled_layers = CompiledLayers("eager")
-    assert torch.equal(answer(model), plain)
-    assert layers.num_compiled > 0
-    model.model.layers[1].mlp.register_forward_hook(shift)
-    assert torch.equal(answer(model), shifted)
-
-
-def test_adapters_that_are_switched_behind_compiled_layers():
-    from peft import LoraConfig  # noqa: PLC0415 - an extra's, which test_adapters asks for
-
-    def talk(model):
-        answers = [model.generate(input_ids=prompt(), **OPTIONS)]
-        model.set_adapter("second")
-        answers.append(model.generate(input_ids=prompt(), **OPTIONS))
-        with model.disable_adapter():
-            answers.append(model.generate(input_ids=prompt(), **OPTIONS))
-        model.set_adapter("default")
-        return [*answers, model.generate(input_ids=prompt(), **OPTIONS)]
-
-    def with_two():
-        model = adapted()
-        model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
-        return disturb(model, "second", seed=2)
-
-    expected, model = talk(with_two()), with_two()
-    attached(model, engine="compiled", pack_weights=False)
-    layers = model.get_base_model()._tide.compiled_layers = CompiledLayers("eager")
-    found = talk(model)
-    assert layers.num_compiled > 0
-    assert all(map(torch.equal, found, expected))
-    assert not torch.equal(found[0], found[1])
 
 
 def zero_a_row(weight):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from drafters import KINDS, use_drafter
 from families import tiny_model
-from test_captured_steps import OPTIONS, PROMPT, attach, new_tokens, prompts
+from on_steps import OPTIONS, PROMPT, new_tokens, prompts
+from on_steps import attach_captured as attach
 from test_lossless import PROCESSED
 from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria, SynthIDTextWatermarkingConfig
 
@@ -23,7 +24,7 @@ def answers(options, kind="mixed", captured=False):
     attach(model)
     use_drafter(model, kind, new_tokens(sequences))
     torch.manual_seed(0)
-    engine = "cuda_graph" if captured else "eager"
+    engine = "compiled" if captured else "eager"
     return expected, model.generate(**batch, **GREEDY | options(), tide_engine=engine), model.last_exit_stats
 
 

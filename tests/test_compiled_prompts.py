@@ -6,12 +6,12 @@ Most tests run what was traced as it is, which takes no compiler.
 import logging
 
 import pytest
-import test_captured_steps
 import torch
 from drafters import use_drafter
 from families import ATTENDING, MIXTURES, tiny_model
-from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED
-from test_compiled_steps import attach
+from on_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, steps_of
+from on_steps import attach_compiled as attach
+from on_steps import prompts as short_prompts
 from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf import TIDEModelForCausalLM
@@ -22,7 +22,7 @@ from tide_hf.kernels.cpu.many_queries import LEAST_QUERIES
 
 
 def prompts(length, rows=1, pads=0):
-    return test_captured_steps.prompts(rows, pads, length)
+    return short_prompts(rows, pads, length)
 
 
 class Graphs:
@@ -97,7 +97,7 @@ def test_compiled_by_inductor(tiny_llama):
         output = model.generate(**batch, **OPTIONS, return_dict_in_generate=True)
         assert torch.equal(output.sequences, tokens)
         found.append(output[CACHE])
-    steps = model._tide.compiled_steps
+    steps = steps_of(model)
     assert steps.prompts.num_compiled == 3 * LAYERS
     plain = TIDEModelForCausalLM.detach(model)(**batches[2], use_cache=True)[CACHE]
     for layer, own in zip(plain.layers, found[2].layers, strict=True):
@@ -163,12 +163,12 @@ def test_those_who_count_operations_see_them_all(tiny_llama):
     attach(model)
     for _ in range(2):
         model.generate(**prompts(40), **options)
-    before = model._tide.compiled_steps.prompts
+    before = steps_of(model).prompts
     with FlopCounterMode(display=False) as counted:
         model.generate(**prompts(40), **options)
     assert counted.get_total_flops() == plain.get_total_flops()
     # The counter puts hooks on all modules, so that what was compiled without them is forgotten.
-    assert (before.num_compiled, model._tide.compiled_steps.prompts.num_compiled) == (LAYERS, 0)
+    assert (before.num_compiled, steps_of(model).prompts.num_compiled) == (LAYERS, 0)
 
 
 def test_prompts_behind_a_filled_cache_are_read_natively(tiny_llama):
@@ -180,6 +180,6 @@ def test_prompts_behind_a_filled_cache_are_read_natively(tiny_llama):
         read = model(input_ids=batch["input_ids"][:, :12], use_cache=True)
         found = model.generate(**batch, **OPTIONS, **{CACHE: read[CACHE]})
         assert torch.equal(found, expected)
-    prompts_of = model._tide.compiled_steps.prompts
+    prompts_of = steps_of(model).prompts
     assert prompts_of.num_compiled == 0
     assert not prompts_of.refused

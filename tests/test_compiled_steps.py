@@ -6,66 +6,34 @@ Most tests run what was traced as it is, which takes no compiler.
 import copy
 import logging
 import pickle
-from contextlib import contextmanager
 
 import pytest
 import torch
 from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENDING, MIXTURES, VOCAB, tiny_model
-from packaging.version import Version
+from families import ATTENDING, VOCAB, tiny_model
+from on_steps import (
+    FEW,
+    LAYERS,
+    NEW,
+    OPTIONS,
+    UNTRACED,
+    WINDOWED,
+    check_drafts,
+    draft_with_heads,
+    linear_heads,
+    new_tokens,
+    prompts,
+    steps_of,
+)
+from on_steps import attach_compiled as attach
 from test_block_head import block_layer_of, routers_for
-from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, check_drafts, linear_heads, new_tokens, prompts
 from test_shared_heads import KeyHeads
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps import compiled_steps
-from tide_hf.engines.steps.compiled_layers import CompiledLayers
-from tide_hf.engines.steps.compiled_steps import CompiledSteps, StepCompiler
+from tide_hf.engines.steps.compiled_steps import StepCompiler
 from tide_hf.engines.steps.layer_graphs import LayerGraphs
 from tide_hf.engines.steps.step_graphs import traced
-
-UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
-
-
-def as_traced(graph, _inputs):
-    """Stands in for Inductor."""
-    return graph
-
-
-def attach(model, routers=None, compile_graph=as_traced, **settings):
-    attach_without_compiler(model, routers, engine="compiled", **settings)
-    steps = model._tide.compiled_steps = CompiledSteps(compile_graph)
-    return steps
-
-
-class UntracedLayers(CompiledLayers):
-    """As compiled layers, which `test_compiled_layers` is about, but nothing is: Dynamo takes seconds for each pass."""
-
-    @contextmanager
-    def ready(self, layers):
-        yield
-
-
-_attach = TIDEModelForCausalLM.attach
-
-
-def attach_without_compiler(model, *args, **settings):
-    """`TIDEModelForCausalLM.attach`, for tests that put this in its place."""
-    _attach(model, *args, **{"pack_weights": False, **settings})
-    model._tide.compiled_layers = UntracedLayers()
-    model._tide.compiled_steps = CompiledSteps(as_traced)
-    return model
-
-
-def draft_with_heads(model, exit_layer=3, width=3):
-    made = []
-
-    def make(_, texts, shallow):
-        made.append(HeadDrafter(texts, shallow, exit_layer, width))
-        return made[-1]
-
-    model._tide.make_drafter = make
-    return made
 
 
 @pytest.mark.parametrize(("attention", "family"), ATTENDING)
@@ -75,7 +43,6 @@ def test_every_familys_tokens_are_the_base_models(family, attention, caplog):
     steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, kinds, width=4)
     assert (steps.refused is not None) == (family in UNTRACED)
     assert steps.replays > 0
-    assert (model._tide.compiled_layers.num_compiled > 0) == (family in UNTRACED)
     assert "Traceback" not in caplog.text  # PyTorch's own, for what cannot be traced
 
 
@@ -190,7 +157,7 @@ def test_compiled_by_inductor(family):
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     draft_with_heads(model)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    steps = model._tide.compiled_steps
+    steps = steps_of(model)
     assert steps.refused is None
     assert steps.replays > 0
 
@@ -243,8 +210,8 @@ def test_copies_compile_for_themselves(tiny_llama):
     steps = attach(model)
     model.generate(**prompts(), **OPTIONS)
     other = copy.deepcopy(model)
-    assert other._tide.compiled_steps is not steps
-    assert other._tide.compiled_steps.warm_up.num_made == 0
+    assert steps_of(other) is not steps
+    assert steps_of(other).warm_up.num_made == 0
     assert pickle.loads(pickle.dumps(steps)).warm_up.num_made == 0
     assert torch.equal(other.generate(**prompts(), **OPTIONS), expected)
     made = steps.warm_up.num_made
@@ -266,14 +233,15 @@ def test_calls_in_inference_mode_and_outside_share_steps(tiny_llama):
     assert steps.refused is None
 
 
-def test_other_modes_and_caches_run_layer_by_layer(tiny_llama):
+def test_other_modes_and_caches_run_eagerly(tiny_llama, caplog):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model, linear_heads(model))
     assert torch.equal(model.generate(**prompts(), **OPTIONS, cache_implementation="static"), expected)
     model.generate(**prompts(), **OPTIONS, tide_mode="early_exit")
     assert steps.replays == 0
-    assert model._tide.compiled_layers.num_compiled > 0
+    assert model.last_exit_stats.engine == "eager"
+    assert "engine='compiled' runs eagerly: the cache is a StaticCache" in caplog.text
 
 
 def test_heads_that_share_kv_attend_without_copies(tiny_llama):

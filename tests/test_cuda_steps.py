@@ -1,6 +1,7 @@
 """What a GPU asks of captured steps, as far as a CPU shows it; on a GPU see test_gpu.py."""
 
 import torch
+from on_steps import use_steps
 from recorded import as_it_is
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -54,8 +55,8 @@ def test_memory_of_steps_is_without_what_is_kept_for_later(monkeypatch):
 def test_buffers_that_are_there_need_no_memory(tiny_llama, monkeypatch):
     model, ids = tiny_llama(), torch.arange(3, 11)[None]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    TIDEModelForCausalLM.attach(model, engine="cuda_graph")
-    steps = model._tide.captured_steps = CapturedSteps(as_it_is, None)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
     model.generate(ids, **options)
     replays = steps.replays
     monkeypatch.setattr("tide_hf.engines.static.MEMORY_SHARE", 0.0)

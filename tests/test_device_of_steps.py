@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from families import ATTENTION, MIXTURES, tiny_model
+from on_steps import linear_heads
 from test_block_head import WITH_BLOCK, block_layer_of, routers_for
-from test_captured_steps import linear_heads
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache

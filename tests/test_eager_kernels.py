@@ -6,9 +6,9 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, SDPA, tiny_model
+from on_steps import OPTIONS, linear_heads, prompts
 from repository import SHIPPED
 from test_block_head import routers_for
-from test_captured_steps import OPTIONS, linear_heads, prompts
 from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM

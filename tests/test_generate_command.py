@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_compiled_steps import attach_without_compiler
+from on_steps import attach_without_compiler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM

@@ -6,8 +6,8 @@ import pytest
 import torch
 from drafters import AheadDrafter, use_drafter
 from families import ATTENDING, tiny_model
+from on_steps import COPYING, WINDOWED, steps_of, use_steps
 from test_block_head import routers_for
-from test_captured_steps import COPYING, WINDOWED
 from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -51,10 +51,10 @@ def prompt(rows=1):
 def attach(model, compiles):
     """Routers with heads at two layers, and graphs, of compiled layers or of the layers as they are."""
     routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
-    TIDEModelForCausalLM.attach(model, routers, engine="cuda_graph")
+    TIDEModelForCausalLM.attach(model, routers, engine="compiled")
     if not compiles:
-        model._tide.captured_steps = CapturedSteps(layers=None)
-    return model._tide.captured_steps
+        use_steps(model, CapturedSteps(layers=None))
+    return steps_of(model)
 
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -92,7 +92,7 @@ def test_a_block_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
     model = tiny_model("llama", attention="sdpa").cuda()
     options = {**GREEDY, "return_dict_in_generate": True}
     expected = model.generate(**prompt(rows), **options)
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1), engine="cuda_graph")
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1), engine="compiled")
     assert model.tide_warm_up(rows, max_length=64) > 0
     model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 3)
     found = model.generate(**prompt(rows), **options)
@@ -100,7 +100,7 @@ def test_a_block_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
     assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
     for layer, plain in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
         assert torch.allclose(layer.keys[0], plain.keys[0], atol=1e-4)
-    assert model._tide.captured_steps.refused is None
+    assert steps_of(model).refused is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
 from families import SDPA, VOCAB, slow_but, tiny_model
+from on_steps import FEW, LAYERS, OPTIONS, UNTRACED, check_drafts, draft_with_heads, new_tokens, prompts
+from on_steps import attach_compiled as attach
 from test_block_head import routers_for
-from test_captured_steps import FEW, LAYERS, OPTIONS, check_drafts, new_tokens, prompts
-from test_compiled_steps import UNTRACED, attach, draft_with_heads
 
 from tide_hf.engines.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
 

@@ -8,9 +8,9 @@ import torch
 from drafters import HeadDrafter, use_drafter
 from families import IMAGE_TOKEN, slow_but
 from images import LENGTH, SEEING, image_prompts, long_image_prompts, seeing_model
+from on_steps import attach_captured as attach_graphs
+from on_steps import attach_compiled
 from test_block_head import routers_for
-from test_captured_steps import attach as attach_graphs
-from test_compiled_steps import attach as attach_compiled
 from test_prompt_groups import attach_eagerly
 from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
 

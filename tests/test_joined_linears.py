@@ -4,8 +4,8 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
-from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, check_drafts, prompts
-from test_compiled_steps import UNTRACED, as_traced, attach, draft_with_heads
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, as_traced, check_drafts, draft_with_heads, prompts
+from on_steps import attach_compiled as attach
 from test_linear_gate import let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 

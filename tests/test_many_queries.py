@@ -3,8 +3,8 @@
 import pytest
 import torch
 from families import SDPA, VOCAB, tiny_model
-from test_captured_steps import OPTIONS
-from test_compiled_steps import attach
+from on_steps import OPTIONS
+from on_steps import attach_compiled as attach
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 

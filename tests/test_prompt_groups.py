@@ -6,10 +6,9 @@ from drafters import HeadDrafter
 from families import ATTENTION, VOCAB, slow_but, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from on_steps import FEW, attach_compiled
+from on_steps import attach_captured as attach_graphs
 from test_block_head import routers_for
-from test_captured_steps import FEW
-from test_captured_steps import attach as attach_graphs
-from test_compiled_steps import attach as attach_compiled
 from transformers import DynamicCache, StaticCache
 
 from tide_hf import TIDEModelForCausalLM

@@ -4,9 +4,8 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import tiny_model
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, draft_with_heads, linear_heads, prompts
 from test_block_head import block_layer_of, routers_for
-from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, linear_heads, prompts
-from test_compiled_steps import UNTRACED, draft_with_heads
 from test_joined_linears import attach_packed
 from test_linear_gate import let_pay
 from torch import nn

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
-from test_compiled_steps import attach as attach_compiled
+from on_steps import attach_compiled
 from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 

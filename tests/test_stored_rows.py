@@ -7,8 +7,8 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
-from test_captured_steps import FEW, LAYERS, NEW, OPTIONS, check_drafts, new_tokens, prompts
-from test_compiled_steps import UNTRACED, attach, draft_with_heads
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, draft_with_heads, new_tokens, prompts
+from on_steps import attach_compiled as attach
 from test_joined_linears import Graphs
 from test_linear_gate import let_pay
 from torch._inductor.codecache import CppCodeCache

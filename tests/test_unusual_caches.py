@@ -5,9 +5,9 @@ import torch
 import transformers
 from drafters import HeadDrafter, use_drafter
 from families import _COMMON, FAMILIES, VOCAB, prompt, tiny_model
+from on_steps import attach_compiled
 from packaging.version import Version
 from test_block_head import routers_for
-from test_compiled_steps import attach as attach_compiled
 from transformers import CONFIG_MAPPING, DynamicCache, EncoderDecoderCache, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 

@@ -5,13 +5,12 @@ from threading import Thread
 import pytest
 import torch
 from families import tiny_model
+from on_steps import OPTIONS, as_traced, attach_compiled, linear_heads, prompts, use_steps
+from on_steps import attach_captured as attach_graphs
 from test_block_head import routers_for
-from test_captured_steps import OPTIONS, linear_heads, prompts
-from test_captured_steps import attach as attach_graphs
-from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.common.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
+from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.common.padding import left_padded
 from tide_hf.engines.steps.compiled_steps import CompiledSteps
 from tide_hf.engines.steps.step_buffers import WIDTHS
@@ -114,14 +113,12 @@ def test_other_threads_draft_as_ever(tiny_llama):
 
 def test_the_engine_is_that_of_the_calls(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False)
-    steps = model._tide.compiled_steps = CompiledSteps(lambda graph, _inputs: graph)
+    steps = use_steps(model, CompiledSteps(as_traced))
     assert model.tide_warm_up() == 0.0  # eager
     assert model.tide_warm_up(engine="eager") == 0.0
     assert steps.warm_up.num_made == 0
     assert model.tide_warm_up(engine="compiled") > 0.0
     assert {(kind, size) for _, kind, size in steps._steps} == {("verify", width) for width in WIDTHS}
-    with pytest.raises(UnsupportedOptionError, match="engine='cuda_graph' needs a GPU"):
-        model.tide_warm_up(engine="cuda_graph")
     with pytest.raises(ConfigurationError, match="unknown engine: got 'fast'"):
         model.tide_warm_up(engine="fast")
 

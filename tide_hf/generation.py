@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import wraps
 from typing import Any
@@ -21,14 +22,14 @@ from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .depth.recompute import RecomputeRun
-from .engines.dispatch import engine_for, engine_of
-from .engines.eager import EagerEngine
 from .engines.warming_up import checked_rows, compile_kernels, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.attachment import Attachment
 from .speculation.loop import decoder_of
 from .speculation.requirements import check_call
 from .speculation.rows import max_length_of
+
+logger = logging.getLogger(__name__)
 
 OPTIONS_OF_EXITS = ("exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *OPTIONS_OF_EXITS)
@@ -114,14 +115,16 @@ class TIDEGenerationMixin:
         gates = attachment.gates()
         for gate in gates:
             gate.release_if_changed()
-        engine = engine_of(attachment, engine, mode, input_ids.device)
-        warm_up_seconds = attachment.warm_up_seconds(engine)
+        if mode != "self_speculative" and engine != EAGER:
+            logger.info("engine=%r runs eagerly: tide_mode=%r decides layer by layer", engine, mode)
+            engine = EAGER
+        kind = attachment.engines[engine]
+        warm_up_seconds = kind.warm_up_seconds
         if mode == "self_speculative":
             is_returned = cache_is_returned(generation_config, model_kwargs[CACHE])
-            runs = engine_for(self, attachment, engine, input_ids, generation_config, model_kwargs)
+            runs = kind.engine(self, attachment, input_ids, generation_config, model_kwargs)
             decoder = decoder_of(self, runs, input_ids, cache_is_returned=is_returned, **options)
-            layers = runs.run if isinstance(runs, EagerEngine) else None
-            with attachment.running(engine, layers, gates):
+            with attachment.running(engine, gates):
                 prompts = input_ids.tolist()
                 result = decoder.decode(lambda own: attachment.make_drafter(attachment, prompts, own))
             stats = decoder.stats
@@ -129,12 +132,12 @@ class TIDEGenerationMixin:
             if mode == "early_exit":
                 check_no_cross_attention(f"tide_mode={mode!r}", model_kwargs)
             run = _exit_run(attachment, mode, generation_config, model_kwargs, self.config.get_text_config())
-            with attachment.running(engine, run, gates), active(run):
+            with attachment.running(engine, gates), active(run):
                 result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **options, **model_kwargs})
             per_token = _depths(run.per_pass, result, input_ids, generation_config)
             stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine)
             stats.mlp_tokens_skipped = run.mlp_tokens_skipped
-        stats.warm_up_s = attachment.warm_up_seconds(engine) - warm_up_seconds
+        stats.warm_up_s = kind.warm_up_seconds - warm_up_seconds
         self.last_exit_stats = stats
         return result
 
@@ -190,7 +193,6 @@ class TIDEGenerationMixin:
         Raises:
             ConfigurationError: An argument makes no sense.
             UnsupportedModelError: The model cannot decode in `self_speculative`.
-            UnsupportedOptionError: `engine="cuda_graph"`, and the model is not on a GPU.
         """
         attachment = self._tide
         chosen = check_choice("engine", engine or attachment.engine, ENGINES)

@@ -14,6 +14,7 @@ from .common.errors import ConfigurationError, UnsupportedModelError, describe
 from .depth.gates import open_gates, remove_gates
 from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
 from .depth.wide_passes import check_widths
+from .engines.kinds import new_engines
 from .generation import TIDEGenerationMixin, attached_class
 from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers
 from .kernels.ops import USE_KERNELS, load_kernels
@@ -82,11 +83,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
                 See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model. On a CPU,
                 `False` keeps eager calls from the kernels that `tide_warm_up` compiles.
-            engine: What runs the layers: `"eager"`; `"compiled"`, which makes draft steps and verify passes of
-                `self_speculative` on a CPU into compiled steps of fixed shape, each ready within seconds when it is
-                first needed, and runs the rest layer by layer through `torch.compile`; or `"cuda_graph"`, which
-                captures such steps as CUDA graphs on one GPU, and leaves to eager what cannot be captured. A call may
-                name another (`tide_engine=`).
+            engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which makes draft steps
+                and verify passes of `self_speculative` into compiled steps of fixed shape, captured as CUDA graphs on
+                a GPU, each ready within seconds when it is first needed. What cannot be such a step runs eagerly, and
+                the log says why. A call may name another (`tide_engine=`).
             strict: Raise where `self_speculative` cannot have a call or a model: attention maps or hidden states that
                 are to be returned, caches that cannot be rolled back, recurrent states and so on. By default these
                 decode plainly, by transformers' own loop: the output is the same, the log says why at the first of a
@@ -189,6 +189,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             mode=mode,
             exit_threshold=threshold,
             make_drafter=hybrid_drafter,
+            engines=new_engines(),
             engine=engine,
             use_kernels=use_kernels,
             strict=strict,

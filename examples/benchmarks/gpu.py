@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write(name, {"error": str(error)[:2000]}, f"cannot be loaded: {error}")
             continue
         facts = {"provenance": provenance(model) | {"cuda": torch.version.cuda}}
-        bench = Bench(model, routers, options, "cuda_graph" if device == "cuda" else "eager")
+        bench = Bench(model, routers, options, "compiled" if device == "cuda" else "eager")
         left = start + 60 * options.minutes - perf_counter()
         deadline = perf_counter() + left * (1.0 if name == options.models[-1] else SHARE)
         for found, said in measure(bench, deadline, bandwidth):

@@ -242,9 +242,7 @@ def _fresh_routers(bench: Bench, exit_layers: list[int], strategy: str = "propag
 
 
 def _steps(bench: Bench) -> dict[str, Any]:
-    steps = bench.model._tide.captured_steps
+    steps = bench.model._tide.engines["compiled"].steps[bench.model.device.type]
     refused = [steps.refused] if steps.refused else []
-    if steps.layers is not None:
-        refused += [f"{kind.__name__}: {reason}" for kind, reason in steps.layers.refused.items()]
     made = steps.warm_up
     return {"steps": made.num_made, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}

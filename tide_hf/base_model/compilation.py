@@ -33,8 +33,8 @@ def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
                     "what torch.compile has compiled runs all its layers, so TIDE cannot decode with it",
                     got=f"{where}, a {type(module).__name__}, compiled",
                     expected="a model that is not compiled",
-                    do="Leave .compile() and .forward = torch.compile(...) out: TIDE has engine='compiled' on CPUs and "
-                    "engine='cuda_graph' on GPUs. Or do without TIDE.",
+                    do="Leave .compile() and .forward = torch.compile(...) out, as TIDE has engine='compiled'; or do "
+                    "without TIDE.",
                 )
             )
 

@@ -4,8 +4,8 @@ Text: `text` takes the user's (`sources`, `files`, `encoding`) or what the model
 `continuing`); `data` has the documents. States: `hidden_states` of the base model, kept by `store`. Learned parts:
 `fitting` and `training` (closed form, routers), `labels` (what a router predicts), `distillation`, `block_stage` and
 `block_training` (block head), `mixed_precision`. Threshold: `threshold`, `selection`, `resampling`. Record: `figures`,
-`report`, `convergence`. Course: `arguments` are checked first; `pipeline` runs the stages in a `work_folder` that can be
-gone on with, within a `budget` of time, by one or more `processes`.
+`report`, `convergence`. Course: `arguments` are checked first; `pipeline` runs the stages in a `work_folder` that can
+be resumed, within a `budget` of time, by one or more `processes`.
 """
 
 from __future__ import annotations

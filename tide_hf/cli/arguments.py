@@ -129,7 +129,7 @@ def add_mode_arguments(
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="what runs the layers; making compiled and cuda_graph ready takes about a minute on 2 cores, and minutes "
+        help="what runs the layers; making compiled ready takes about a minute on 2 cores, and minutes "
         "for larger batches: in chat and serve before the first answer, elsewhere in the first that needs it "
         "(default: %(default)s)",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -83,18 +83,17 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
     Returns:
         Seconds that it took.
     """
-    before, stats = attachment.warm_up_seconds(engine), model.last_exit_stats
+    kind = attachment.engines[engine]
+    before, stats = kind.warm_up_seconds, model.last_exit_stats
     most = min(max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length)
-    with ExitStack() as lines:
-        for counter in attachment.warm_ups(engine):
-            lines.enter_context(counter.shown())
+    with kind.showing_warm_up():
         for number in numbers:
             _run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
         for length in PROMPT_LENGTHS:
             for number, padded in _kinds_of_prompts(numbers[0]) if length + ANSWER_LENGTH <= most else ():
                 _run(model, attachment, engine, number, length, length + 1, padded)
     model.last_exit_stats = stats
-    return attachment.warm_up_seconds(engine) - before
+    return kind.warm_up_seconds - before
 
 
 def compile_kernels(attachment: Attachment) -> float:

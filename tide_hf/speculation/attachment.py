@@ -13,7 +13,6 @@ from ..base_model.compilation import check_uncompiled
 from ..base_model.structure import DecoderStructure, check_layers
 from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe, problem_of
-from ..depth.gates import LayerRun
 from ..depth.linear_gate import (
     COMPILED,
     Forms,
@@ -24,11 +23,6 @@ from ..depth.linear_gate import (
     reading,
     weight_dtypes,
 )
-from ..engines.steps.captured_steps import CapturedSteps
-from ..engines.steps.compiled_layers import CompiledLayers
-from ..engines.steps.compiled_steps import CompiledSteps
-from ..engines.steps.step_store import StepStore
-from ..engines.steps.warm_up import WarmUp
 from ..kernels.cpu.products import has_stored_product
 from ..kernels.cpu.weight_forms import UNCOMPILED
 from ..routers.block_head import BlockHead
@@ -37,7 +31,7 @@ from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
 from .costs import CostTable
 from .drafters import Drafter, HybridDrafter
-from .engine import DraftEngine
+from .engine import DraftEngine, EngineKind
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +48,10 @@ class Attachment:
         mode: The mode of a call that names none.
         exit_threshold: The threshold of a call that names none.
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the engine.
+        engines: The engines, by name.
         engine: The engine of a call that names none.
         use_kernels: Whether eager calls may use kernels.
         strict: Whether calls that `self_speculative` cannot have raise, instead of decoding plainly.
-        compiled_layers: What runs the layers in calls with `engine="compiled"` that cannot run on steps.
-        compiled_steps: What runs draft steps and verify passes in the others, on CPUs.
-        captured_steps: The same in calls with `engine="cuda_graph"`.
         costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
         acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
     """
@@ -71,12 +63,10 @@ class Attachment:
     mode: str
     exit_threshold: float
     make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
+    engines: dict[str, EngineKind] = field(default_factory=dict)
     engine: str = "eager"
     use_kernels: bool | str = "auto"
     strict: bool = False
-    compiled_layers: CompiledLayers = field(default_factory=CompiledLayers)
-    compiled_steps: CompiledSteps = field(default_factory=CompiledSteps)
-    captured_steps: CapturedSteps = field(default_factory=CapturedSteps)
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
@@ -106,26 +96,16 @@ class Attachment:
             )
         return self.costs[key]
 
-    def steps_of(self, engine: str) -> StepStore:
-        """What runs steps in calls with `engine`."""
-        return self.compiled_steps if engine == "compiled" else self.captured_steps
-
     @contextmanager
-    def running(self, engine: str, run: LayerRun | None, gates: list[LinearGate]) -> Iterator[None]:
-        """Have `run` execute its layers by `engine`.
+    def running(self, engine: str, gates: list[LinearGate]) -> Iterator[None]:
+        """What a call is decoded inside of.
 
         Args:
             engine: Of the call.
-            run: Of its layers; `None` for a call on steps, whose other layers run natively.
             gates: Those of the model.
         """
-        if engine == "compiled" and run is not None:
-            run.execute_layer = self.compiled_layers.run
-            with self.compiled_layers.ready(list(self.structure.layers)):
-                yield
-        else:
-            with self.steps_of(engine).warm_up.shown(), reading(self._eager_forms(gates), chosen_once=True):
-                yield
+        with self.engines[engine].showing_warm_up(), reading(self._eager_forms(gates), chosen_once=True):
+            yield
 
     def gates(self) -> list[LinearGate]:
         """Those in front of linear layers."""
@@ -135,15 +115,6 @@ class Attachment:
         """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
         may_use_kernels = self.use_kernels is not False and all(map(has_stored_product, weight_dtypes(gates)))
         return COMPILED if may_use_kernels else UNCOMPILED
-
-    def warm_ups(self, engine: str) -> list[WarmUp]:
-        """What counts what making an engine ready takes."""
-        compiled = [self.compiled_layers.warm_up, self.compiled_steps.warm_up]
-        return {"compiled": compiled, "cuda_graph": [self.captured_steps.warm_up]}.get(engine, [])
-
-    def warm_up_seconds(self, engine: str) -> float:
-        """What making an engine ready has taken so far."""
-        return sum((warm_up.seconds for warm_up in self.warm_ups(engine)), 0.0)
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
@@ -171,9 +142,8 @@ class Attachment:
         self._draft_unembed = None
         for gate in self.gates():
             gate.release()
-        self.compiled_layers.release()
-        self.compiled_steps.release()
-        self.captured_steps.release()
+        for engine in self.engines.values():
+            engine.release()
 
     def require_routers(self, needed_by: str) -> TIDERouters:
         """The routers, or an error that says what needs them."""

@@ -10,6 +10,37 @@ from torch import Tensor
 from .costs import CostTable
 
 
+class EngineKind(Protocol):
+    """An engine as users name it, with what it keeps from call to call.
+
+    Attributes:
+        warm_up_seconds: What making it ready has taken so far.
+    """
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """See above."""
+
+    def showing_warm_up(self) -> AbstractContextManager[None]:
+        """Show on a terminal that it is made ready, while it is."""
+
+    def engine(
+        self, model: Any, attachment: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Engine:
+        """The engine of one call.
+
+        Args:
+            model: The attached model.
+            attachment: What TIDE added to it.
+            input_ids: (rows, prompt length).
+            generation_config: Of this call.
+            model_kwargs: What `generate` prepared.
+        """
+
+    def release(self) -> None:
+        """Give back the memory that is kept between calls."""
+
+
 class DraftEngine(Protocol):
     """The part of an engine that a drafter uses: decoding by a draft head, one token a row at a time.
 

@@ -1,26 +1,30 @@
 """Steps of fixed shape on a GPU: a draft token at some depth, a verify pass of some width, each one CUDA graph.
 
-Inside them run compiled layers, where those can be had. Without a graph the same function runs as it is.
+What is captured is the compiled step, or the step as it is where it cannot be compiled. Without a graph the same
+function runs as it is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-import torch
-
-from ...common.errors import UnsupportedOptionError, describe
 from .capturable_forward import capturable_forward
-from .compiled_layers import CompiledLayers
+from .compiled_steps import StepCompiler
 from .replay import Replay, replay_of
 from .step_buffers import StepBuffers
+from .step_graphs import compile_graph
 from .step_store import StepStore
 from .warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
+
+
+def inductor_steps() -> StepCompiler:
+    """What compiles steps by Inductor."""
+    return StepCompiler(compile_graph)
 
 
 class CapturedSteps(StepStore):
@@ -28,7 +32,7 @@ class CapturedSteps(StepStore):
 
     Args:
         make_replay: What makes a step ready to run again.
-        layers: Compiles the layers, so that a graph has few and large kernels; `None` leaves them as they are.
+        layers: Makes what compiles a step, so that its graph has few and large kernels; `None` leaves it as it is.
     """
 
     kind = "CUDA graphs"
@@ -38,10 +42,9 @@ class CapturedSteps(StepStore):
     def __init__(
         self,
         make_replay: Callable[..., Replay] = replay_of,
-        layers: Callable[[], Any] | None = CompiledLayers,
+        layers: Callable[[], Any] | None = inductor_steps,
     ) -> None:
         self.make_replay = make_replay
-        self._said: set[str] = set()
         super().__init__(layers, WarmUp("Capturing steps", "steps"))
 
     def __reduce__(self) -> tuple:
@@ -53,32 +56,17 @@ class CapturedSteps(StepStore):
         super().release()
         self._pool: Any = None  # the graphs' memory
 
-    def log_eager(self, reason: str) -> None:
-        """Log that a call does without, once for each reason."""
-        if reason not in self._said:
-            logger.warning("engine='cuda_graph' runs eagerly: %s", reason)
-        self._said.add(reason)
-
-    def check_device(self, device: torch.device) -> None:
-        """Refuse a model on a device that has no graphs.
-
-        Raises:
-            UnsupportedOptionError: It is not on a CUDA GPU.
-        """
-        if self.make_replay is replay_of and device.type != "cuda":
-            raise UnsupportedOptionError(
-                describe(
-                    "engine='cuda_graph' needs a GPU",
-                    got=f"a model on {device.type!r}",
-                    expected="a model on one CUDA GPU",
-                    do="Move the model there, or pass engine='compiled', which runs on CPUs.",
-                )
-            )
-
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        parts = buffers.parts
-        layers = self.layers.ready(list(parts.structure.layers)) if self.layers is not None else nullcontext()
-        with layers, capturable_forward(parts.model, tokens):
+        with capturable_forward(buffers.parts.model, tokens):
+            if self.layers is not None:
+                compiled = self.layers.replay_of(function, buffers.state())
+                if compiled.refused is not None:
+                    logger.info("a step is captured as it is: %s", compiled.refused)
+                function = partial(_run, compiled)  # which keeps all that it needs alive
             replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
         self._pool = replay.pool
         return replay
+
+
+def _run(compiled: Replay) -> Any:
+    return compiled.run()

@@ -22,10 +22,9 @@ from ...depth.gates import LayerGate
 from ...depth.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
 from ...kernels.cpu.weight_forms import WeightForm
 from ..shared_heads import filled_up_to, shared_heads
-from .compiled_layers import layer_on_fixed_cache
 from .compiled_prompts import CompiledPrompts
 from .joined_linears import call_kernels, forms_of, held_by
-from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs
+from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs, layer_on_fixed_cache
 from .replay import Replay, restorer
 from .step_buffers import Parts, StepBuffers
 from .step_graphs import compile_graph, in_parts, lift_constants, traced

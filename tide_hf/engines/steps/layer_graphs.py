@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import Cache
 
-from .compiled_layers import cache_at, place_of_cache, placed
+from ...depth.gates import LayerGate
 from .joined_linears import Product, call_kernels, forms_of, held_by, join_linears
 from .operation_log import OperationLog
 from .step_graphs import lift_constants, traced
@@ -120,3 +121,57 @@ class LayerGraphs:
             order = [known[id(tensor)] for tensor in constants]
             self._alike[operations] = self._compiled[kind], order, joined, rounded
         return LayerGraph(self._compiled[kind], constants, joined, rounded)
+
+
+class _FixedLayerCache:
+    """What a layer sees of a cache of fixed size while it is traced: its own K/V."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, start: Tensor) -> None:
+        self.keys, self.values, self.slots, self.start = keys, values, slots, start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `FixedLayer.update`."""
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_args: Any) -> Tensor:
+        """Tokens in front of the pass."""
+        return self.start
+
+
+def layer_on_fixed_cache(
+    gate: LayerGate,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    place: int | str,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    start: Tensor,
+) -> Any:
+    """Run a layer's own forward, writing to `slots` of K/V that stay in place."""
+    args, kwargs = placed(_FixedLayerCache(keys, values, slots, start), place, args, kwargs)
+    return gate.native(*args, **kwargs)
+
+
+def place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    """Where the cache stands among a layer's arguments: a position, a name, or nowhere."""
+    for name, value in kwargs.items():
+        if isinstance(value, Cache):
+            return name
+    return next((i for i, value in enumerate(args) if isinstance(value, Cache)), None)
+
+
+def cache_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache, which stands at that place."""
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
+def placed(
+    cache: Any, place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's arguments with `cache` at its `place` among them."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: cache}
+    return (*args[:place], cache, *args[place + 1 :]), kwargs
