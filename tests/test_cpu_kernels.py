@@ -1,6 +1,7 @@
 """Kernels for CPUs: compiled at the same time, loaded one after the other, and kept for later processes."""
 
 import ctypes
+import hashlib
 import logging
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
 
+from tide_hf.kernels import compile_cache
 from tide_hf.kernels.cpu import compiled as kernels
 from tide_hf.kernels.cpu.compiled import KERNELS, OPS, compiled, is_loaded
 
@@ -28,6 +30,11 @@ print(kernels.is_loaded("many_queries", torch.float32), products.has_stored_prod
 state, weight = torch.randn(3, 40), torch.randn(7, 40)
 print(torch.allclose(weight_forms.StoredWeight(weight).apply(state, None), state @ weight.T, atol=1e-4))
 print(kernels.is_loaded("stored_rows", torch.float32))
+"""
+CUT_SHORT = """
+import torch
+from tide_hf.cpu import kernels
+print(kernels.is_loaded("stored_rows", torch.float32), kernels.compiled("stored_rows", torch.float32, ()))
 """
 LIBRARY = SimpleNamespace(_name="/nowhere/library.so", run=ctypes.CFUNCTYPE(None)(), use=lambda *_: None)
 
@@ -102,25 +109,35 @@ def test_one_that_cannot_be_compiled_leaves_the_others(monkeypatch, caplog):
     assert "PyTorch's own operations do what broken.cpp does, which cannot be compiled" in caplog.text
 
 
+def keep(name, dtype, content):
+    """Have a file where a kernel is kept, with a digest that fits."""
+    path = kernels.kept_path(name, dtype)
+    path.parent.mkdir(mode=0o755, exist_ok=True)
+    path.unlink(missing_ok=True)  # what is loaded stays as it is
+    path.write_bytes(content)
+    kernels._digest_path(path).write_text(hashlib.sha256(content).hexdigest())
+    return path
+
+
 class TestKept:
     """Kernels that an earlier process has compiled."""
 
     @pytest.fixture(autouse=True)
     def _home(self, monkeypatch, tmp_path):
         monkeypatch.setattr(kernels, "kept_path", KEPT_PATH)
+        monkeypatch.setenv(compile_cache.VARIABLE, str(compile_cache.compile_cache_folder()))  # or all compile anew
         monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path))
 
     def test_a_later_process_compiles_nothing(self):
         assert compiled("stored_rows", torch.float32)
-        files = {kernels.kept_path(OPS), kernels.kept_path("stored_rows", torch.float32)}
-        assert set(kernels.kept_path(OPS).parent.iterdir()) == files
+        files = [kernels.kept_path(OPS), kernels.kept_path("stored_rows", torch.float32)]
+        files += [kernels._digest_path(file) for file in files]
+        assert sorted(kernels.kept_path(OPS).parent.iterdir()) == sorted(files)
         found = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=120, check=False)
         assert found.stdout.split() == ["False", "True", "True", "True"], found.stderr
 
     def test_one_that_cannot_be_loaded_is_compiled_again(self, caplog):
-        path = kernels.kept_path("stored_rows", torch.float32)
-        path.parent.mkdir()
-        path.write_bytes(b"no library")
+        path = keep("stored_rows", torch.float32, b"no library")
         with caplog.at_level(logging.INFO, logger="tide_hf.kernels.cpu.compiled"):
             assert not is_loaded("stored_rows", torch.float32)
         assert f"{path} is of no use here" in caplog.text
@@ -128,6 +145,64 @@ class TestKept:
         assert compiled("stored_rows", torch.float32)
         assert is_loaded("stored_rows", torch.float32)
         assert path.stat().st_size > 10_000
+
+    def test_one_that_was_cut_short_is_compiled_again(self):
+        """To load it would end the process, so it is loaded in another one, which counts what it compiles."""
+        assert compiled("stored_rows", torch.float32)
+        for name, dtype in (("stored_rows", torch.float32), (OPS, None)):
+            path = kernels.kept_path(name, dtype)
+            whole = path.read_bytes()
+            path.write_bytes(whole[:5000])
+            command = [sys.executable, "-c", CUT_SHORT]
+            found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+            assert found.stdout.split() == ["False", "True"], found.stderr
+            assert path.read_bytes() == whole
+
+    @pytest.mark.parametrize("foreign", ["stored_rows", OPS])
+    def test_another_library_at_its_place_is_compiled_again(self, foreign, caplog, tmp_path):
+        assert compiled("stored_rows", torch.float32)
+        kernels._loaded.clear()
+        text = tmp_path / "foreign.c"
+        text.write_text("int foreign(void) { return 1; }")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "foreign.so", text], check=True)
+        path = keep(foreign, torch.float32 if foreign != OPS else None, (tmp_path / "foreign.so").read_bytes())
+        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
+            if foreign == OPS:  # which this process would not look for again
+                patch.setattr(kernels, "_ops", None)
+            assert not is_loaded("stored_rows", torch.float32)
+        assert f"{path} is of no use here: it is another library" in caplog.text
+        assert not path.exists()
+
+    @pytest.mark.parametrize("kind", ["file", "folder"])
+    def test_links_are_not_followed(self, kind, tmp_path):
+        assert compiled("stored_rows", torch.float32)
+        path = kernels.kept_path("stored_rows", torch.float32)
+        place = path if kind == "file" else path.parent
+        place.rename(tmp_path / "elsewhere")
+        place.symlink_to(tmp_path / "elsewhere")
+        kernels._loaded.clear()
+        assert not is_loaded("stored_rows", torch.float32)
+
+    @pytest.mark.parametrize("mode", [0o775, 0o757])
+    def test_a_folder_that_others_may_write_to_is_not_used(self, mode, caplog):
+        assert compiled("stored_rows", torch.float32)
+        path = kernels.kept_path("stored_rows", torch.float32)
+        path.parent.chmod(mode)
+        kernels._loaded.clear()
+        assert not is_loaded("stored_rows", torch.float32)
+        assert f"kernels in {path.parent} are not used, since others may write there" in caplog.text
+        path.unlink()
+        kernels._keep(SimpleNamespace(_name=kernels.__file__), path)
+        assert not path.exists()
+
+    def test_a_folder_that_anybody_can_put_another_in_place_of_is_not_used(self, monkeypatch, tmp_path):
+        home = tmp_path / "all" / "tide_hf"
+        monkeypatch.setenv("TIDE_HF_HOME", str(home))
+        assert compiled("stored_rows", torch.float32)
+        for mode, is_used in ((0o777, False), (0o1777, True)):
+            home.parent.chmod(mode)
+            kernels._loaded.clear()
+            assert is_loaded("stored_rows", torch.float32) == is_used
 
     @pytest.mark.parametrize("by", ["mode", "owner"])
     def test_one_that_others_may_have_written_is_compiled_anew(self, by, monkeypatch):
@@ -158,9 +233,7 @@ class TestKept:
         def refusing(*_args, **_kwargs):
             raise PermissionError(13, "Permission denied")
 
-        path = kernels.kept_path("stored_rows", torch.float32)
-        path.parent.mkdir()
-        path.write_bytes(b"no library")
+        path = keep("stored_rows", torch.float32, b"no library")
         monkeypatch.setattr(Path, "unlink", refusing)  # the folder is someone else's
         assert not is_loaded("stored_rows", torch.float32)
         assert path.read_bytes() == b"no library"

@@ -3,14 +3,17 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from families import prompt
+from on_steps import attach_without_compiler, steps_of
 from test_skipping import OPTIONS, attached
 from transformers import AutoModelForCausalLM
 
-from tide_hf import TIDEModelForCausalLM
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.depth.early_exit import PropagateRun
 from tide_hf.depth.gates import active
+from tide_hf.engines.steps import step_graphs
 
 
 def test_other_threads_do_not_see_an_active_run():
@@ -42,6 +45,50 @@ def test_two_threads_generate_in_different_modes_at_once():
     for thread in threads:
         thread.join()
     assert all(torch.equal(result, expected[mode]) for result, mode in zip(results, modes, strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one model", "three models"])
+def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog, shared):
+    """What one thread traces and compiles is no other's: each is alone at it, and nothing is refused."""
+    busy, alone, make_fx = threading.RLock(), [], step_graphs.make_fx
+
+    def alone_in(function):
+        def run(*args, **kwargs):
+            is_free = busy.acquire(blocking=False)
+            alone.append(is_free)
+            try:
+                threading.Event().wait(0.02)  # in which another would come
+                return function(*args, **kwargs)
+            finally:
+                if is_free:
+                    busy.release()
+
+        return run
+
+    def tracing(*args, **kwargs):
+        return alone_in(make_fx(*args, **kwargs))
+
+    monkeypatch.setattr(step_graphs, "make_fx", tracing)
+    expected = tiny_llama().generate(prompt(), **OPTIONS)
+    modes = ("self_speculative", "early_exit", "early_exit") if shared else ("self_speculative",) * 2 + ("early_exit",)
+    models = [tiny_llama() for _ in range(1 if shared else 3)] * (3 if shared else 1)
+    for model in dict.fromkeys(models):
+        routers = TIDERouters.for_model(model, exit_layers=[2])
+        attach_without_compiler(model, routers, engine="compiled", exit_threshold=2.0)
+    together = threading.Barrier(3, timeout=60)
+
+    def first_call(number):
+        together.wait()
+        return models[number].generate(prompt(), tide_mode=modes[number], **OPTIONS)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(first_call, range(3)))
+    assert all(torch.equal(result, expected) for result in results)
+    assert len(alone) > 3
+    assert all(alone)
+    for model in models:
+        assert steps_of(model).refused is None
+        assert steps_of(model).prompts.refused == {}
 
 
 def test_models_load_in_several_threads_at_once(tmp_path, tiny_llama):

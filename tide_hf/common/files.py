@@ -7,18 +7,62 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants
 
 UNFINISHED = ".unfinished"  # what files end in before they are whole
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ABANDONED_AFTER = 3600  # seconds, of which writing a file takes a few
 
 
 def cache_folder() -> Path:
     """The folder of converted models and kernels."""
     return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
+
+
+def is_ours(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+    """Whether nobody but this user and the administrator can have written what `path` is; a link is nobody's.
+
+    Args:
+        path: A file, or a folder.
+        is_kind: `stat.S_ISDIR` for a folder.
+    """
+    try:
+        found = path.lstat()
+    except OSError:  # also of a folder that is closed to this user
+        return False
+    if not hasattr(os, "geteuid"):  # Windows, whose modes say nothing of others
+        return is_kind(found.st_mode)
+    return is_kind(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & OTHERS_WRITE
+
+
+def is_private_folder(folder: Path) -> bool:
+    """Whether nobody but this user and the administrator can put files into a folder, or another in its place.
+
+    Whoever owns a folder above it, or is of its group, is trusted.
+    """
+    above = folder.parent.resolve()
+    free_for_all = (_is_open_to_all(parent) for parent in (above, *above.parents))
+    return is_ours(folder, stat.S_ISDIR) and not any(free_for_all)
+
+
+def _is_open_to_all(folder: Path) -> bool:
+    """Whether everybody can rename what others have in a folder; in a sticky one, as `/tmp` is, they can't."""
+    mode = folder.stat().st_mode
+    return hasattr(os, "geteuid") and bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def make_private_folder(folder: Path, mode: int = 0o700) -> None:
+    """Make a folder that others cannot write to, and those above it; one that is there stays as it is.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folder.mkdir(mode=mode, exist_ok=True)
 
 
 def write_whole(file: Path, content: bytes) -> None:

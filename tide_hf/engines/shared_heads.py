@@ -113,7 +113,8 @@ def attend(
         (rows, width, heads, head_size), and no weights.
     """
     found = None
-    if is_usual(kwargs):
+    # Dynamo cannot read context variables: it may trace layers of this model in another thread's call.
+    if is_usual(kwargs) and not torch.compiler.is_dynamo_compiling():
         scale, end, is_masked = kwargs.get("scaling"), _filled.get(), attention_mask is not None
         may_be_many = end is None and _may_use_kernels.get() and (is_masked or _sees_back(module, kwargs))
         if may_be_many and not _is_watched(query, key, value):

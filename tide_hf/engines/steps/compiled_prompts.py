@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...common.errors import first_line
 from ...depth.gates import LayerGate
+from ...kernels.compile_cache import compiling
 from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs
 from .step_graphs import Sizes, traced_for_sizes
 from .warm_up import WarmUp
@@ -90,7 +91,7 @@ class CompiledPrompts:
 
         start, num_before = perf_counter(), self._layers.num_compiled
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with compiling(), torch.inference_mode(False), torch.no_grad():
                 graph: Any = self._layers.graph_of(layer, inputs)
                 graph(*inputs)
             known.append((graph.function.sizes, graph))

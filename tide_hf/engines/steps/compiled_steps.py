@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from ...common.errors import first_line
 from ...depth.gates import LayerGate
 from ...depth.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
+from ...kernels.compile_cache import compiling
 from ...kernels.cpu.weight_forms import WeightForm
 from ..shared_heads import filled_up_to, shared_heads
 from .compiled_prompts import CompiledPrompts
@@ -110,7 +111,7 @@ class StepCompiler:
         """
         put_back = restorer(state)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with compiling(), torch.inference_mode(False), torch.no_grad():
                 regions = self._learn(function)
                 put_back()
                 graph, lifted = lift_constants(self._trace(function, regions))

@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
+from ...kernels.compile_cache import compiling
+
 VALUES_PER_THREAD = 16384  # for fewer, waiting for another thread takes longer than what it would do
 
 
@@ -95,7 +97,7 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
         sized[node] if node in sized else mode.from_tensor(tensor, static_shapes=True)
         for node, tensor in zip(placeholders, inputs, strict=True)
     ]
-    with tracing(TracingContext(mode)):
+    with compiling(), tracing(TracingContext(mode)):
         return inductor_compile(graph, fakes, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
 
 

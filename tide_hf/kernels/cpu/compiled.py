@@ -10,9 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
-import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,14 +25,15 @@ from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 
 from ...common.errors import first_line
-from ...common.files import cache_folder, write_whole
+from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder, write_all_whole
+from ..compile_cache import compiling
 
 VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}  # in the order of ops.cpp
 KERNELS = ("stored_rows", "rounded_rows", "few_queries", "many_queries")  # the files, without their ending
 EAGER_KERNELS = ("stored_rows", "many_queries")  # those that eager calls use where they are there
 OPS = "ops"  # the file that makes ops of them, for any dtype
 CPU_INFO = Path("/proc/cpuinfo")
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+EXPORTED = ("run", "use")  # what the library of a kernel exports, and that of `OPS`
 # No compiler, or no place for what Inductor makes; a compiler whose messages are no UTF-8, as Inductor has it; and a
 # library that does not export what is in it, as on Windows.
 UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
@@ -78,9 +77,10 @@ def compiled(name: str, dtype: torch.dtype, others: Iterable[str] = KERNELS) -> 
         others: What is compiled with it, if it has to be.
     """
     with _loading:
-        if (name, dtype) not in _loaded and not _load_kept(name, dtype):
-            _compile(name, dtype, {name, *others})
-        return _loaded[name, dtype] is not None
+        is_known = (name, dtype) in _loaded or _load_kept(name, dtype)
+    if not is_known:
+        _compile(name, dtype, {name, *others})
+    return _loaded[name, dtype] is not None
 
 
 def is_loaded(name: str, dtype: torch.dtype) -> bool:
@@ -120,43 +120,65 @@ def _load_kept(name: str, dtype: torch.dtype) -> bool:
 
 
 def _kept(name: str, dtype: torch.dtype | None = None) -> Any:
-    """A library that an earlier process has compiled; `None` where there is none of use."""
+    """A library that an earlier process has compiled; `None` where there is none of use, which is compiled again."""
     path = kept_path(name, dtype)
-    if not _is_ours(path):
+    if not _is_whole(path):
         return None
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, EXPORTED[name == OPS]):
+            return library
+        reason = "it is another library"
     except OSError as error:
-        logger.info("%s is of no use here: %s", path, first_line(error))
-        with suppress(OSError):  # of a folder that is someone else's
-            path.unlink(missing_ok=True)  # so that it is compiled again
-        return None
+        reason = first_line(error)
+    logger.info("%s is of no use here: %s", path, reason)
+    with suppress(OSError):  # of a folder that is someone else's
+        path.unlink(missing_ok=True)
+    return None
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether it is a file that nobody but this user and the administrator can have written: its code runs as ours."""
-    try:
-        found = path.stat()
-    except OSError:  # also of a folder that is closed to this user
+def _is_whole(path: Path) -> bool:
+    """Whether a file is what this user, or the administrator, has kept there: its code runs as ours.
+
+    It is compared with the digest beside it, since to load one that was cut short would end the process.
+    """
+    folder, digest = path.parent, _digest_path(path)
+    if not (is_ours(path) and is_ours(digest)):
         return False
-    owners = {0, os.geteuid()} if hasattr(os, "geteuid") else {found.st_uid}
-    return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not found.st_mode & OTHERS_WRITE
+    if not is_private_folder(folder):
+        _say_that_it_is_not_used(folder)
+        return False
+    try:
+        return digest.read_text(encoding="ascii") == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, UnicodeError):
+        return False
+
+
+@lru_cache
+def _say_that_it_is_not_used(folder: Path) -> None:
+    logger.warning("kernels in %s are not used, since others may write there: chmod go-w, or set TIDE_HF_HOME", folder)
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
 
 
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
     global _ops  # noqa: PLW0603
     try:
-        _compile_all(together, dtype)
-        _ops = _ops or _kept(OPS) or _cache().load(_text_of(OPS), device_type="cpu")
-        kernel = _cache().load(_text_of(name, dtype), device_type="cpu")
-        _use(name, dtype, kernel)
+        with compiling(), _loading:  # in this order, since what is being compiled asks for kernels
+            if (name, dtype) in _loaded:  # by another thread
+                return
+            _compile_all(together, dtype)
+            _ops = _ops or _kept(OPS) or _cache().load(_text_of(OPS), device_type="cpu")
+            kernel = _cache().load(_text_of(name, dtype), device_type="cpu")
+            _use(name, dtype, kernel)
+            _keep(_ops, kept_path(OPS))
+            _keep(kernel, kept_path(name, dtype))
     except UNCOMPILABLE as error:
         _loaded[name, dtype] = None
         reason = first_line(error)
         logger.warning("PyTorch's own operations do what %s.cpp does, which cannot be compiled: %s", name, reason)
-    else:
-        _keep(_ops, kept_path(OPS))
-        _keep(kernel, kept_path(name, dtype))
 
 
 def _use(name: str, dtype: torch.dtype, kernel: Any) -> None:
@@ -169,9 +191,14 @@ def _use(name: str, dtype: torch.dtype, kernel: Any) -> None:
 def _keep(library: Any, path: Path) -> None:
     """Copy a library, if it is not there yet; a folder that cannot be written to keeps nothing."""
     try:
-        if not _is_ours(path):
-            write_whole(path, Path(library._name).read_bytes())
-            path.chmod(path.stat().st_mode & ~OTHERS_WRITE)
+        make_private_folder(path.parent, mode=0o755)  # others may use what the administrator keeps
+        if _is_whole(path) or not is_private_folder(path.parent):
+            return
+        content = Path(library._name).read_bytes()
+        files = {_digest_path(path): hashlib.sha256(content).hexdigest().encode(), path: content}
+        write_all_whole(files)
+        for file in files:
+            file.chmod(file.stat().st_mode & ~OTHERS_WRITE)
     except OSError as error:
         logger.info("%s is not kept for later processes: %s", path.name, error)
 
@@ -181,8 +208,8 @@ def _compile_all(names: set[str], dtype: torch.dtype) -> None:
 
     What cannot be compiled says so when it is loaded.
     """
-    missing = [_text_of(name, dtype) for name in names if not _is_ours(kept_path(name, dtype))]
-    if _ops is None and not _is_ours(kept_path(OPS)):
+    missing = [_text_of(name, dtype) for name in names if not _is_whole(kept_path(name, dtype))]
+    if _ops is None and not _is_whole(kept_path(OPS)):
         missing.insert(0, _text_of(OPS))  # which takes the longest
     with ThreadPoolExecutor(len(missing) or 1) as pool:
         for text in missing:
