@@ -162,7 +162,9 @@ def test_rows_that_end_and_holes_that_are_compacted(tiny_llama):
     assert steps.replays > 0
 
 
-@pytest.mark.parametrize("family", slow_but(FEW, [family for family in ATTENTION if family not in UNTRACED]))
+@pytest.mark.parametrize(
+    "family", slow_but(("llama", "gpt2"), [family for family in ATTENTION if family not in UNTRACED])
+)
 def test_what_is_captured_is_the_compiled_step(family):
     model = tiny_model(family)
     replays = []

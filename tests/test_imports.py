@@ -66,6 +66,15 @@ def test_no_module_needs_itself():
     assert needs == {}
 
 
+def test_nothing_is_a_kind_of_the_loop_or_of_an_engine():
+    """They are composed of parts, and the parts hold no owner."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in MODULES.values()]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    whole = {"SpeculativeDecoder", "EagerEngine", "StaticEngine"}
+    assert whole <= {node.name for node in classes}
+    assert [node.name for node in classes for base in node.bases if ast.unparse(base).split(".")[-1] in whole] == []
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_says_what_each_of_its_modules_is_for(room):
     said = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
