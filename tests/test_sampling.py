@@ -8,7 +8,7 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.speculation.acceptance import TokenChooser
+from tide_hf.speculation.acceptance import AcceptanceRule
 from tide_hf.speculation.drafters import Draft
 
 VOCAB, LENGTH, SAMPLES = 5, 3, 4000
@@ -97,13 +97,13 @@ def test_tokens_and_sequences_have_the_base_models_distribution(model):
 
 def test_a_broken_acceptance_rule_is_found_out(model, monkeypatch):
     """A second chance for the draft's token, as a wrong rule may give it, shows in the statistic."""
-    original = TokenChooser.choose
+    original = AcceptanceRule.choose
 
     def second_chance(self, rows, logits):
         tokens = original(self, rows, logits)
         return tokens if tokens == [2] else original(self, rows, logits)
 
-    monkeypatch.setattr(TokenChooser, "choose", second_chance)
+    monkeypatch.setattr(AcceptanceRule, "choose", second_chance)
     token, sequence = excesses(model)
     assert token > 1
     assert sequence > 1

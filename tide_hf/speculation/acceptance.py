@@ -41,7 +41,7 @@ BY_ROW = (
 )
 
 
-class TokenChooser:
+class AcceptanceRule:
     """Chooses the tokens of one call, and ends its rows.
 
     The rows of a batch accept drafts each by itself where all processors and criteria look at each row by itself.

@@ -22,7 +22,7 @@ from ..base_model.adapters import has_adapters_by_row
 from ..base_model.structure import CACHE, counts_slots, rope_limits
 from ..base_model.unembed import greedy_tokens
 from ..common.stats import ExitStats
-from .acceptance import TokenChooser
+from .acceptance import AcceptanceRule
 from .drafters import UNREAD, Draft, Drafter
 from .engine import Engine
 from .ranks import ranks_of
@@ -41,7 +41,7 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, engine: Engine, rule: TokenChooser, rows: list[Row], stats: ExitStats, drops_stopped: bool
+        self, engine: Engine, rule: AcceptanceRule, rows: list[Row], stats: ExitStats, drops_stopped: bool
     ) -> None:
         self.engine, self.rule, self.rows, self.stats = engine, rule, rows, stats
         self.drops_stopped = drops_stopped
@@ -162,7 +162,7 @@ def decoder_of(
     rows = [Row(index, input_ids[index : index + 1]) for index in range(input_ids.shape[0])]
     stopping = Stopping(stopping_criteria, generation_config)
     level = counts_slots(config, generation_config.max_length)
-    rule = TokenChooser(
+    rule = AcceptanceRule(
         rows, logits_processor, stopping, generation_config, streamer, ranks_of(model), cache_is_returned, level
     )
     # Rows that are stopped leave the batch, unless nothing pads them, the caller gets to see their padding, others need
