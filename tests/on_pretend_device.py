@@ -22,11 +22,11 @@ from transformers import TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import CACHE, find_structure
-from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.engines.steps.captured_steps import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.baselines import tide_contenders
 from tide_hf.evaluation.benchmark import compare
+from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.logits_process import TIDELogitsProcessor
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.block_stage import pad_documents
-from tide_hf.calibration.block_training import BlockTrainer
-from tide_hf.calibration.data import Document, plan_batches, token_batch
-from tide_hf.calibration.hidden_states import StateReader
+from tide_hf.calibration.block_head import BlockTrainer, pad_documents
+from tide_hf.calibration.documents import Document, plan_batches, token_batch
+from tide_hf.calibration.states import StateReader
 from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.routers.block_head import block_config_of
 from tide_hf.routers.config import TIDEConfig

@@ -7,10 +7,8 @@ from test_block_head import attach_drafting, document_batches, routers_for
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration import block_training, mixed_precision
-from tide_hf.calibration.block_stage import FRESH
-from tide_hf.calibration.block_training import BlockTrainer
-from tide_hf.calibration.data import Document
+from tide_hf.calibration.block_head import FRESH, BlockTrainer, _behind_right, _loss, gains_by_bfloat16, mixed_precision
+from tide_hf.calibration.documents import Document
 from tide_hf.common.errors import ConfigurationError
 
 
@@ -42,7 +40,7 @@ def started_trainer(model, routers, batches):
 
 @pytest.mark.parametrize("in_bfloat16", [False, True])
 def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama, monkeypatch, in_bfloat16):
-    monkeypatch.setattr(mixed_precision, "gains_by_bfloat16", lambda _: in_bfloat16)
+    monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: in_bfloat16)
     model = tiny_llama()
     batches = training_batches(model)
     routers = routers_for(model, 1)
@@ -54,7 +52,7 @@ def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama, monkeypa
     assert losses[-1] < 0.9 * losses[0]
     assert not any(parameter.requires_grad for parameter in routers.block.head.parameters())
     assert {parameter.dtype for parameter in routers.block.head.parameters()} == {torch.float32}
-    with mixed_precision.mixed_precision(torch.device("cpu")):
+    with mixed_precision(torch.device("cpu")):
         states = trainer.states(batches[0])
     assert (states.dtype is torch.bfloat16) == in_bfloat16
     steps = [step for step, _ in trainer.train(lambda: batches, len(batches), epochs=8, deadline=0.0)]
@@ -65,7 +63,7 @@ def test_second_drafts_are_learnt_behind_right_first_ones():
     counted = torch.tensor([[False, True, True, True], [True, True, False, True]])
     teacher = torch.eye(3)[[0, 1, 2, 0, 1, 2]]
     student = torch.eye(3)[[0, 0, 2, 0, 2, 2]]  # wrong at its second and its fifth
-    assert block_training._behind_right(counted, student, teacher).tolist() == [
+    assert _behind_right(counted, student, teacher).tolist() == [
         [False, False, True, False],
         [False, True, False, False],
     ]
@@ -74,17 +72,19 @@ def test_second_drafts_are_learnt_behind_right_first_ones():
 def test_training_on_its_own_guesses_makes_second_drafts_better(tiny_llama, monkeypatch):
     model = tiny_llama()
     batches = training_batches(model)
-    monkeypatch.setattr(mixed_precision, "gains_by_bfloat16", lambda _: False)
-    monkeypatch.setattr(block_training, "_behind_right", lambda counted, *_: counted)  # a random model is seldom right
+    monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: False)
+    monkeypatch.setattr(
+        "tide_hf.calibration.block_head._behind_right", lambda counted, *_: counted
+    )  # a random model is seldom right
 
     def second_loss(share):
-        monkeypatch.setattr(block_training, "SECOND_SHARE", share)
+        monkeypatch.setattr("tide_hf.calibration.block_head.SECOND_SHARE", share)
         torch.manual_seed(0)
         trainer = started_trainer(model, routers_for(model, 1), batches)
         list(trainer.train(lambda: batches, len(batches), epochs=30))
         with torch.no_grad():
             losses = [
-                block_training._loss(*(trainer.taught(states)[batch.counted] for states in (guesses, batch.final)))
+                _loss(*(trainer.taught(states)[batch.counted] for states in (guesses, batch.final)))
                 for batch in batches
                 for guesses in [trainer.states(batch, trainer.states(batch))]
             ]
@@ -96,13 +96,13 @@ def test_training_on_its_own_guesses_makes_second_drafts_better(tiny_llama, monk
 def test_what_bfloat16_gains_is_measured_once_on_a_cpu(monkeypatch):
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.5}
     for gains in (True, False):
-        mixed_precision.gains_by_bfloat16.cache_clear()
-        monkeypatch.setattr(mixed_precision, "_seconds", seconds.__getitem__)
-        assert mixed_precision.gains_by_bfloat16("cpu") == gains
+        gains_by_bfloat16.cache_clear()
+        monkeypatch.setattr("tide_hf.calibration.block_head._seconds", seconds.__getitem__)
+        assert gains_by_bfloat16("cpu") == gains
         seconds[torch.bfloat16] = 0.9
-        assert mixed_precision.gains_by_bfloat16("cpu") == gains
-    mixed_precision.gains_by_bfloat16.cache_clear()
-    assert not mixed_precision.gains_by_bfloat16("mps")
+        assert gains_by_bfloat16("cpu") == gains
+    gains_by_bfloat16.cache_clear()
+    assert not gains_by_bfloat16("mps")
 
 
 def test_calibrate_makes_a_block_that_drafts(tiny_llama, tiny_tokenizer, tmp_path):

@@ -11,7 +11,11 @@ from transformers import AutoTokenizer
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration import data, fitting, hidden_states, training, writing
+from tide_hf.calibration.documents import Document, split_documents, token_batch
+from tide_hf.calibration.heads import Moments, round_weights
+from tide_hf.calibration.routers import area_under_curve, expected_calibration_error, platt_scaling
+from tide_hf.calibration.states import StateReader
+from tide_hf.calibration.text import draw_prompts
 from tide_hf.common.errors import CalibrationError, ConfigurationError
 from tide_hf.routers.config import NEVER_EXIT
 
@@ -97,7 +101,7 @@ def test_ridge_from_moments_is_the_weighted_least_squares_solution():
     translation = torch.randn(6, 6, generator=generator)
     y = x + x @ translation.T + torch.arange(6.0) + 0.1 * torch.randn(400, 6, generator=generator)
     weights = torch.rand(400, generator=generator) + 0.1
-    moments = training.Moments(6)
+    moments = Moments(6)
     for start in range(0, 400, 150):  # whatever the batches are
         part = slice(start, start + 150)
         moments.add(x[part], y[part], weights[part])
@@ -114,9 +118,9 @@ def test_ridge_from_moments_is_the_weighted_least_squares_solution():
 def test_states_are_those_before_the_final_norm(parts):
     model, _ = parts
     structure = find_structure(model)
-    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [1, 3])
-    documents = [data.Document([5, 6, 7, 8], first=1), data.Document([9, 10], first=0)]
-    (batch,) = list(reader.read([data.token_batch(documents, [0, 1])]))
+    reader = StateReader(model, structure, Unembed(model, structure), [1, 3])
+    documents = [Document([5, 6, 7, 8], first=1), Document([9, 10], first=0)]
+    (batch,) = list(reader.read([token_batch(documents, [0, 1])]))
     with torch.no_grad():
         output = model(input_ids=torch.tensor([[5, 6, 7, 8]]), output_hidden_states=True)
     rows = batch.document_ids == 0
@@ -131,34 +135,34 @@ def test_states_are_those_before_the_final_norm(parts):
 
 
 def test_splits_are_disjoint_and_complete():
-    documents = [data.Document([number, 1], first=0) for number in range(50)]
-    splits = data.split_documents(documents, seed=0)
+    documents = [Document([number, 1], first=0) for number in range(50)]
+    splits = split_documents(documents, seed=0)
     seen = [document.tokens[0] for part in (splits.fit, splits.tune, splits.certify) for document in part]
     assert sorted(seen) == list(range(50))
     assert (len(splits.fit), len(splits.tune), len(splits.certify)) == (25, 5, 20)
 
 
 def test_prompts_are_many_and_differ():
-    prompts = writing.draw_prompts(1500, seed=0)
+    prompts = draw_prompts(1500, seed=0)
     assert len(set(prompts)) == 1500
-    assert prompts == writing.draw_prompts(1500, seed=0)
+    assert prompts == draw_prompts(1500, seed=0)
     assert not any("{" in prompt and "}" in prompt and "slot" in prompt for prompt in prompts)
 
 
 def test_router_figures():
     labels = torch.tensor([True, True, False, False])
-    assert training.area_under_curve(torch.tensor([0.9, 0.8, 0.2, 0.1]), labels) == 1.0
-    assert training.area_under_curve(torch.tensor([0.1, 0.2, 0.8, 0.9]), labels) == 0.0
-    assert training.area_under_curve(torch.tensor([0.5] * 4), labels) == 0.5
-    assert training.expected_calibration_error(torch.tensor([0.5] * 4), labels) == pytest.approx(0.0)
-    assert training.expected_calibration_error(torch.tensor([0.99] * 4), labels) == pytest.approx(0.49)
+    assert area_under_curve(torch.tensor([0.9, 0.8, 0.2, 0.1]), labels) == 1.0
+    assert area_under_curve(torch.tensor([0.1, 0.2, 0.8, 0.9]), labels) == 0.0
+    assert area_under_curve(torch.tensor([0.5] * 4), labels) == 0.5
+    assert expected_calibration_error(torch.tensor([0.5] * 4), labels) == pytest.approx(0.0)
+    assert expected_calibration_error(torch.tensor([0.99] * 4), labels) == pytest.approx(0.49)
 
 
 def test_scores_become_probabilities():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20_000, generator=generator)
     labels = torch.rand(20_000, generator=generator) < torch.sigmoid(0.5 * logits - 1.0)
-    scale, shift = training.platt_scaling(logits, labels)
+    scale, shift = platt_scaling(logits, labels)
     assert scale == pytest.approx(0.5, abs=0.05)
     assert shift == pytest.approx(-1.0, abs=0.05)
 
@@ -213,9 +217,9 @@ def test_nan_states(tiny_llama, tiny_tokenizer):
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
     structure = find_structure(model)
-    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [2])
+    reader = StateReader(model, structure, Unembed(model, structure), [2])
     with pytest.raises(CalibrationError, match=r"after layer 2 cannot be used: got NaN.*Expected finite"):
-        list(reader.read([data.token_batch([data.Document([3, 4, 5], 0)], [0])]))
+        list(reader.read([token_batch([Document([3, 4, 5], 0)], [0])]))
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -232,7 +236,7 @@ def test_options_that_make_no_sense(parts):
 def test_weights_are_rounded_to_what_is_stored():
     routers = TIDERouters.for_model(tiny_model("llama"), exit_layers=[1], exit_strategy="linear")
     torch.nn.init.normal_(routers[1].head.translator.weight)
-    fitting.round_weights(routers)
+    round_weights(routers)
     for parameter in routers.parameters():
         assert torch.equal(parameter, parameter.to(torch.bfloat16).float())
     assert routers.config.vocab_size == VOCAB

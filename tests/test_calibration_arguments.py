@@ -10,7 +10,8 @@ from families import tiny_model
 from test_calibration_pipeline import OPTIONS, PackedHead, texts
 
 from tide_hf import calibrate
-from tide_hf.calibration import hidden_states, processes
+from tide_hf.calibration import processes
+from tide_hf.calibration.states import StateReader
 from tide_hf.common.errors import CalibrationError, ConfigurationError, UnsupportedModelError
 from tide_hf.speculation.ranks import Ranks
 
@@ -22,7 +23,7 @@ def no_work(monkeypatch):
     def read(*_args):
         pytest.fail("states were read")
 
-    monkeypatch.setattr(hidden_states.StateReader, "read", read)
+    monkeypatch.setattr(StateReader, "read", read)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from families import VOCAB, tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from tide_hf.calibration.continuing import BEST, DrawFromBest, continued, plain_generation
+from tide_hf.calibration.text import BEST, DrawFromBest, continued, plain_generation
 
 TEXTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 pytestmark = pytest.mark.usefixtures("one_thread")

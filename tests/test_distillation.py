@@ -10,8 +10,21 @@ from families import tiny_model
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import DraftUnembed, Unembed
-from tide_hf.calibration import distillation, fitting, training
-from tide_hf.calibration.hidden_states import StateBatch, top_tokens
+from tide_hf.calibration.heads import (
+    IGNORED,
+    PATIENCE,
+    FrequentUnembed,
+    Moments,
+    Outcome,
+    _Student,
+    collect_moments,
+    distil_head,
+    draft_agreement,
+    fit_head,
+    frequent_tokens,
+)
+from tide_hf.calibration.routers import expected_calibration_error, platt_scaling, train_router
+from tide_hf.calibration.states import StateBatch, top_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,24 +57,24 @@ def fitted(problem, rank=None, positions=3000):
     few = fit.select(torch.arange(positions))
     routers = TIDERouters.for_model(model, exit_layers=[LAYER], exit_strategy="linear", translator_rank=rank)
     head = routers[LAYER].head
-    moments = fitting.collect_moments([few], LAYER, torch.device("cpu"))
-    fitting.fit_head(head, moments, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
+    moments = collect_moments([few], LAYER, torch.device("cpu"))
+    fit_head(head, moments, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
     return head
 
 
 def agreement(problem, head):
     _, unembed, _, tune = problem
-    return fitting.draft_agreement(head, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
+    return draft_agreement(head, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
 
 
 @pytest.mark.parametrize(("rank", "positions"), [(None, 40), (8, 3000)])
 def test_a_distilled_head_agrees_more_often(problem, monkeypatch, rank, positions):
     """A closed form of full rank has seen fewer positions: on as many, least squares is best for such states."""
-    monkeypatch.setattr(distillation, "LEARNING_RATE", 1e-2)  # sixty steps are few
+    monkeypatch.setattr("tide_hf.calibration.heads.LEARNING_RATE", 1e-2)  # sixty steps are few
     _, unembed, fit, tune = problem
     head = fitted(problem, rank, positions)
     before = agreement(problem, head)
-    outcome = distillation.distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0)
+    outcome = distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0)
     assert agreement(problem, head) > before + 0.05
     assert outcome.best_epoch > 0
     assert not outcome.stopped
@@ -69,12 +82,12 @@ def test_a_distilled_head_agrees_more_often(problem, monkeypatch, rank, position
 
 
 def test_it_never_leaves_a_head_worse_than_it_was(problem, monkeypatch):
-    monkeypatch.setattr(distillation, "LEARNING_RATE", 10.0)
+    monkeypatch.setattr("tide_hf.calibration.heads.LEARNING_RATE", 10.0)
     _, unembed, fit, tune = problem
     head = fitted(problem)
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    outcome = distillation.distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0)
-    assert outcome == distillation.Outcome(epochs=distillation.PATIENCE, best_epoch=0, stopped=False)
+    outcome = distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0)
+    assert outcome == Outcome(epochs=PATIENCE, best_epoch=0, stopped=False)
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
 
 
@@ -82,20 +95,18 @@ def test_it_stops_in_time(problem):
     _, unembed, fit, tune = problem
     head = fitted(problem)
     before = copy.deepcopy(head.state_dict())
-    outcome = distillation.distil_head(
-        head, LAYER, fit, tune, unembed, torch.arange(96), 0, deadline=time.perf_counter()
-    )
-    assert outcome == distillation.Outcome(epochs=0, best_epoch=0, stopped=True)
+    outcome = distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), 0, deadline=time.perf_counter())
+    assert outcome == Outcome(epochs=0, best_epoch=0, stopped=True)
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
 
 
 @pytest.mark.parametrize("rank", [None, 8])
 def test_standardisation_changes_nothing_by_itself(problem, rank, monkeypatch):
-    monkeypatch.setattr(distillation, "round_weights", lambda head: None)
+    monkeypatch.setattr("tide_hf.calibration.heads.round_weights", lambda head: None)
     states = problem[2].hidden_states[LAYER]
     head = fitted(problem, rank)
     expected = head(states)
-    student = distillation._Student(head, states, torch.device("cpu"))
+    student = _Student(head, states, torch.device("cpu"))
     torch.testing.assert_close(student(states), expected, atol=2e-3, rtol=1e-3)
     torch.nn.init.zeros_(next(head.parameters()))
     student.copy_to(head)
@@ -105,17 +116,17 @@ def test_standardisation_changes_nothing_by_itself(problem, rank, monkeypatch):
 def test_logits_of_frequent_tokens_are_the_models_own(problem):
     _, unembed, fit, _ = problem
     tokens = torch.tensor([3, 10, 50])
-    frequent = distillation.FrequentUnembed(unembed, tokens)
+    frequent = FrequentUnembed(unembed, tokens)
     expected = unembed(fit.final_states[:5])[:, tokens].log_softmax(-1)
     torch.testing.assert_close(frequent(fit.final_states[:5]), expected)
-    assert frequent.positions[[3, 10, 50, 4]].tolist() == [0, 1, 2, distillation.IGNORED]
+    assert frequent.positions[[3, 10, 50, 4]].tolist() == [0, 1, 2, IGNORED]
 
 
 def test_frequent_tokens_fill_up_by_id():
     counts = torch.tensor([0, 5, 0, 7, 0, 1])
-    assert distillation.frequent_tokens(counts, 2).tolist() == [1, 3]
-    assert distillation.frequent_tokens(counts, 4).tolist() == [0, 1, 3, 5]
-    assert distillation.frequent_tokens(counts, 6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert frequent_tokens(counts, 2).tolist() == [1, 3]
+    assert frequent_tokens(counts, 4).tolist() == [0, 1, 3, 5]
+    assert frequent_tokens(counts, 6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_translator_of_low_rank_is_the_best_of_its_rank():
@@ -123,7 +134,7 @@ def test_a_translator_of_low_rank_is_the_best_of_its_rank():
     x = torch.randn(500, 6, generator=generator) * torch.tensor([1.0, 2, 3, 1, 1, 1]) + 2
     strong = torch.randn(6, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
     y = x + x @ strong.T + 1.5
-    moments = training.Moments(6)
+    moments = Moments(6)
     moments.add(x, y, torch.ones(500))
     down, up, bias = moments.solve(0.0, rank=2)
     assert (down.shape, up.shape) == ((2, 6), (6, 2))
@@ -142,16 +153,14 @@ def test_a_router_keeps_the_epoch_whose_probabilities_are_best(monkeypatch):
     labels = torch.rand(1500, generator=generator) < torch.sigmoid(3 * states[:, 0] - 1)
     router = TIDERouters.for_model(tiny_model("llama", hidden_size=16, head_dim=4), exit_layers=[1])[1].router
     tune = states[1000:], labels[1000:]
-    figures = training.train_router(router, (states[:1000], labels[:1000]), tune, seed=0)
+    figures = train_router(router, (states[:1000], labels[:1000]), tune, seed=0)
     with torch.no_grad():
         scores = router(tune[0])
     loss = float(torch.nn.functional.binary_cross_entropy(scores, tune[1].float()))
     assert loss == pytest.approx(figures["log_loss"], abs=1e-4)
-    assert training.expected_calibration_error(scores, tune[1]) == pytest.approx(
-        figures["expected_calibration_error"], abs=1e-3
-    )
+    assert expected_calibration_error(scores, tune[1]) == pytest.approx(figures["expected_calibration_error"], abs=1e-3)
     assert figures["expected_calibration_error"] < 0.06
     with torch.no_grad():
         logits = router.logits(tune[0])
-    scale, shift = training.platt_scaling(logits, tune[1])
+    scale, shift = platt_scaling(logits, tune[1])
     assert (scale, shift) == (pytest.approx(1.0, abs=0.05), pytest.approx(0.0, abs=0.05))

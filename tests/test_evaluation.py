@@ -9,7 +9,7 @@ from accelerate import cpu_offload
 from families import VOCAB, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.calibration.data import Document
+from tide_hf.calibration.documents import Document
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.perplexity import read_texts, score_texts

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from examples.benchmarks import disagreement, gpu, gpu_lines, precision
 from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
-from tide_hf.calibration.writing import draw_prompts
+from tide_hf.calibration.text import draw_prompts
 
 
 def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):

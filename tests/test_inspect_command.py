@@ -9,10 +9,10 @@ from families import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDERouters
-from tide_hf.calibration.convergence import convergence_by_layer
 from tide_hf.cli.demo_model import DEFAULT_MODEL
 from tide_hf.cli.inspect import _kernel_lines
 from tide_hf.cli.main import main
+from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.hub.load import shipped_routers
 
 

@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from tide_hf.calibration import resampling
-from tide_hf.calibration.figures import mean_interval
-from tide_hf.calibration.resampling import RESAMPLES, Bootstrap, resampled_sums
+from tide_hf.calibration.threshold import RESAMPLES, Bootstrap, mean_interval, resampled_sums
 
 
 def test_the_bootstrap_knows_the_binomial_and_pairs_items():
@@ -33,7 +31,7 @@ def test_many_items_are_resampled_in_parts(monkeypatch, at_once):
         sizes.append(math.prod(size))
         return randint(high, size, **options)
 
-    monkeypatch.setattr(resampling, "RESAMPLED_AT_ONCE", at_once)
+    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLED_AT_ONCE", at_once)
     monkeypatch.setattr(torch, "randint", drawn)
     assert torch.equal(resampled_sums(values), whole)
     assert sum(sizes) == 7 * RESAMPLES

@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from tide_hf.calibration.data import full_depth
-from tide_hf.calibration.own_prompts import LONGEST, UserTurn, find_user_turn, write_prompts
-from tide_hf.calibration.text import load_documents
-from tide_hf.calibration.writing import plan_writing, write_documents
+from tide_hf.calibration.states import full_depth
+from tide_hf.calibration.text import (
+    LONGEST_OWN_PROMPT,
+    UserTurn,
+    find_user_turn,
+    load_documents,
+    plan_writing,
+    write_documents,
+    write_prompts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,7 +68,7 @@ def test_prompts_end_where_the_model_ends_them(tiny_llama, tiny_tokenizer):
         assert written
         assert not {turn.behind[0], 7} & set(written)
         lengths.add(len(written))
-    assert max(lengths) <= LONGEST
+    assert max(lengths) <= LONGEST_OWN_PROMPT
     assert len(lengths) > 1
 
 
@@ -88,6 +94,6 @@ def test_what_the_model_is_told_for_other_calls_is_of_no_account(tiny_llama, tin
 
 
 def test_a_model_that_writes_no_prompt_gives_no_document(tiny_llama, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("tide_hf.calibration.writing.write_prompts", lambda *_: [])
+    monkeypatch.setattr("tide_hf.calibration.text.write_prompts", lambda *_: [])
     (batch,) = plan_writing([], 8, 0, UserTurn([5], [6]), 6)
     assert write_documents(tiny_llama(), tiny_tokenizer, batch, 8) == []

@@ -9,11 +9,20 @@ from families import tiny_model
 
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
-from tide_hf.calibration import figures, report, resampling
-from tide_hf.calibration.convergence import convergence_by_layer
-from tide_hf.calibration.data import Document, Splits
-from tide_hf.calibration.threshold import Decisions, choose_threshold
+from tide_hf.calibration.documents import Document, Splits
+from tide_hf.calibration.record import (
+    PRECISIONS,
+    calibration_record,
+    coverage_at,
+    layer_sizes,
+    print_report,
+    reliability_bins,
+    tolerance_rows,
+)
+from tide_hf.calibration.threshold import Decisions, choose_threshold, mean_interval
+from tide_hf.common.display.progress import Steps
 from tide_hf.common.errors import CalibrationError
+from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.routers import tables
 
 
@@ -36,32 +45,32 @@ def made_up_record(draft_vocab_size=None):
     documents = [Document([1, 2, 3], 1)] * 3
     choice = choose_threshold(decisions, tolerance=0.05, confidence=0.9)
     splits = Splits(*([document] for document in documents))
-    return report.calibration_record(decisions, choice, documents, splits, routers, find_structure(model))
+    return calibration_record(decisions, choice, documents, splits, routers, find_structure(model))
 
 
 def test_coverage_by_hand():
     scores = torch.tensor([0.9, 0.8, 0.7, 0.7, 0.6])
     agrees = torch.tensor([True, True, True, False, True])
-    assert figures.coverage_at(scores, agrees, 0.99) == pytest.approx(2 / 5)
-    assert figures.coverage_at(scores, agrees, 0.80) == pytest.approx(1.0)  # beyond the dip to 3/4
-    assert figures.coverage_at(scores[:4], agrees[:4], 0.76) == pytest.approx(2 / 4)  # equal scores leave together
-    assert figures.coverage_at(scores, ~agrees, 0.5) == 0.0
-    assert figures.coverage_at(torch.ones(4), torch.ones(4).bool(), 1.0) == 1.0
+    assert coverage_at(scores, agrees, 0.99) == pytest.approx(2 / 5)
+    assert coverage_at(scores, agrees, 0.80) == pytest.approx(1.0)  # beyond the dip to 3/4
+    assert coverage_at(scores[:4], agrees[:4], 0.76) == pytest.approx(2 / 4)  # equal scores leave together
+    assert coverage_at(scores, ~agrees, 0.5) == 0.0
+    assert coverage_at(torch.ones(4), torch.ones(4).bool(), 1.0) == 1.0
 
 
 def test_coverage_against_every_threshold():
     made = made_up_decisions(40)
     scores, agrees = made.scores[:, 0], made.agrees[:, 0]
-    for precision in figures.PRECISIONS:
+    for precision in PRECISIONS:
         shares = [
             float((scores >= t).double().mean()) for t in scores if agrees[scores >= t].double().mean() >= precision
         ]
-        assert figures.coverage_at(scores, agrees, precision) == pytest.approx(max(shares, default=0.0))
+        assert coverage_at(scores, agrees, precision) == pytest.approx(max(shares, default=0.0))
 
 
 def test_reliability_by_hand():
     scores = torch.tensor([0.05, 0.15, 0.12, 1.0])
-    bins = figures.reliability_bins(scores, torch.tensor([False, True, False, True]))
+    bins = reliability_bins(scores, torch.tensor([False, True, False, True]))
     assert bins == [[0.05, 0.0, 1], [0.135, 0.5, 2], [1.0, 1.0, 1]]
 
 
@@ -69,7 +78,7 @@ def test_reliability_by_hand():
 def test_costs_count_the_weights_that_are_read(family, strategy):
     model = tiny_model(family)
     structure = find_structure(model)
-    sizes = figures.layer_sizes(TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy=strategy), structure)
+    sizes = layer_sizes(TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy=strategy), structure)
     assert [sizes[layer]["head_parameters"] for layer in ("1", "3")] == [32 * 33 if strategy == "linear" else 0] * 2
     assert sizes["1"]["head_mb"] == round(2e-6 * sizes["1"]["head_parameters"], 3)
 
@@ -90,7 +99,7 @@ def test_a_draft_vocabulary_makes_an_exit_cheaper():
 
 def test_tolerances_are_certified_one_by_one():
     made = made_up_decisions()
-    rows = figures.tolerance_rows(made, choose_threshold(made, tolerance=0.3, confidence=0.9))
+    rows = tolerance_rows(made, choose_threshold(made, tolerance=0.3, confidence=0.9))
     assert [row["tolerance"] for row in rows] == [0.005, 0.01, 0.02, 0.05, 0.10]
     assert rows[0] == {
         "tolerance": 0.005, "exit_threshold": None, "disagreement": None, "interval": None, "depth_fraction": 1.0
@@ -105,22 +114,22 @@ def test_tolerances_are_certified_one_by_one():
 
 
 def test_an_interval_covers_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(resampling, "RESAMPLES", 200)
+    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLES", 200)
     generator = torch.Generator().manual_seed(0)
     covered = 0
     for _ in range(300):
         rate = 0.2 * torch.rand(200, 1, generator=generator).double()  # documents differ
         losses = (torch.rand(200, 20, generator=generator) < rate).double().mean(dim=1)
-        lower, upper = figures.mean_interval(losses, 0.9)
+        lower, upper = mean_interval(losses, 0.9)
         covered += lower <= 0.1 <= upper
     assert 0.84 <= covered / 300 <= 0.96
 
 
 def test_an_interval_does_not_depend_on_the_slices(monkeypatch):
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0)).double()
-    whole = figures.mean_interval(losses, 0.9)
-    monkeypatch.setattr(resampling, "RESAMPLED_AT_ONCE", 130)
-    assert figures.mean_interval(losses, 0.9) == pytest.approx(whole)
+    whole = mean_interval(losses, 0.9)
+    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLED_AT_ONCE", 130)
+    assert mean_interval(losses, 0.9) == pytest.approx(whole)
 
 
 def test_the_record_is_ready_for_json_and_compact():
@@ -138,7 +147,7 @@ def test_the_record_is_ready_for_json_and_compact():
 def test_the_tables_are_printed_in_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     record = made_up_record()
-    report.print_report(record, 16)
+    print_report(record, 16)
     err = capsys.readouterr().err
     assert "…" not in err
     lines = [line.split() for line in err.splitlines()]
@@ -219,14 +228,14 @@ def test_a_block_head_has_a_table_of_its_own():
 
 def test_a_log_is_told_that_a_step_begins_and_how_far_it_is_once_a_minute(capsys, monkeypatch):
     clock = iter([0, 40, 70, 80, 130])
-    monkeypatch.setattr(report, "perf_counter", lambda: next(clock))
-    with report.Steps(enabled=True) as steps:
+    monkeypatch.setattr("tide_hf.common.display.progress.perf_counter", lambda: next(clock))
+    with Steps(enabled=True) as steps:
         assert list(steps.track("Writing text", "abcd", 4)) == list("abcd")
     assert capsys.readouterr().err.splitlines() == [
         "Writing text: 0 of 4",
         "Writing text: 2 of 4",
         "Writing text: 4 of 4",
     ]
-    with report.Steps(enabled=False) as steps:
+    with Steps(enabled=False) as steps:
         list(steps.track("Writing text", "abcd", 4))
     assert capsys.readouterr().err == ""

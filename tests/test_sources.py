@@ -6,7 +6,7 @@ import pytest
 from documents import CHATS, TEXTS, read, rows_of, telling, texts_of, write_json, write_json_lines, write_parquet
 
 from tide_hf import calibrate
-from tide_hf.calibration.data import Document
+from tide_hf.calibration.documents import Document
 from tide_hf.calibration.sources import describe_source
 from tide_hf.calibration.text import Text
 from tide_hf.common.errors import CalibrationError

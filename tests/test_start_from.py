@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tide_hf import calibrate
-from tide_hf.calibration.block_stage import FURTHER, Plan
-from tide_hf.calibration.block_training import BlockTrainer
+from tide_hf.calibration.block_head import FURTHER, BlockTrainer, Plan
 from tide_hf.common.errors import BaseModelMismatchError, CalibrationError, ConfigurationError, RoutersNotFoundError
 from tide_hf.routers.routers import TIDERouters
 
@@ -45,7 +44,7 @@ def test_a_block_is_trained_further(trained, tiny_tokenizer, as_folder, monkeypa
 
 def test_a_block_that_further_training_makes_worse_stays_what_it_was(trained, tiny_tokenizer, monkeypatch):
     model, texts, options, folder = trained
-    monkeypatch.setattr("tide_hf.calibration.block_stage.FURTHER", Plan(epochs=1, rate=1e4))
+    monkeypatch.setattr("tide_hf.calibration.block_head.FURTHER", Plan(epochs=1, rate=1e4))
     routers = calibrate(model, tiny_tokenizer, texts[60:], start_from=folder, **options)
     figures = routers.config.calibration["block"]
     assert figures["tune_agreement"] < figures["tune_agreement_before"]

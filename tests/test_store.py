@@ -5,18 +5,20 @@ import torch
 
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration import data, hidden_states, store, work_folder
+from tide_hf.calibration import work_folder
+from tide_hf.calibration.documents import Document, plan_batches, split_documents
+from tide_hf.calibration.states import StateReader, StateStore
 from tide_hf.common.errors import CalibrationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made_store(model, folder, dtype=torch.float32):
-    documents = [data.Document([3 + i, 4, 5, 6 + i], first=2) for i in range(20)]
+    documents = [Document([3 + i, 4, 5, 6 + i], first=2) for i in range(20)]
     work = work_folder.WorkFolder(folder)
-    states = store.StateStore(work, data.split_documents(documents, 0), 4, [1, 3], dtype)
+    states = StateStore(work, split_documents(documents, 0), 4, [1, 3], dtype)
     structure = find_structure(model)
-    reader = hidden_states.StateReader(model, structure, Unembed(model, structure), [1, 3])
+    reader = StateReader(model, structure, Unembed(model, structure), [1, 3])
     expected = states.missing_bytes(structure.hidden_size)
     for shard in states.shards():
         states.write(shard, reader)
@@ -68,6 +70,6 @@ def test_shards_are_read_one_at_a_time(parts, tmp_path):
 
 
 def test_long_documents_share_no_batch():
-    documents = [data.Document([1] * length, first=0) for length in (3, 9000, 4, 9000, 5)]
-    assert data.plan_batches(documents, 8) == [[0, 2, 4], [1], [3]]
-    assert data.plan_batches(documents, 2)[0] == [0, 2]
+    documents = [Document([1] * length, first=0) for length in (3, 9000, 4, 9000, 5)]
+    assert plan_batches(documents, 8) == [[0, 2, 4], [1], [3]]
+    assert plan_batches(documents, 2)[0] == [0, 2]

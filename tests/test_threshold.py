@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, kl_divergence
 
-from tide_hf.calibration import threshold
+from tide_hf.calibration.threshold import Decisions, choose_threshold, clopper_pearson, hoeffding_bentkus_p_value
 from tide_hf.routers.config import NEVER_EXIT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decisions(scores, agrees, documents):
-    return threshold.Decisions([1, 3], 4, torch.tensor(scores), torch.tensor(agrees), torch.tensor(documents))
+    return Decisions([1, 3], 4, torch.tensor(scores), torch.tensor(agrees), torch.tensor(documents))
 
 
 def test_a_token_leaves_at_the_earliest_layer_that_is_sure():
@@ -28,25 +28,25 @@ def test_p_values_against_a_simulation():
     """At the edge of the hypothesis a p-value below 5% turns up at most 5% of the time, and sometimes."""
     generator = torch.Generator().manual_seed(0)
     means = (torch.rand(4000, 300, generator=generator) < 0.1).double().mean(dim=1)
-    rejected = sum(threshold.hoeffding_bentkus_p_value(float(mean), 300, 0.1) <= 0.05 for mean in means) / 4000
+    rejected = sum(hoeffding_bentkus_p_value(float(mean), 300, 0.1) <= 0.05 for mean in means) / 4000
     assert 0.001 < rejected <= 0.05
-    assert threshold.hoeffding_bentkus_p_value(0.0, 300, 0.1) < 1e-6
-    assert threshold.hoeffding_bentkus_p_value(0.5, 300, 0.1) == 1.0
-    assert threshold.hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)
+    assert hoeffding_bentkus_p_value(0.0, 300, 0.1) < 1e-6
+    assert hoeffding_bentkus_p_value(0.5, 300, 0.1) == 1.0
+    assert hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)
 
 
 @pytest.mark.parametrize(("mean", "count"), [(0.05, 20), (0.02, 50), (0.0, 20), (0.09, 300)])
 def test_p_values_where_hoeffding_s_bound_is_the_smaller(mean, count):
     coins = (Bernoulli(torch.tensor(share, dtype=torch.float64)) for share in (mean, 0.1))
     expected = math.exp(-count * float(kl_divergence(*coins)))
-    assert threshold.hoeffding_bentkus_p_value(mean, count, 0.1) == pytest.approx(expected)
+    assert hoeffding_bentkus_p_value(mean, count, 0.1) == pytest.approx(expected)
 
 
 def test_exact_interval_of_a_probability():
     # 5 of 100 at 95%: 1.64% to 11.28%, as tables of Clopper and Pearson's interval have it
-    assert threshold.clopper_pearson(5, 100, 0.95) == pytest.approx((0.016432, 0.112835), abs=1e-6)
-    assert threshold.clopper_pearson(0, 100, 0.95) == (0.0, pytest.approx(1 - 0.025**0.01))
-    assert threshold.clopper_pearson(100, 100, 0.95) == (pytest.approx(0.025**0.01), 1.0)
+    assert clopper_pearson(5, 100, 0.95) == pytest.approx((0.016432, 0.112835), abs=1e-6)
+    assert clopper_pearson(0, 100, 0.95) == (0.0, pytest.approx(1 - 0.025**0.01))
+    assert clopper_pearson(100, 100, 0.95) == (pytest.approx(0.025**0.01), 1.0)
 
 
 def simulated_risk(rule, trials=1500) -> float:
@@ -68,7 +68,7 @@ def simulated_risk(rule, trials=1500) -> float:
 def chosen(losses, grid, behind=0):
     """Run the real procedure on given losses, `behind` places past what it says."""
 
-    class Fixed(threshold.Decisions):
+    class Fixed(Decisions):
         def disagreement_per_document(self, t):
             return losses[t]
 
@@ -76,7 +76,7 @@ def chosen(losses, grid, behind=0):
             return 1.0
 
     made = Fixed([1], 2, torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1))
-    choice = threshold.choose_threshold(made, tolerance=0.1, confidence=0.9, grid=grid).chosen
+    choice = choose_threshold(made, tolerance=0.1, confidence=0.9, grid=grid).chosen
     return grid[min(grid.index(choice) + behind, len(grid) - 1)] if choice in grid else choice
 
 

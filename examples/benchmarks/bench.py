@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDERouters
-from tide_hf.calibration.data import Document
+from tide_hf.calibration.documents import Document
 from tide_hf.calibration.sources import describe_source
-from tide_hf.calibration.writing import plan_writing, write_documents
+from tide_hf.calibration.text import plan_writing, write_documents
 from tide_hf.common.chat_prompts import encode_prompt, prompt_tokens
 from tide_hf.evaluation.perplexity import read_texts
 

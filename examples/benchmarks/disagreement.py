@@ -21,11 +21,8 @@ from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import input_device
-from tide_hf.calibration.figures import mean_interval
-from tide_hf.calibration.own_prompts import SHARE as OWN_SHARE
-from tide_hf.calibration.own_prompts import find_user_turn
-from tide_hf.calibration.threshold import clopper_pearson
-from tide_hf.calibration.writing import draw_prompts, plan_writing, write_documents
+from tide_hf.calibration.text import OWN_SHARE, draw_prompts, find_user_turn, plan_writing, write_documents
+from tide_hf.calibration.threshold import clopper_pearson, mean_interval
 from tide_hf.common.chat_prompts import prompt_tokens
 from tide_hf.common.padding import left_padded
 from tide_hf.evaluation.baselines import weight_sharing_copy

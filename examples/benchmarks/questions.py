@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from tide_hf.calibration.continuing import batch_answers, plain_generation
+from tide_hf.calibration.text import batch_answers, plain_generation
 from tide_hf.common.chat_prompts import prompt_tokens
 from tide_hf.common.padding import end_tokens, pad_token
 

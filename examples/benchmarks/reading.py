@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_hf.calibration.data import Document, plan_batches, token_batch
+from tide_hf.calibration.documents import Document, plan_batches, token_batch
 
 Reading = Callable[..., Tensor]  # (input_ids, attention_mask=) -> logits
 

@@ -1,11 +1,10 @@
 """Calibration: fit exit heads, routers and a threshold for a frozen model. [`calibrate`] holds the steps in order.
 
-Text: `text` takes the user's (`sources`, `files`, `encoding`) or what the model writes (`own_prompts`, `writing`,
-`continuing`); `data` has the documents. States: `hidden_states` of the base model, kept by `store`. Learned parts:
-`fitting` and `training` (closed form, routers), `labels` (what a router predicts), `distillation`, `block_stage` and
-`block_training` (block head), `mixed_precision`. Threshold: `threshold`, `selection`, `resampling`. Record: `figures`,
-`report`, `convergence`. Course: `arguments` are checked first; `pipeline` runs the stages in a `work_folder` that can
-be resumed, within a `budget` of time, by one or more `processes`.
+`text` gives the documents: the user's (`sources`) or what the model writes; `documents` splits and batches them.
+`states` reads and stores the base model's hidden states. `heads` fits exit heads, `block_head` the block head,
+`routers` the routers. `threshold` certifies the exit threshold, `selection` keeps the useful exit layers, `record` is
+the calibration record. `arguments` are checked first; `pipeline` runs the stages in a resumable `work_folder`, shared
+by one or more `processes`.
 """
 
 from __future__ import annotations
@@ -24,20 +23,19 @@ from ..base_model.adapters import base_inside, check_wrapper
 from ..base_model.parity import check_parity
 from ..base_model.structure import DecoderStructure, find_structure, input_device, output_device
 from ..base_model.unembed import weights_hash
+from ..common.display.progress import Steps
 from ..depth.linear_gate import faster_passes
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
 from .arguments import check_arguments, check_for_model, check_positions
-from .block_stage import BlockStart, block_start, place_block
-from .budget import Budget
-from .data import Document, Splits, full_depth
-from .distillation import frequent_tokens
-from .hidden_states import check_precision
-from .pipeline import Pipeline, Settings
+from .block_head import BlockStart, block_start, place_block
+from .documents import Document, Splits
+from .heads import frequent_tokens
+from .pipeline import Budget, Pipeline, Settings
 from .processes import Processes
-from .report import Steps, calibration_record, layer_figures, print_report
+from .record import calibration_record, layer_figures, print_report
 from .selection import candidates_on, useful_exit_layers
-from .store import StateStore
+from .states import StateStore, check_precision, full_depth
 from .text import Text, load_documents
 from .threshold import Decisions, choose_threshold
 from .work_folder import open_work_folder

@@ -11,11 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..base_model.structure import DecoderStructure, last_position
-from ..common.choices import LABELS, STRATEGIES, check_choice
+from ..common.choices import LABELS, STRATEGIES, check_choice, check_counts, check_minutes, check_share
 from ..common.errors import ConfigurationError, UnsupportedModelError, describe, short
-from .distillation import can_distil
+from .heads import can_distil
 from .text import Text
-from .threshold import check_counts, check_minutes, check_share
 
 LARGEST_SEED = 2**62  # stages add to it, and PyTorch's generators take 64 bits
 

@@ -1,7 +1,8 @@
-"""The stages of a calibration, each made of units whose results are files: what has been done is not done again."""
+"""The stages of a calibration, resumable at the last finished unit, within a time budget."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -12,21 +13,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import DraftUnembed, Unembed
+from ..common.display.progress import Steps
 from ..routers.routers import TIDERouters
-from .block_stage import BlockStage
-from .budget import Budget
-from .data import Document, pack_documents, split_documents, unpack_documents
-from .distillation import can_distil, distil_head, frequent_tokens
-from .fitting import collect_moments, decide, draft_agreement, fit_head, fit_router
-from .hidden_states import StateReader
+from .block_head import BlockStage
+from .documents import Document, pack_documents, split_documents, unpack_documents
+from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
 from .processes import Processes
-from .report import Steps
-from .store import StateStore
-from .text import Text
+from .routers import decide, fit_router
+from .states import StateReader, StateStore
+from .text import Text, write_documents
 from .threshold import Decisions
 from .work_folder import WorkFolder
-from .writing import write_documents
 
+WRITING_SHARE = 0.4  # of the whole, for the text that the model writes
+SAFETY = 2.0  # what comes after distillation is taken to last this much longer than it should
 FIT_CAPACITY = 24_000  # positions kept for the routers: enough for their few weights, and a bounded memory
 DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
@@ -34,6 +34,47 @@ FEWEST_DOCUMENTS = 10  # that are written however little time there is
 DOCUMENTS = "documents/list"
 BLOCK = "block/head"
 BLOCK_SHARE = 0.7  # of the time that is left when its turn comes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a calibration has to be done.
+
+    Attributes:
+        started: `perf_counter()` at its start.
+        seconds: It may take; infinite where nobody minds.
+    """
+
+    started: float
+    seconds: float = math.inf
+
+    @classmethod
+    def of_minutes(cls, minutes: float | None) -> Budget:
+        """A budget that starts now."""
+        return cls(perf_counter(), math.inf if minutes is None else 60.0 * minutes)
+
+    @property
+    def writing_deadline(self) -> float:
+        """When to stop writing text."""
+        return self.started + WRITING_SHARE * self.seconds
+
+    def share_of_rest(self, share: float) -> float:
+        """When a share of the time that is left will be over."""
+        now = perf_counter()
+        return now + max(0.0, share * (self.started + self.seconds - now))
+
+    def distillation_deadline(self, seconds_afterwards: float, num_heads: int) -> float:
+        """When to stop distilling the next of `num_heads` heads, each of which gets as much.
+
+        Args:
+            seconds_afterwards: What has to be done afterwards should take, heads in closed form included.
+            num_heads: Heads left to distil.
+        """
+        now = perf_counter()
+        if math.isinf(self.seconds):
+            return math.inf
+        spare = self.started + self.seconds - now - SAFETY * seconds_afterwards
+        return now + max(0.0, spare) / num_heads
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Choose the exit threshold so that its disagreement stays below a tolerance with a stated confidence.
 
-Learn then Test (Angelopoulos et al., arXiv 2110.01052) with a fixed sequence: the thresholds of a grid that is fixed
-beforehand are tested from the most careful one on, each at the full level, until one cannot be shown to be safe.
+Learn then Test (Angelopoulos et al., arXiv 2110.01052) with fixed-sequence testing: the thresholds of a grid fixed in
+advance are tested in descending order, each at the full level, until one fails. Intervals are percentile bootstraps
+over documents or prompts, since tokens of one document are not independent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,10 +16,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..common.errors import ConfigurationError, describe
 from ..routers.config import NEVER_EXIT
 
+RESAMPLES = 1000
+RESAMPLED_AT_ONCE = 2**20  # items, all resamples together: 8 MB a column
+ROUNDING = 1e-9  # by how much, relatively, sums of the same values may differ in another order
+Sums = Mapping[str, Tensor]
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
+
+
+def resampled_sums(values: Tensor, seed: int = 0) -> Tensor:
+    """(items, columns) -> (RESAMPLES, columns), sums over as many items, drawn with replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(values)
+    at_once = max(1, RESAMPLED_AT_ONCE // count)
+    parts = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
+    return torch.cat([values[torch.randint(count, (part, count), generator=generator)].sum(dim=1) for part in parts])
+
+
+class Bootstrap:
+    """Percentile bootstrap of figures that are functions of sums over items.
+
+    All figures see the same resamples, so a difference of two columns is that of paired items.
+
+    Args:
+        columns: By name, (items,) what each item adds to the sums.
+        confidence: In (0, 1).
+        seed: Of the resampling.
+    """
+
+    def __init__(self, columns: Mapping[str, Tensor], confidence: float, seed: int = 0) -> None:
+        names, values = list(columns), torch.stack([column.double() for column in columns.values()], dim=1)
+        self.count = len(values)
+        self.miss = (1 - confidence) / 2
+        self._totals = dict(zip(names, values.sum(dim=0), strict=True))
+        self._resampled = dict(zip(names, resampled_sums(values, seed).unbind(dim=1), strict=True))
+
+    def figure(self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None) -> dict[str, Any]:
+        """Compute a figure and its interval.
+
+        Where all resamples give the same, resampling would claim to be certain. A figure that one item in n moves by at
+        most 1/n then gets the interval of Clopper and Pearson for n items none of which is different.
+
+        Args:
+            statistic: From the sums of all columns to the figure; elementwise, since it sees many resamples at once.
+            limits: The least and greatest values of such a figure, a share or a difference of shares. `None` for
+                figures without, such as a perplexity: where nothing varies they have no interval.
+
+        Returns:
+            "value", and "interval": lower and upper end, or `None`.
+        """
+        value, resampled = float(statistic(self._totals)), statistic(self._resampled)
+        lower, upper = resampled.quantile(torch.tensor([self.miss, 1 - self.miss], dtype=torch.float64)).tolist()
+        if torch.allclose(resampled, resampled[:1], rtol=ROUNDING, atol=ROUNDING):
+            if limits is None:
+                return {"value": value, "interval": None}
+            slack = 1 - self.miss ** (1 / self.count)
+            lower, upper = max(limits[0], value - slack), min(limits[1], value + slack)
+        return {"value": value, "interval": [lower, upper]}
 
 
 def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
@@ -162,32 +217,6 @@ def _test(
     return ThresholdChoice(tolerance, confidence, chosen, table)
 
 
-def check_share(name: str, value: object, *, usual: float) -> None:
-    """Refuse a tolerance or confidence outside (0, 1); `usual` is one to pass instead."""
-    if not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise _makes_no_sense(name, value, "a number between 0 and 1", usual)
-
-
-def check_counts(**counts: object) -> None:
-    """Refuse numbers of documents or tokens that are none."""
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise _makes_no_sense(name, value, "a whole number of at least 1", 60)
-
-
-def check_minutes(max_minutes: object) -> None:
-    """Refuse a time that is none."""
-    is_number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool)
-    if max_minutes is not None and not (is_number and max_minutes > 0):  # type: ignore[operator]
-        raise _makes_no_sense("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)
-
-
-def _makes_no_sense(name: str, value: object, expected: str, usual: float) -> ConfigurationError:
-    return ConfigurationError(
-        describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass {name}={usual}, say.")
-    )
-
-
 def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) -> float:
     """P-value of "the expected loss exceeds `tolerance`", for losses in [0, 1] (Bates et al., arXiv 2101.02703).
 
@@ -253,3 +282,20 @@ def _binomial_cdf(successes: int, count: int, probability: float) -> float:
         for k in range(successes + 1)
     ]
     return min(1.0, math.fsum(map(math.exp, log_terms)))
+
+
+def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
+    """Interval of the mean loss of a document, by resampling documents; see [`Bootstrap`].
+
+    Positions of one document are not independent, so the document is the unit.
+
+    Args:
+        losses: (documents,) in [0, 1], float64.
+        confidence: In (0, 1).
+
+    Returns:
+        Lower and upper end.
+    """
+    bootstrap = Bootstrap({"loss": losses, "documents": torch.ones_like(losses)}, confidence)
+    lower, upper = bootstrap.figure(lambda sums: sums["loss"] / sums["documents"], limits=(0.0, 1.0))["interval"]
+    return lower, upper

@@ -8,8 +8,8 @@ import sys
 
 from rich.console import Console
 
-from ..calibration.report import Steps
 from ..common.display.plotting import figure_maker
+from ..common.display.progress import Steps
 from ..evaluation import QualityOptions, measure_quality
 from ..evaluation.plots import save_quality_plot
 from ..evaluation.tables import quality_table

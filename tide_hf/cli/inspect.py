@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..calibration.labels import CONVERGENCE_THRESHOLD
+from ..calibration.routers import CONVERGENCE_THRESHOLD
 from ..common.errors import ConfigurationError, describe
 from ..evaluation.inspection import inspect_model
 from ..routers.tables import TextTable, describe_bound, rich_table, tables_of

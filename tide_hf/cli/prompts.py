@@ -87,7 +87,7 @@ def read_prompts(file: Path) -> list[str]:
         CalibrationError: The file cannot be read.
         MissingPackageError: A file other than .txt is to be read, and the datasets library is not installed.
     """
-    from ..calibration.files import read_rows  # noqa: PLC0415 - imports torch
+    from ..common.rows import read_rows  # noqa: PLC0415 - imports torch
 
     if not file.is_file():
         raise ConfigurationError(

@@ -26,3 +26,29 @@ def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
             describe(f"unknown {name}", got=short(value), expected=expected, do=f"Choose another {name}.")
         )
     return value
+
+
+def check_share(name: str, value: object, *, usual: float) -> None:
+    """Refuse a tolerance or confidence outside (0, 1); `usual` is one to pass instead."""
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise _makes_no_sense(name, value, "a number between 0 and 1", usual)
+
+
+def check_counts(**counts: object) -> None:
+    """Refuse numbers of documents or tokens that are none."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise _makes_no_sense(name, value, "a whole number of at least 1", 60)
+
+
+def check_minutes(max_minutes: object) -> None:
+    """Refuse a time that is none."""
+    is_number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool)
+    if max_minutes is not None and not (is_number and max_minutes > 0):  # type: ignore[operator]
+        raise _makes_no_sense("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)
+
+
+def _makes_no_sense(name: str, value: object, expected: str, usual: float) -> ConfigurationError:
+    return ConfigurationError(
+        describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass {name}={usual}, say.")
+    )

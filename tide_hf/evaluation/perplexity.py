@@ -13,11 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base_model.structure import find_structure, input_device
 from ..base_model.unembed import Unembed
-from ..calibration.data import Document, full_depth, plan_batches, token_batch
-from ..calibration.hidden_states import SLICE_ELEMENTS, StateBatch, StateReader
-from ..calibration.resampling import Bootstrap
+from ..calibration.documents import Document, plan_batches, token_batch
 from ..calibration.sources import read_documents
-from ..calibration.threshold import exit_depths, exit_indices
+from ..calibration.states import SLICE_ELEMENTS, StateBatch, StateReader, full_depth
+from ..calibration.threshold import Bootstrap, exit_depths, exit_indices
 from ..depth.gates import on_device
 from ..routers.routers import TIDERouters
 from .teacher_forcing import exit_scores

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.report import Steps
 from ..calibration.sources import describe_source
-from ..calibration.threshold import check_counts, check_share
+from ..common.choices import check_counts, check_share
+from ..common.display.progress import Steps
 from ..common.errors import ConfigurationError, describe, short
 from ..routers.config import check_exit_threshold
 from ..routers.routers import TIDERouters

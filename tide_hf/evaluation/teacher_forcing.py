@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from ..base_model.structure import find_structure, input_device
 from ..base_model.unembed import Unembed
-from ..calibration.data import full_depth
-from ..calibration.hidden_states import capture
+from ..calibration.states import capture, full_depth
 from ..calibration.threshold import exit_depths, exit_indices
 from ..depth.gates import on_device
 from ..generation import TIDEGenerationMixin

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, calibrate
-from tide_hf.calibration.convergence import convergence_by_layer
-from tide_hf.calibration.data import Document
+from tide_hf.calibration.documents import Document
 from tide_hf.evaluation.baselines import Contender, weight_sharing_copy
 from tide_hf.evaluation.benchmark import same_start, timed_run
+from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.evaluation.perplexity import score_texts
 from tide_hf.routers.config import NEVER_EXIT
 

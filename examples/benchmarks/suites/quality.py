@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_hf.calibration.data import Document
-from tide_hf.calibration.resampling import Bootstrap
+from tide_hf.calibration.documents import Document
+from tide_hf.calibration.threshold import Bootstrap
 from tide_hf.evaluation.perplexity import TextScores, score_texts
 
 from ..adapters import attached, without_layers

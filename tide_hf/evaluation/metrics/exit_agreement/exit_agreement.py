@@ -10,8 +10,8 @@ import datasets
 import evaluate
 import torch
 
-from tide_hf.calibration.figures import mean_interval
-from tide_hf.calibration.threshold import check_share, clopper_pearson
+from tide_hf.calibration.threshold import clopper_pearson, mean_interval
+from tide_hf.common.choices import check_share
 from tide_hf.common.errors import ConfigurationError, describe
 
 DESCRIPTION = """\

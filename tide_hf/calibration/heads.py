@@ -1,9 +1,10 @@
-"""Distillation: move exit heads on from the closed-form solution to the full model's own choices."""
+"""Fit exit heads: ridge regression in closed form, then distillation."""
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +12,157 @@ import torch
 from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure, output_device
-from ..base_model.unembed import Unembed, is_plain_linear
+from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
 from ..routers.exit_points import ExitHead
-from .fitting import round_weights
-from .hidden_states import StateBatch
+from .states import StateBatch
 
+RIDGE_PENALTIES = (1e-3, 1e-2, 1e-1)  # in units of each input's variance
 FREQUENT_TOKENS = 4096  # logits of the whole vocabulary cost far more and bring no more agreement
 EPOCHS, ROWS_PER_STEP, PATIENCE = 5, 256, 2
 LEARNING_RATE = 3e-4  # in units of the final states' root mean square
 IGNORED = -100
 STEPS_PER_LOOK = 8  # at the clock
+
+
+class Moments:
+    """First and second moments of (input state, target state), enough to solve any ridge regression between them.
+
+    They are sums of differences to the first batch's mean, since hidden states have a few entries so large that
+    sums of their squares would drown the others in float32.
+
+    Args:
+        hidden_size: Width D of the states.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        self.weight = 0.0
+        self.origin: tuple[Tensor, Tensor] | None = None
+        self.sum_x = torch.zeros(hidden_size, dtype=torch.float64)
+        self.sum_y = torch.zeros(hidden_size, dtype=torch.float64)
+        self.sum_xx = torch.zeros(hidden_size, hidden_size, dtype=torch.float64)
+        self.sum_xy = torch.zeros(hidden_size, hidden_size, dtype=torch.float64)
+
+    def add(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
+        """Take in N positions.
+
+        Args:
+            inputs: (N, D) float32.
+            targets: (N, D) float32.
+            weights: (N,) float32.
+        """
+        if self.origin is None:
+            self.origin = inputs.mean(dim=0), targets.mean(dim=0)
+        x, y = inputs - self.origin[0], targets - self.origin[1]
+        weighted = x * weights[:, None]
+        self.weight += float(weights.sum())
+        self.sum_x += weighted.sum(dim=0).cpu()
+        self.sum_y += (y * weights[:, None]).sum(dim=0).cpu()
+        self.sum_xx += (weighted.T @ x).cpu()
+        self.sum_xy += (weighted.T @ y).cpu()
+
+    def solve(self, penalty: float, rank: int | None = None) -> tuple[Tensor, ...]:
+        """Solve for the translator `y = x + A x + b` with the least squared error.
+
+        Args:
+            penalty: Ridge penalty on A, in units of each input's variance.
+            rank: Of A; `None` is full.
+
+        Returns:
+            A (D, D) and b (D,), float32; with a rank, A in two factors: (rank, D), (D, rank) and b. Of all matrices of
+            that rank theirs is the one whose outputs are nearest to those of the full solution.
+        """
+        mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
+        covariance = self.sum_xx / self.weight - torch.outer(mean_x, mean_x)
+        cross = self.sum_xy / self.weight - torch.outer(mean_x, mean_y)
+        variance = covariance.diagonal()
+        variance = variance.clamp_min(max(1e-6 * float(variance.mean()), 1e-12))
+        solution = torch.linalg.solve(covariance + torch.diag(penalty * variance), cross - covariance).T
+        factors: tuple[Tensor, ...] = (solution,)
+        if rank is not None:
+            directions = torch.linalg.eigh(solution @ covariance @ solution.T).eigenvectors[:, -rank:]
+            factors = (directions.T @ solution, directions)
+            solution = directions @ factors[0]
+        origin_x, origin_y = (origin.cpu().double() for origin in self.origin)  # type: ignore[union-attr]
+        mean_x, mean_y = mean_x + origin_x, mean_y + origin_y
+        return *(factor.float() for factor in factors), (mean_y - mean_x - solution @ mean_x).float()
+
+
+def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torch.device) -> Moments:
+    """Take in the counted positions of the fit split.
+
+    An error counts for less where the final state is large, since the final norm takes the scale away.
+
+    Args:
+        batches: The base model's states.
+        exit_layer: The layer whose head is to be fitted.
+        device: Where to compute.
+    """
+    moments: Moments | None = None
+    for whole in batches:
+        batch = whole.only_counted()
+        if len(batch) == 0:
+            continue
+        inputs = batch.hidden_states[exit_layer].to(device).float()
+        targets = batch.final_states.to(device).float()
+        moments = moments if moments is not None else Moments(inputs.shape[1])
+        moments.add(inputs, targets, targets.square().mean(dim=-1).clamp_min(1e-12).reciprocal())
+    assert moments is not None  # every document has a counted position
+    return moments
+
+
+def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, drafts: DraftUnembed) -> float:
+    """Give a head the closed-form translator whose penalty agrees most often on the tune split.
+
+    Args:
+        head: A `"linear"` head.
+        moments: Of the fit split.
+        tune_states: (N, D) states of the tune split at this exit layer, in the model's dtype.
+        tune_tokens: (N,) the full model's top tokens there.
+        drafts: The base model's unembedding to the tokens that are compared.
+
+    Returns:
+        The penalty.
+    """
+    best, best_penalty, kept = -1.0, 0.0, head.state_dict()
+    for penalty in RIDGE_PENALTIES:
+        _assign(head, moments.solve(penalty, rank=translator_rank(head)))
+        agreement = draft_agreement(head, tune_states, tune_tokens, drafts)
+        if agreement > best:
+            best, best_penalty = agreement, penalty
+            kept = {name: value.clone() for name, value in head.state_dict().items()}
+    head.load_state_dict(kept)
+    return best_penalty
+
+
+@torch.no_grad()
+def draft_agreement(head: nn.Module, states: Tensor, top_tokens: Tensor, drafts: DraftUnembed) -> float:
+    """Share of positions at which `head` drafts the full model's top token."""
+    hits = 0
+    for state, token in zip(states.split(4096), top_tokens.split(4096), strict=True):
+        hits += int((drafts(head(state)).cpu() == token.cpu()).sum())
+    return hits / len(states)
+
+
+def translator_rank(head: ExitHead) -> int | None:
+    """Rank of a `"linear"` head's translator; `None` is full."""
+    translator = head.translator
+    return translator[0].out_features if isinstance(translator, nn.Sequential) else None  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def round_weights(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Round weights to the dtype they are stored in, so that everything after is measured on what is stored."""
+    for parameter in module.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+@torch.no_grad()
+def _assign(head: ExitHead, solution: tuple[Tensor, ...]) -> None:
+    """Copy (A, b), or (down, up, b) where the translator is of low rank."""
+    assert head.translator is not None
+    for parameter, value in zip(head.translator.parameters(), solution, strict=True):
+        parameter.copy_(value)
+    round_weights(head)
 
 
 @dataclass(frozen=True)

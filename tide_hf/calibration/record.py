@@ -1,22 +1,72 @@
-"""What a calibration measures on the certifying documents, and what it counts; all of it ready for JSON."""
+"""The calibration record that goes into the config, and its tables on the terminal."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
+from rich.console import Console
 from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure
+from ..hub.provenance import machine
 from ..routers.routers import TIDERouters
-from .resampling import Bootstrap
-from .threshold import Decisions, ThresholdChoice, choose_again
-from .training import area_under_curve, expected_calibration_error
+from ..routers.tables import describe_threshold, rich_table, tables_of
+from .documents import Document, Splits, num_positions
+from .routers import area_under_curve, expected_calibration_error
+from .threshold import Decisions, ThresholdChoice, choose_again, mean_interval
 
 PRECISIONS = (0.99, 0.98, 0.95, 0.90)
 TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.10)
 RELIABILITY_BINS = 10
 DIGITS = 5
+
+
+def calibration_record(
+    decisions: Decisions,
+    choice: ThresholdChoice,
+    documents: Sequence[Document],
+    splits: Splits,
+    routers: TIDERouters,
+    structure: DecoderStructure,
+) -> dict[str, Any]:
+    """What a calibration measured, ready for JSON."""
+    sizes = layer_sizes(routers, structure)
+    layers = {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()}
+    return (
+        {"exit_layers": layers, "threshold": choice.to_dict(), "tolerances": tolerance_rows(decisions, choice)}
+        | data_figures(documents, splits)
+        | {"versions": versions(), "machine": machine(routers.device)}
+    )
+
+
+def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any]:
+    """Count documents and the positions that calibration looked at."""
+    parts = {name: getattr(splits, name) for name in ("fit", "tune", "certify")}
+    return {
+        "num_documents": len(documents),
+        "num_tokens": num_positions(documents),
+        "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in parts.items()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    own = sys.modules[__package__.partition(".")[0]].__version__
+    return {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def print_report(record: dict[str, Any], num_layers: int) -> None:
+    """Print the figures per exit layer and what the threshold came to."""
+    console = Console(stderr=True)
+    for title, table, note in tables_of(record, num_layers):
+        console.print(rich_table(title, table))
+        console.print(note, highlight=False)
+        console.print()
+    console.print(describe_threshold(record["threshold"]))
 
 
 def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
@@ -114,23 +164,6 @@ def tolerance_rows(decisions: Decisions, choice: ThresholdChoice) -> list[dict[s
             row["depth_fraction"] = round(chosen.depth_fraction, DIGITS)
         rows.append(row)
     return rows
-
-
-def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
-    """Interval of the mean loss of a document, by resampling documents; see [`Bootstrap`].
-
-    Positions of one document are not independent, so the document is the unit.
-
-    Args:
-        losses: (documents,) in [0, 1], float64.
-        confidence: In (0, 1).
-
-    Returns:
-        Lower and upper end.
-    """
-    bootstrap = Bootstrap({"loss": losses, "documents": torch.ones_like(losses)}, confidence)
-    lower, upper = bootstrap.figure(lambda sums: sums["loss"] / sums["documents"], limits=(0.0, 1.0))["interval"]
-    return lower, upper
 
 
 def _num_weights(module: nn.Module | None) -> int:

@@ -1,27 +1,15 @@
-"""What people see of a calibration: progress bars, the record that goes into the config, and the table at the end."""
+"""Progress bars on a terminal or in a notebook, lines in a log."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..base_model.structure import DecoderStructure
-from ..hub.provenance import machine
-from ..routers.routers import TIDERouters
-from ..routers.tables import describe_threshold, rich_table, tables_of
-from .data import Document, Splits, num_positions
-from .figures import layer_figures, layer_sizes, tolerance_rows
-from .threshold import Decisions, ThresholdChoice
-
 Item = TypeVar("Item")
-
 SECONDS_BETWEEN_LINES = 60  # in a log
 
 
@@ -80,47 +68,3 @@ class _LogLines:
 
     def _tell(self) -> None:
         self._console.print(f"{self._description}: {self._num_done} of {self._total}", highlight=False)
-
-
-def calibration_record(
-    decisions: Decisions,
-    choice: ThresholdChoice,
-    documents: Sequence[Document],
-    splits: Splits,
-    routers: TIDERouters,
-    structure: DecoderStructure,
-) -> dict[str, Any]:
-    """What a calibration measured, ready for JSON."""
-    sizes = layer_sizes(routers, structure)
-    layers = {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()}
-    return (
-        {"exit_layers": layers, "threshold": choice.to_dict(), "tolerances": tolerance_rows(decisions, choice)}
-        | data_figures(documents, splits)
-        | {"versions": versions(), "machine": machine(routers.device)}
-    )
-
-
-def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any]:
-    """Count documents and the positions that calibration looked at."""
-    parts = {name: getattr(splits, name) for name in ("fit", "tune", "certify")}
-    return {
-        "num_documents": len(documents),
-        "num_tokens": num_positions(documents),
-        "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in parts.items()},
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
-    own = sys.modules[__package__.partition(".")[0]].__version__
-    return {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def print_report(record: dict[str, Any], num_layers: int) -> None:
-    """Print the figures per exit layer and what the threshold came to."""
-    console = Console(stderr=True)
-    for title, table, note in tables_of(record, num_layers):
-        console.print(rich_table(title, table))
-        console.print(note, highlight=False)
-        console.print()
-    console.print(describe_threshold(record["threshold"]))

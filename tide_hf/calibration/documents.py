@@ -1,19 +1,15 @@
-"""Documents that calibration reads: written by the model itself, split three ways, cut into batches."""
+"""Documents as token ids: splits, batches for the forward pass, and their form in a file."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..base_model.structure import evaluating
 from ..common.errors import CalibrationError, describe
-from ..generation import TIDEGenerationMixin
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
 MOST = {"tune": 150, "certify": 500}  # documents, beyond which more text does more good to heads
@@ -66,27 +62,6 @@ class TokenBatch:
     attention_mask: Tensor
     counted: Tensor
     document_ids: Tensor
-
-
-@contextmanager
-def full_depth(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` be what it was before TIDE was attached, in evaluation mode; restore both afterwards."""
-    attached = type(model)
-    if isinstance(model, TIDEGenerationMixin):
-        model.__class__ = model._tide.base_class  # the gates let everything pass while no run is active
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        model.__class__ = attached
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators and give them their old state back afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def num_positions(documents: Sequence[Document]) -> int:

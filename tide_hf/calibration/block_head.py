@@ -1,0 +1,489 @@
+"""Train a block head on whole documents, taught by the full model's own distribution."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..base_model.structure import DecoderStructure, input_device, output_device
+from ..base_model.unembed import DraftUnembed, Unembed
+from ..common.errors import ConfigurationError, UnsupportedModelError, describe
+from ..common.timing import least_seconds
+from ..depth.gates import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
+from ..routers.block_head import BlockHead, block_config_of
+from ..routers.exit_points import BlockPoint, logit_of
+from ..routers.routers import TIDERouters
+from .heads import FrequentUnembed, round_weights
+from .routers import area_under_curve, expected_calibration_error, platt_scaling
+from .states import StateBatch, StateStore
+
+SIZE, REPEATS = 1024, 3
+GAIN = 1.5  # for less than that the rounding is not worth it
+LEARNING_RATE = 2e-3  # of the layer
+TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
+WARMUP_STEPS, FLOOR = 20, 0.05
+MAX_GRADIENT = 1.0
+# A second draft leans on the block's own guess at the deep state, which is not the true one that the first has. So it
+# is trained on its guesses as well, where they had the token right (compare HASS, arXiv 2408.15766), with this weight.
+SECOND_SHARE = 0.5
+RIDGE_PENALTY = 1e-2
+DOCUMENTS_PER_STEP = 16
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """What a training step's forward has to be inside of; weights, gradients and sums stay in float32.
+
+    Args:
+        device: Of the weights.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=gains_by_bfloat16(device.type))
+
+
+@lru_cache
+@torch.inference_mode()
+def gains_by_bfloat16(device_type: str) -> bool:
+    """Whether products in bfloat16 take clearly less time than in float32; measured on a CPU, once."""
+    if device_type != "cpu":
+        return device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return _seconds(torch.bfloat16) * GAIN < _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    factor = torch.full((SIZE, SIZE), 0.5, dtype=dtype)
+    return least_seconds(lambda: factor @ factor, REPEATS)
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Whole documents, right-padded, with what the base model computed on them.
+
+    Attributes:
+        input_ids: (rows, length).
+        attention_mask: (rows, length), 1 where there is a token.
+        counted: (rows, length), True at the positions that calibration looks at.
+        early: (rows, length, D) states at the block's exit layer, before the final norm.
+        final: (rows, length, D) states after the last layer, before the final norm.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    counted: Tensor
+    early: Tensor
+    final: Tensor
+
+
+class BlockTrainer:
+    """Trains one block head in place.
+
+    Args:
+        model: The base model, at full depth.
+        structure: Its structure.
+        unembed: Its unembedding, for the final norm.
+        taught: Final states to log probabilities of the draft vocabulary, in float32, its weights frozen.
+        head: The block, in float32; its layer starts as a copy of the base model's last where the shapes agree.
+        block_layer: Number of executed layers after which it drafts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: DecoderStructure,
+        unembed: Unembed,
+        taught: Callable[[Tensor], Tensor],
+        head: BlockHead,
+        block_layer: int,
+    ) -> None:
+        self.model, self.structure, self.block_layer = model, structure, block_layer
+        self.unembed, self.taught, self.head = unembed, taught, head
+        self.gate = Gate(head.layer)
+        head.use_attention_of(model.config.get_text_config())
+
+    def start(self, batches: Iterable[DocumentBatch]) -> None:
+        """Copy the base model's last layer, and solve for the translator in closed form."""
+        source = dict(self.structure.layers[-1].named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.head.layer.named_parameters():
+                if name in source and source[name].shape == parameter.shape and source[name].is_floating_point():
+                    parameter.copy_(source[name])
+        size = self.structure.hidden_size
+        products = torch.zeros(2 * size + 1, 2 * size + 1, dtype=torch.float64)
+        cross = torch.zeros(2 * size + 1, size, dtype=torch.float64)
+        for batch in batches:
+            features, targets = self._regression(batch)
+            weights = targets.square().mean(dim=-1, keepdim=True).clamp_min(1e-12).reciprocal()
+            products += ((features * weights).T @ features).cpu().double()
+            cross += ((features * weights).T @ targets).cpu().double()
+        penalty = torch.diag(RIDGE_PENALTY * products.diagonal().clamp_min(1e-9))
+        solution = torch.linalg.solve(products + penalty, cross).float()
+        with torch.no_grad():
+            self.head.translator.weight.copy_(solution[:-1].T)
+            self.head.translator.bias.copy_(solution[-1])
+
+    def train(
+        self,
+        batches: Callable[[], Iterable[DocumentBatch]],
+        num_batches: int,
+        epochs: int,
+        *,
+        rate: float = 1.0,
+        deadline: float = math.inf,
+    ) -> Iterator[tuple[int, float]]:
+        """Go over the documents `epochs` times, or until `deadline` (of `perf_counter`); yield (steps, mean loss).
+
+        The learning rate, of which `rate` is a share, falls along a cosine over the steps, or over the time where that
+        is the shorter.
+        """
+        rates = [(self.head.translator, rate * TRANSLATOR_RATE), (self.head.layer, rate * LEARNING_RATE)]
+        optimizer = torch.optim.AdamW(
+            [{"params": module.parameters(), "lr": peak, "peak": peak} for module, peak in rates],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        )
+        self.head.requires_grad_(True)
+        started, step = perf_counter(), 0
+        for _ in range(epochs):
+            losses = []
+            for batch in batches():
+                spent = (perf_counter() - started) / (deadline - started) if deadline < math.inf else 0.0
+                progress = min(1.0, max(step / (epochs * num_batches), spent))
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak"] * _schedule(step, progress)
+                losses.append(self._step(batch, optimizer))
+                step += 1
+                if perf_counter() > deadline:
+                    break
+            yield step, sum(losses) / max(1, len(losses))
+            if perf_counter() > deadline:
+                break
+        self.head.requires_grad_(False)
+
+    def states(self, batch: DocumentBatch, deep: Tensor | None = None) -> Tensor:
+        """The block's guesses at the final states.
+
+        Args:
+            batch: The documents.
+            deep: (rows, length, D) states to guess from, each for the token behind it: by default the true ones.
+
+        Returns:
+            (rows, length, D).
+        """
+        inputs = self._inputs(batch, batch.final if deep is None else deep)
+        call = self._call(batch).on(inputs[0].device).with_state(self.head.translate(*inputs))
+        return self.head.state_of(self.gate.native(*call.args, **call.kwargs))
+
+    def _step(self, batch: DocumentBatch, optimizer: torch.optim.Optimizer) -> float:
+        counted = batch.counted.to(batch.final.device)
+        with mixed_precision(batch.final.device):
+            states = self.states(batch)
+            student = self.taught(states[counted])
+        with torch.no_grad():
+            teacher = self.taught(batch.final[counted].float())
+        loss = total = _loss(student, teacher)
+        behind = _behind_right(counted, student, teacher)
+        if behind.any():
+            with mixed_precision(batch.final.device):
+                student = self.taught(self.states(batch, states.detach())[behind])
+            total = loss + SECOND_SHARE * _loss(student, teacher[behind[counted]])
+        optimizer.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT)
+        optimizer.step()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def _inputs(self, batch: DocumentBatch, deep: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = self.model.dtype
+        early, deep = (self.unembed.normalize(states.to(dtype)).float() for states in (batch.early, deep))
+        return early, nn.functional.pad(deep, (0, 0, 1, 0))[:, :-1]
+
+    def _regression(self, batch: DocumentBatch) -> tuple[Tensor, Tensor]:
+        seen = batch.attention_mask.bool().to(batch.final.device)
+        joined = torch.cat(self._inputs(batch, batch.final), dim=-1)[seen]
+        return torch.cat([joined, joined.new_ones(len(joined), 1)], dim=-1), batch.final[seen].float()
+
+    @torch.no_grad()
+    def _call(self, batch: DocumentBatch) -> LayerCall:
+        """Masks and positions as the base model makes them for the layer behind the exit; no layer runs."""
+        with _gates(self.structure):
+            run = _StraightTo(self.structure, None, self.block_layer)
+            inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+            with active(run):
+                return run.call_after(
+                    self.model,
+                    **{name: ids.to(input_device(self.model)) for name, ids in inputs.items()},
+                    use_cache=False,
+                )
+
+
+class _StraightTo(FixedDepthRun):
+    """A pass that executes no layer and ends before one."""
+
+    def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand the input on."""
+        return gate.with_state(None, LayerCall(args, kwargs).state)
+
+
+@contextmanager
+def _gates(structure: DecoderStructure) -> Iterator[None]:
+    """Have gates in front of the layers, as a model with TIDE attached has anyway."""
+    if isinstance(structure.layers[0].__dict__.get("forward"), Gate):
+        yield
+        return
+    open_gates(structure)
+    try:
+        yield
+    finally:
+        remove_gates(structure)
+
+
+def _loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Half the full model's distribution, half its top token; log probabilities, (N, V) each."""
+    divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return 0.5 * (divergence + nn.functional.nll_loss(student, teacher.argmax(dim=-1)))
+
+
+def _behind_right(counted: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+    """(rows, length) positions, of those that are counted, behind one whose top token the student has right."""
+    right = torch.zeros_like(counted)
+    right[counted] = student.argmax(dim=-1) == teacher.argmax(dim=-1)
+    return counted & nn.functional.pad(right, (1, 0))[:, :-1]
+
+
+def _schedule(step: int, progress: float) -> float:
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+    return warmup * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a block is trained.
+
+    Attributes:
+        epochs: Times that it sees each document.
+        rate: Share of the learning rates.
+    """
+
+    epochs: int
+    rate: float
+
+
+FRESH = Plan(epochs=6, rate=1.0)
+FURTHER = Plan(epochs=4, rate=0.5)  # a block that has learnt: fast enough to take in other text, and not to forget
+
+
+def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:
+    """The shallowest exit layer that a block can follow, and the block's config.
+
+    A deeper one agrees hardly more often (41% after one or two of 30 layers, 39-40% after four or eight), and costs
+    more.
+
+    Raises:
+        UnsupportedModelError: No layer will do.
+    """
+    last = structure.num_layers - 1
+    for block_layer in range(1, last):
+        try:
+            return block_layer, block_config_of(model, structure, block_layer)
+        except UnsupportedModelError:
+            continue
+    return last, block_config_of(model, structure, last)
+
+
+@dataclass(frozen=True)
+class BlockStart:
+    """A block head that is trained further.
+
+    Attributes:
+        point: The block.
+        layer: Number of executed layers after which it drafts.
+        config: What its layer is built from.
+        num_documents: That it was trained on, in one calibration after another, as far as its record tells.
+    """
+
+    point: BlockPoint
+    layer: int
+    config: dict[str, Any]
+    num_documents: int
+
+
+def block_start(
+    start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
+) -> BlockStart:
+    """Take the block head out of routers.
+
+    Args:
+        start_from: The routers, or where they are.
+        model: The base model.
+        exit_strategy: Of the calibration.
+
+    Raises:
+        BaseModelMismatchError: They belong to another model.
+        ConfigurationError: They have no block head, or none is to be made.
+        RoutersNotFoundError: There are none; see `TIDERouters.from_pretrained`.
+    """
+    routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
+    routers.check_base_model(model)
+    config = routers.config
+    if routers.block is None or config.block_layer is None or exit_strategy != "block":
+        has = "without" if routers.block is None else "with"
+        raise ConfigurationError(
+            describe(
+                "start_from is for block heads, which alone are trained further",
+                got=f"routers {has} a block head, and exit_strategy={exit_strategy!r}",
+                expected="routers with a block head, and exit_strategy='block'",
+                do="Pass these, or leave start_from out, which makes everything anew.",
+            )
+        )
+    record = config.calibration or {}
+    num_documents = record.get("num_documents", 0) + record.get("block", {}).get("documents_before", 0)
+    return BlockStart(routers.block, config.block_layer, config.block_config or {}, num_documents)
+
+
+class BlockStage:
+    """Makes one block head.
+
+    Args:
+        model: The base model, at full depth.
+        structure: Its structure.
+        unembed: Its unembedding.
+        store: The states of the documents, at the block's exit layer among others.
+        point: The block, in float32: fresh, or one that is to be trained further.
+        block_layer: Number of executed layers after which it drafts.
+        tokens: (V,) what it may draft, ascending.
+        seed: Of the order of the documents.
+        is_fresh: Whether the block has learnt nothing yet.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: DecoderStructure,
+        unembed: Unembed,
+        store: StateStore,
+        point: BlockPoint,
+        block_layer: int,
+        tokens: Tensor,
+        seed: int,
+        is_fresh: bool = True,
+    ) -> None:
+        self.store, self.point, self.block_layer, self.seed = store, point, block_layer, seed
+        self.is_fresh = is_fresh
+        self.unembed, self.device = unembed, output_device(structure)
+        self.drafts = DraftUnembed(unembed, tokens)
+        taught = FrequentUnembed(unembed, tokens)
+        self.trainer = BlockTrainer(model, structure, unembed, taught, point.head, block_layer)
+
+    def make(self, deadline: float) -> dict[str, Any]:
+        """Train until `deadline` (of `perf_counter`) at the latest; say how it went.
+
+        A block that was to be trained further stays what it was where it would agree less on the tuning documents.
+        """
+        plan, facts = (FRESH if self.is_fresh else FURTHER), {}
+        before = {name: value.clone() for name, value in self.point.head.state_dict().items()}
+        if self.is_fresh:
+            self.trainer.start(self._batches("fit"))
+        else:
+            facts["tune_agreement_before"] = self._agreement("tune")
+        num_batches = sum(1 for _ in self._documents("fit"))
+        epochs = iter(range(plan.epochs))
+        trained = list(
+            self.trainer.train(
+                lambda: self._batches("fit", self.seed + next(epochs)),
+                num_batches,
+                plan.epochs,
+                rate=plan.rate,
+                deadline=deadline,
+            )
+        )
+        round_weights(self.point.head)
+        if not self.is_fresh:
+            facts["tune_agreement"] = self._agreement("tune")
+            if facts["tune_agreement"] < facts["tune_agreement_before"]:
+                self.point.head.load_state_dict(before)
+        log_probabilities, agrees = self._scored("tune")
+        scaling = platt_scaling(logit_of(log_probabilities), agrees)
+        with torch.no_grad():
+            self.point.confidence.copy_(torch.tensor(scaling).bfloat16())
+        steps, loss = trained[-1]
+        stopped = steps < plan.epochs * num_batches
+        return {"epochs": len(trained), "steps": steps, "stopped": stopped, "loss": loss, **facts}
+
+    @torch.no_grad()
+    def figures(self) -> dict[str, float]:
+        """Measure the block and its confidence on the certifying documents, ready for JSON."""
+        log_probabilities, agrees = self._scored("certify")
+        scores = self.point.score(log_probabilities).cpu()
+        return {
+            "layer": self.block_layer,
+            "agreement": float(agrees.double().mean()),
+            "confidence_auc": area_under_curve(scores, agrees),
+            "expected_calibration_error": expected_calibration_error(scores, agrees),
+            "parameters": sum(parameter.numel() for parameter in self.point.parameters()),
+        }
+
+    def _agreement(self, split: str) -> float:
+        _, agrees = self._scored(split)
+        return float(agrees.double().mean())
+
+    @torch.no_grad()
+    def _scored(self, split: str) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the block's tokens at counted positions, (N,), and whether they are right, (N,)."""
+        found, agrees = [], []
+        for batch in self._batches(split, self.seed):
+            guesses = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
+            top = self.unembed(batch.final[batch.counted].to(guesses.dtype)).argmax(dim=-1)
+            drafted, log_probabilities = self.drafts.top1(guesses)
+            found.append(log_probabilities.cpu())
+            agrees.append((drafted == top).cpu())
+        return torch.cat(found), torch.cat(agrees)
+
+    def _batches(self, split: str, seed: int | None = None) -> Iterator[DocumentBatch]:
+        """Whole documents, a few at a time; shuffled where there is a seed."""
+        shards = self.store.shards(split)
+        if seed is not None:
+            random.Random(seed).shuffle(shards)
+        for shard in shards:
+            whole = self.store.read(shard, [self.block_layer]).to(self.device, torch.float32)
+            documents = whole.document_ids.unique_consecutive().tolist()
+            if seed is not None:
+                random.Random(seed + shard.number).shuffle(documents)
+            for start in range(0, len(documents), DOCUMENTS_PER_STEP):
+                yield pad_documents(whole, documents[start : start + DOCUMENTS_PER_STEP], self.block_layer)
+
+    def _documents(self, split: str) -> Iterator[int]:
+        """The first document of each step."""
+        for shard in self.store.shards(split):
+            yield from range(0, len(shard.rows), DOCUMENTS_PER_STEP)
+
+
+def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:
+    """Cut some documents out of a batch and lay them side by side, padded on the right.
+
+    Args:
+        whole: Documents one after another.
+        documents: Their ids.
+        exit_layer: The layer whose states are wanted.
+    """
+    rows = [(whole.document_ids == document).nonzero()[:, 0] for document in documents]
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([tensor[row] for row in rows], batch_first=True)
+
+    return DocumentBatch(
+        input_ids=laid_out(whole.tokens),
+        attention_mask=laid_out(torch.ones_like(whole.tokens)),
+        counted=laid_out(whole.counted),
+        early=laid_out(whole.hidden_states[exit_layer]),
+        final=laid_out(whole.final_states),
+    )

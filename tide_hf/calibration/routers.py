@@ -1,0 +1,261 @@
+"""Train routers: labels, binary cross-entropy with Platt scaling, and their scores on each split."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..base_model.unembed import Unembed
+from ..common.choices import LABELS, check_choice
+from ..routers.exit_points import ExitPoint, ExitRouter
+from ..routers.routers import TIDERouters
+from .heads import round_weights
+from .states import SLICE_ELEMENTS, StateBatch, top_tokens
+
+CONVERGENCE_THRESHOLD = 0.98  # the published one
+# In nats. By Pinsker's inequality the two distributions then differ by at most sqrt(0.1 / 2) = 0.22 in total variation,
+# so that rejection sampling keeps at least 78% of the tokens that such an exit drafts.
+KL_THRESHOLD = 0.1
+ARRAYS_PER_LOGIT = 4  # logits and log-probabilities, of the exit head and of the full model
+EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
+
+
+@torch.no_grad()
+def router_labels(
+    kind: str, unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor, top_tokens: Tensor
+) -> Tensor:
+    """Tell where a router should let a position leave.
+
+    Args:
+        kind: `"agreement"`: the exit head's top token is the full model's. `"cosine"`: the exit layer's state has a
+            cosine similarity above `CONVERGENCE_THRESHOLD` with the final one (the published rule; the head plays no
+            part). `"kl"`: the divergence KL(full model || exit head) of the next token's distributions is below
+            `KL_THRESHOLD`.
+        unembed: The base model's unembedding.
+        head: The exit head of the layer that the states come from.
+        hidden_states: (N, hidden_size) of that layer, before the final norm, in the model's dtype.
+        final_states: (N, hidden_size) of the last layer, before the final norm, in the model's dtype.
+        top_tokens: (N,) the full model's top tokens.
+
+    Returns:
+        (N,) bool, on the device of `top_tokens`.
+
+    Raises:
+        ConfigurationError: There is no such kind.
+    """
+    check_choice("labels", kind, LABELS)
+    if kind == "agreement":
+        return agreement_labels(unembed, head, hidden_states, top_tokens)
+    if kind == "cosine":
+        return (cosine_similarity(hidden_states, final_states) > CONVERGENCE_THRESHOLD).to(top_tokens.device)
+    return (kl_divergence(unembed, head, hidden_states, final_states) < KL_THRESHOLD).to(top_tokens.device)
+
+
+@torch.no_grad()
+def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, full_model: Tensor) -> Tensor:
+    """Tell where `head` and the full model choose the same token.
+
+    Args:
+        unembed: The base model's unembedding.
+        head: The exit head of the layer that the states come from.
+        hidden_states: (N, hidden_size) before the final norm, in the model's dtype.
+        full_model: (N,) the full model's top tokens.
+
+    Returns:
+        (N,) bool, on the device of `full_model`.
+    """
+    return top_tokens(unembed, head(hidden_states)).to(full_model.device) == full_model
+
+
+def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
+    """Compare states, both (N, hidden_size) and before the final norm -> (N,) float32; some positions at a time."""
+    rows = max(1, SLICE_ELEMENTS // hidden_states.shape[-1])
+    parts = [
+        nn.functional.cosine_similarity(early.float(), final.to(early.device).float(), dim=-1)
+        for early, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor) -> Tensor:
+    """KL(full model || exit head) of the next token's distributions, some positions at a time.
+
+    Args:
+        unembed: The base model's unembedding.
+        head: The exit head.
+        hidden_states: (N, hidden_size) of the exit layer, before the final norm.
+        final_states: (N, hidden_size) of the last layer, before the final norm.
+
+    Returns:
+        (N,) float32, in nats.
+    """
+    rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
+    divergences = []
+    for early, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True):
+        exit_head = unembed(head(early)).float().log_softmax(dim=-1)
+        full_model = unembed(final.to(early.device)).float().log_softmax(dim=-1)
+        gaps = nn.functional.kl_div(exit_head, full_model, reduction="none", log_target=True)
+        divergences.append(gaps.sum(dim=-1))
+    return torch.cat(divergences)
+
+
+def train_router(
+    router: ExitRouter, fit: tuple[Tensor, Tensor], tune: tuple[Tensor, Tensor], seed: int
+) -> dict[str, float]:
+    """Train `router` in place to score how likely the exit head is right.
+
+    Binary cross-entropy on standardised states; the standardisation is folded into the weights at the end. After each
+    epoch Platt scaling on `tune` turns scores into probabilities, and the epoch is kept whose probabilities are best
+    there: an epoch that ranks well but is too sure of itself loses nothing.
+
+    Args:
+        router: Fresh, in float32.
+        fit: States after the final norm (N, D) in float32, and whether the head agrees (N,).
+        tune: The same, of other documents.
+        seed: Of the weights and the order of the positions.
+
+    Returns:
+        `epoch` that was kept, and on `tune` its `log_loss` and `expected_calibration_error`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mean, std = fit[0].mean(dim=0), fit[0].std(dim=0, correction=0)
+    std = std.clamp_min(1e-3 * float(std.mean()) + 1e-8)
+    bound = fit[0].shape[1] ** -0.5
+    with torch.no_grad():
+        for parameter, limit in ((router.down.weight, bound), (router.down.bias, bound), (router.up.weight, 0.05)):
+            parameter.copy_(torch.empty(parameter.shape).uniform_(-limit, limit, generator=generator))
+        router.up.bias.zero_()
+    states, labels = (fit[0] - mean) / std, fit[1].float()
+    tune_states, tune_labels = (tune[0] - mean) / std, tune[1].cpu()
+    optimizer = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    best: dict[str, float] = {}
+    scaling, kept = (1.0, 0.0), router.state_dict()
+    for epoch in range(1, EPOCHS + 1):
+        for rows in torch.randperm(len(labels), generator=generator).to(states.device).split(ROWS_PER_STEP):
+            loss = nn.functional.binary_cross_entropy_with_logits(router.logits(states[rows]), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            logits = router.logits(tune_states).cpu()  # float64 is not to be had on every device
+        found = platt_scaling(logits, tune_labels)
+        figures = _router_figures(found[0] * logits + found[1], tune_labels)
+        if not best or figures["log_loss"] < best["log_loss"]:
+            best, scaling = {"epoch": epoch, **figures}, found
+            kept = {name: value.clone() for name, value in router.state_dict().items()}
+    router.load_state_dict(kept)
+    with torch.no_grad():
+        router.up.weight.mul_(scaling[0])
+        router.up.bias.mul_(scaling[0]).add_(scaling[1])
+        router.down.weight.div_(std)
+        router.down.bias.sub_(router.down.weight @ mean)
+    return best
+
+
+def _router_figures(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+    return {
+        "log_loss": float(loss),
+        "expected_calibration_error": expected_calibration_error(torch.sigmoid(logits), labels),
+    }
+
+
+def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Find (a, c) so that `sigmoid(a * logits + c)` are probabilities (Platt 1999, with his smoothed targets).
+
+    Args:
+        logits: (N,), on the CPU.
+        labels: (N,) bool, on the CPU.
+    """
+    x = logits.double()
+    positives, negatives = float(labels.sum()), float((~labels).sum())
+    target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
+    features = torch.stack([x, torch.ones_like(x)], dim=1)
+    coefficients = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    for _ in range(50):  # Newton's method on a convex function of two numbers
+        probability = torch.sigmoid(features @ coefficients)
+        gradient = features.T @ (probability - target)
+        curvature = features.T @ (features * (probability * (1 - probability))[:, None])
+        step = torch.linalg.solve(curvature + 1e-6 * torch.eye(2, dtype=torch.float64), gradient)
+        coefficients = coefficients - step.clamp(-1.0, 1.0)
+        if float(step.abs().max()) < 1e-9:
+            break
+    scale, shift = coefficients.tolist()
+    return max(scale, 0.0), shift  # a router that is worse than chance must not be turned round
+
+
+def area_under_curve(scores: Tensor, labels: Tensor) -> float:
+    """Probability that a position that agrees scores higher than one that does not; 0.5 where one kind is missing."""
+    positives, negatives = int(labels.sum()), int((~labels).sum())
+    if positives == 0 or negatives == 0:
+        return 0.5
+    _, order, counts = scores.unique(return_inverse=True, return_counts=True)
+    mean_rank = counts.cumsum(0).double() - (counts.double() - 1) / 2  # ties share their mean rank
+    rank_sum = float(mean_rank[order][labels].sum())
+    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def expected_calibration_error(scores: Tensor, labels: Tensor, num_bins: int = 15) -> float:
+    """Mean gap between score and share of agreement over bins of equal width, weighted by their size."""
+    bins = (scores * num_bins).long().clamp(0, num_bins - 1)
+    gaps = torch.bincount(bins, weights=(scores.double() - labels.double()), minlength=num_bins)
+    return float(gaps.abs().sum()) / len(scores)
+
+
+def fit_router(
+    exit_point: ExitPoint,
+    exit_layer: int,
+    splits: tuple[StateBatch, StateBatch],
+    unembed: Unembed,
+    labels: str,
+    seed: int,
+) -> dict[str, float]:
+    """Train one router, in place.
+
+    Args:
+        exit_point: The router, and the head that goes with it, fitted.
+        exit_layer: Their layer.
+        splits: Counted positions of the fit and of the tune split, in the model's dtype and on its device.
+        unembed: The base model's unembedding.
+        labels: What it predicts.
+        seed: Of the training.
+
+    Returns:
+        Its figures on the tune split.
+    """
+    parts = []
+    for batch in splits:
+        with torch.no_grad():
+            states = unembed.normalize(batch.hidden_states[exit_layer]).float()
+        early = batch.hidden_states[exit_layer]
+        may_leave = router_labels(labels, unembed, exit_point.head, early, batch.final_states, batch.top_tokens)
+        parts.append((states, may_leave.to(states.device)))
+    figures = train_router(exit_point.router, parts[0], parts[1], seed)
+    round_weights(exit_point.router)
+    return figures
+
+
+@torch.no_grad()
+def decide(whole: StateBatch, routers: TIDERouters, unembed: Unembed) -> dict[str, Tensor]:
+    """Note for every counted position what each exit layer's router scores and whether its head is right.
+
+    Args:
+        whole: A shard, in the model's dtype.
+        routers: Fitted routers.
+        unembed: The base model's unembedding.
+
+    Returns:
+        `scores` (N, E) float32, `agrees` (N, E) bool and `document_ids` (N,), on the CPU.
+    """
+    batch = whole.only_counted()
+    scores, agrees = [], []
+    for layer in routers.exit_layers:
+        states = batch.hidden_states[layer]
+        scores.append(routers[layer].router(unembed.normalize(states)).cpu())
+        agrees.append(agreement_labels(unembed, routers[layer].head, states, batch.top_tokens).cpu())
+    return {
+        "scores": torch.stack(scores, 1),
+        "agrees": torch.stack(agrees, 1),
+        "document_ids": batch.document_ids.cpu(),
+    }
