@@ -21,7 +21,7 @@ from tide_hf.cli.model_arguments import ALL, Loaded, load, modes_to_run
 from tide_hf.cli.prompts import PROMPTS, check_room
 from tide_hf.common.chat_prompts import encode_prompt
 from tide_hf.common.errors import TIDEError
-from tide_hf.evaluation.baselines import tide_contender, tide_contenders, usable_threshold
+from tide_hf.evaluation.baselines import tide_method, tide_methods, usable_threshold
 from tide_hf.evaluation.benchmark import Result, compare, timed_run
 
 WAITING = "Measuring against plain `generate` …"
@@ -40,21 +40,21 @@ class Page:
         self.modes = modes_to_run(ALL, loaded.routers)
         self.threshold = usable_threshold(loaded.routers, None)
         self.repeats = repeats
-        self.plain, tide = tide_contenders(loaded.model, loaded.routers, self.modes[:1])
+        self.plain, tide = tide_methods(loaded.model, loaded.routers, self.modes[:1])
         self.attached = tide.model
 
     def answer(self, prompt: str, mode: str, threshold: float, max_new_tokens: float) -> Iterator[tuple[str, str]]:
         """Yield the answer as it grows, and at last coloured and with its figures: HTML and Markdown."""
         if not prompt.strip():
             raise gr.Error("Write a prompt first.")
-        contender = tide_contender(self.attached, mode, threshold)
+        method = tide_method(self.attached, mode, threshold)
         inputs, longest = encode_prompt(self.tokenizer, prompt), int(max_new_tokens)
         try:
             check_room(self.plain.model, inputs["input_ids"].shape[1], longest)
-            for text in streamed(partial(timed_run, contender, inputs, longest), self.tokenizer):
+            for text in streamed(partial(timed_run, method, inputs, longest), self.tokenizer):
                 yield f'<div dir="auto" style="white-space:pre-wrap">{escape(text)}</div>', ""
             yield gr.skip(), WAITING
-            results = compare([self.plain, contender], [inputs], max_new_tokens=longest, repeats=self.repeats)
+            results = compare([self.plain, method], [inputs], max_new_tokens=longest, repeats=self.repeats)
         except TIDEError as error:
             raise gr.Error(str(error)) from error
         run = results[1].prompts[0].runs[-1]
@@ -104,7 +104,7 @@ def table(results: Sequence[Result]) -> str:
         "| decoding | tokens/s | speed-up | drafts accepted | tokens |",
         "| --- | --- | --- | --- | --- |",
         f"| generate | {plain.tokens_per_s:.1f} | 1.00 | | |",
-        f"| {tide.contender.name} | {tide.tokens_per_s:.1f} | {speedup} | {accepted} | {tokens} |",
+        f"| {tide.method.name} | {tide.tokens_per_s:.1f} | {speedup} | {accepted} | {tokens} |",
     ]
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.engines.steps.captured_steps import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
-from tide_hf.evaluation.baselines import tide_contenders
+from tide_hf.evaluation.baselines import tide_methods
 from tide_hf.evaluation.benchmark import compare
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.logits_process import TIDELogitsProcessor
@@ -317,9 +317,7 @@ def test_what_exits_cost_is_measured(tiny_llama, tiny_tokenizer, place):
 def test_ways_of_decoding_are_compared(device_llama):
     routers = TIDERouters.for_model(device_llama, exit_layers=[2], exit_strategy="linear")
     batch = there(prompts())
-    results = compare(
-        tide_contenders(device_llama, routers, ["self_speculative"]), [batch], max_new_tokens=8, repeats=1
-    )
+    results = compare(tide_methods(device_llama, routers, ["self_speculative"]), [batch], max_new_tokens=8, repeats=1)
     assert results[1].num_equal == 1
 
 

@@ -16,7 +16,8 @@ from tide_hf.common.errors import ConfigurationError
 from tide_hf.common.stats import ExitStats
 from tide_hf.depth.gates import LayerGate
 from tide_hf.evaluation import benchmark
-from tide_hf.evaluation.baselines import Contender, tide_contenders, usable_threshold, weight_sharing_copy
+from tide_hf.evaluation.baselines import tide_methods, usable_threshold, weight_sharing_copy
+from tide_hf.evaluation.benchmark import DecodingMethod
 from tide_hf.hub import provenance
 from tide_hf.routers.config import NEVER_EXIT
 
@@ -42,12 +43,12 @@ class Stub:
 
 @pytest.fixture
 def stub(monkeypatch):
-    """A function that makes contenders of stubs; its `calls` are the calls in order."""
+    """A function that makes methods of stubs; its `calls` are the calls in order."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(benchmark, "perf_counter", lambda: clock.now)
 
     def make(name, tokens, seconds, **options):
-        return Contender(name, Stub(name, tokens, itertools.cycle(seconds), clock, make.calls), **options)
+        return DecodingMethod(name, Stub(name, tokens, itertools.cycle(seconds), clock, make.calls), **options)
 
     make.calls = []
     return make
@@ -59,15 +60,15 @@ def prompts(count):
 
 def test_runs_are_interleaved_after_one_warm_up_each(stub):
     progress = []
-    contenders = [stub(name, [1, 2], [1.0]) for name in "ab"]
-    benchmark.compare(contenders, prompts(2), max_new_tokens=2, repeats=2, progress=lambda: progress.append(1))
+    methods = [stub(name, [1, 2], [1.0]) for name in "ab"]
+    benchmark.compare(methods, prompts(2), max_new_tokens=2, repeats=2, progress=lambda: progress.append(1))
     assert stub.calls == [("a", 0), ("b", 0), *2 * [("a", 0), ("b", 0), ("a", 1), ("b", 1)]]
     assert len(progress) == benchmark.count_runs(2, 2, 2) == 10
 
 
 def test_a_run_that_makes_an_engine_ready_is_made_again(stub):
-    contender = stub("a", [1, 2], [1.0])
-    model, generate = contender.model, contender.model.generate
+    method = stub("a", [1, 2], [1.0])
+    model, generate = method.model, method.model.generate
     spent = iter([3.0, 2.0, 0.0, 0.0, 1.5])
 
     def with_warm_up(*args, **kwargs):
@@ -76,7 +77,7 @@ def test_a_run_that_makes_an_engine_ready_is_made_again(stub):
         return output
 
     model.generate = with_warm_up
-    (result,) = benchmark.compare([contender], prompts(2), max_new_tokens=2, repeats=1)
+    (result,) = benchmark.compare([method], prompts(2), max_new_tokens=2, repeats=1)
     assert [prompt for _, prompt in stub.calls] == [0, 0, 0, 0, 1, 1]
     assert result.to_dict()["warm_up_s"] == 6.5
     assert [len(prompt.runs) for prompt in result.prompts] == [1, 1]
@@ -100,7 +101,7 @@ def test_rates_are_pooled_over_prompts_by_time(stub):
 
 
 @pytest.mark.parametrize("lossless", [True, False])
-def test_a_lossless_contender_with_other_tokens_gets_no_speedup(stub, lossless):
+def test_a_lossless_method_with_other_tokens_gets_no_speedup(stub, lossless):
     plain = stub("plain", [1, 2, 3, 4], [1.0])
     other = stub("other", [1, 2, 9, 4], [0.5], lossless=lossless)
     result = benchmark.compare([plain, other], prompts(1), max_new_tokens=4, repeats=1)[1]
@@ -127,10 +128,10 @@ def test_a_weight_sharing_copy_shares_every_tensor_and_no_module(tiny_llama):
     assert not {id(module) for module in model.modules()} & {id(module) for module in twin.modules()}
 
 
-def test_the_plain_contender_runs_nothing_of_this_library(tiny_llama, monkeypatch):
+def test_the_plain_method_runs_nothing_of_this_library(tiny_llama, monkeypatch):
     model = tiny_llama()
     routers = TIDERouters.for_model(model, exit_layers=[2])
-    plain, attached = tide_contenders(model, routers, ["self_speculative"])
+    plain, attached = tide_methods(model, routers, ["self_speculative"])
 
     def refuse(*args, **kwargs):
         raise RuntimeError("a layer gate ran")
@@ -145,10 +146,10 @@ def test_the_plain_contender_runs_nothing_of_this_library(tiny_llama, monkeypatc
 def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     routers = TIDERouters.for_model(model, exit_layers=[1, 2])
-    contenders = tide_contenders(model, routers, MODES, exit_threshold=0.0)
+    methods = tide_methods(model, routers, MODES, exit_threshold=0.0)
     inputs = [encode_prompt(tiny_tokenizer, text) for text in ("hello", "abcabcabc")]
     results = {
-        result.contender.name: result for result in benchmark.compare(contenders, inputs, max_new_tokens=12, repeats=2)
+        result.method.name: result for result in benchmark.compare(methods, inputs, max_new_tokens=12, repeats=2)
     }
     assert list(results) == ["generate", *MODES]
     assert results["generate"].layers_per_token is None
@@ -162,7 +163,7 @@ def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
 def test_an_attached_model_is_no_plain_model(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     with pytest.raises(ConfigurationError, match="detach"):
-        tide_contenders(model, None, ["self_speculative"])
+        tide_methods(model, None, ["self_speculative"])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_an_attached_model_is_no_plain_model(tiny_llama):
 def test_threshold_of_the_approximate_modes(tiny_llama, calibrated, asked, used):
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], exit_threshold=calibrated)
     assert usable_threshold(routers, asked) == used
-    by_name = {one.name: one for one in tide_contenders(tiny_llama(), routers, MODES, exit_threshold=asked)}
+    by_name = {one.name: one for one in tide_methods(tiny_llama(), routers, MODES, exit_threshold=asked)}
     assert by_name["early_exit"].options == {"tide_mode": "early_exit", "exit_threshold": used}
     assert by_name["self_speculative"].exit_threshold is None
 

@@ -118,9 +118,9 @@ def test_decode_compares_all_that_can_run_and_names_the_rest(run, monkeypatch, o
 def test_a_config_may_ask_for_sampling(run, config, monkeypatch, one_thread):
     compared = []
 
-    def compare(contenders, *arguments, **limits):
-        compared.extend(contenders)
-        return measured(contenders, *arguments, **limits)
+    def compare(methods, *arguments, **limits):
+        compared.extend(methods)
+        return measured(methods, *arguments, **limits)
 
     measured = decode.compare
     monkeypatch.setattr(decode, "compare", compare)
@@ -201,11 +201,11 @@ def test_fewer_layers_are_the_first_the_last_and_evenly_between():
 def test_what_the_other_ways_are_set_to():
     model = random_llama(4, 64, 50)
     one = bench.Bench(model, None, random_routers(model, [1, 3]))
-    made, left_out = adapters.make_contenders(one, ["fixed", "confidence", "self_speculative"])
+    made, left_out = adapters.make_methods(one, ["fixed", "confidence", "self_speculative"])
     assert left_out == {}
     assert made["fixed"].options["min_layers"] == 3
     assert made["confidence"].options["exit_criterion"] == "confidence"
-    made, left_out = adapters.make_contenders(bench.Bench(model, None, None), ["fixed", "ngrams", "generate"])
+    made, left_out = adapters.make_methods(bench.Bench(model, None, None), ["fixed", "ngrams", "generate"])
     assert list(made) == ["ngrams", "generate"]
     assert left_out == {"fixed": "no routers"}
 

@@ -20,8 +20,7 @@ from tide_hf.cli import comparison, streaming
 from tide_hf.cli.main import main
 from tide_hf.common.display.depth_colours import EXITS, FULL_DEPTH, NGRAM
 from tide_hf.common.stats import ExitStats
-from tide_hf.evaluation.baselines import Contender
-from tide_hf.evaluation.benchmark import PromptResult, Result, Run, timed_run
+from tide_hf.evaluation.benchmark import DecodingMethod, PromptResult, Result, Run, timed_run
 from tide_hf.hub import load as loading
 
 QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
@@ -207,9 +206,9 @@ def test_a_terminal_gets_colours_by_depth(tiny_llama, tiny_tokenizer):
     assert styles == [colour.terminal for colour in (NGRAM, *EXITS[:2], FULL_DEPTH)]
 
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-    contender = Contender("self_speculative", tide_hf.TIDEModelForCausalLM.attach(tiny_llama()))
+    method = DecodingMethod("self_speculative", tide_hf.TIDEModelForCausalLM.attach(tiny_llama()))
     inputs = dict(tiny_tokenizer("abcabcabc", return_tensors="pt", return_token_type_ids=False))
-    run = streaming.stream_answer(partial(timed_run, contender, inputs, 24), tiny_tokenizer, console)
+    run = streaming.stream_answer(partial(timed_run, method, inputs, 24), tiny_tokenizer, console)
     assert len(run.new_tokens) == 24
     assert "\x1b[" in console.file.getvalue()
 
@@ -261,8 +260,10 @@ def test_the_legend_counts_tokens_by_depth():
 
 
 def test_the_table_says_where_lossless_was_not():
-    plain = Result(Contender("generate", None), [PromptResult([run_of([4, 4])])], speedup=1.0)
-    other = Result(Contender("self_speculative", None), [PromptResult([run_of([4, 4])], equal=False)], speedup=None)
+    plain = Result(DecodingMethod("generate", None), [PromptResult([run_of([4, 4])])], speedup=1.0)
+    other = Result(
+        DecodingMethod("self_speculative", None), [PromptResult([run_of([4, 4])], equal=False)], speedup=None
+    )
     console = Console(file=io.StringIO(), width=80)
     console.print(comparison.comparison_table([plain, other], num_layers=4))
     row = next(line for line in console.file.getvalue().splitlines() if "self_speculative" in line)

@@ -7,7 +7,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli.conversation import Conversation
 from tide_hf.common.chat_prompts import encode_messages
 from tide_hf.common.errors import ConfigurationError
-from tide_hf.evaluation.baselines import tide_contender
+from tide_hf.evaluation.baselines import tide_method
 
 NEW_TOKENS = 10
 QUESTIONS = ("hello", "and abc abc?", "who")
@@ -27,7 +27,7 @@ def talk(tiny_tokenizer):
             widths.append(kwargs["input_ids"].shape[1]),
             base_forward(*args, **kwargs),
         )[1]
-        return Conversation(tide_contender(model, mode, threshold), tiny_tokenizer, NEW_TOKENS)
+        return Conversation(tide_method(model, mode, threshold), tiny_tokenizer, NEW_TOKENS)
 
     return make
 
@@ -35,8 +35,8 @@ def talk(tiny_tokenizer):
 def fresh_answer(conversation, question):
     """What the model answers when the whole conversation is computed anew."""
     inputs = encode_messages(conversation.tokenizer, [*conversation.messages, {"role": "user", "content": question}])
-    options = conversation.contender.options | {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    output = conversation.contender.model.generate(**inputs, **options)
+    options = conversation.method.options | {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    output = conversation.method.model.generate(**inputs, **options)
     return output[0, inputs["input_ids"].shape[1] :].tolist(), inputs["input_ids"].shape[1]
 
 
@@ -128,7 +128,7 @@ def test_the_answers_are_the_plain_models(talk, tiny_tokenizer):
     conversation = talk()
     for question in QUESTIONS:
         conversation.ask(question)
-    model = TIDEModelForCausalLM.detach(conversation.contender.model)
+    model = TIDEModelForCausalLM.detach(conversation.method.model)
     for turn, message in enumerate(conversation.messages):
         if message["role"] == "assistant":
             inputs = encode_messages(tiny_tokenizer, conversation.messages[:turn])

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from tide_hf import TIDERouters
 from tide_hf.cli.main import main
-from tide_hf.evaluation.plots import draw_curve, save_quality_plot
-from tide_hf.evaluation.tables import quality_table
+from tide_hf.evaluation.report import draw_curve, quality_table, save_quality_plot
 from tide_hf.routers.tables import TextTable, rich_table
 
 QUICK = ("--samples", "4", "--max-length", "16", "--batch-size", "2")

@@ -12,7 +12,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.documents import Document
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
-from tide_hf.evaluation.perplexity import read_texts, score_texts
+from tide_hf.evaluation.quality import read_texts, score_texts
 
 FAMILIES = ("llama", "gpt2", "gemma2", "granite", "cohere2", "opt", "falcon", "mixtral")
 PROMPT = 7

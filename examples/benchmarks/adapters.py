@@ -1,4 +1,4 @@
-"""The ways to decode that are compared, by name. Each makes a contender, or says why it cannot run here."""
+"""The ways to decode that are compared, by name. Each makes a method, or says why it cannot run here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from transformers import CompileConfig
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import find_structure
-from tide_hf.evaluation.alternatives import FAILURES, assistant_early_exit, prompt_lookup
-from tide_hf.evaluation.baselines import Contender, tide_contender, usable_threshold, weight_sharing_copy
+from tide_hf.evaluation.baselines import (
+    FAILURES,
+    assistant_early_exit,
+    prompt_lookup,
+    tide_method,
+    usable_threshold,
+    weight_sharing_copy,
+)
+from tide_hf.evaluation.benchmark import DecodingMethod
 
 from .bench import Bench, CannotRunError
 from .common import NoDrafts
@@ -26,25 +33,25 @@ class Way:
     """One way to decode.
 
     Attributes:
-        make: Makes the contender.
+        make: Makes the method.
         batches: Whether it can decode prompts of different lengths together.
     """
 
-    make: Callable[[Bench], Contender]
+    make: Callable[[Bench], DecodingMethod]
     batches: bool = True
 
 
-def plain(bench: Bench) -> Contender:
+def plain(bench: Bench) -> DecodingMethod:
     """The base model's own `generate`."""
-    return Contender("generate", bench.model)
+    return DecodingMethod("generate", bench.model)
 
 
-def static_compiled(bench: Bench) -> Contender:
+def static_compiled(bench: Bench) -> DecodingMethod:
     """A static cache and a compiled forward, on a CPU as well."""
     config = CompileConfig(fullgraph=False, mode="default")
     config._compile_all_devices = True  # the library's own switch, of its tests
     model = weight_sharing_copy(bench.model)
-    return Contender(
+    return DecodingMethod(
         "generate, static cache, compiled", model, {"cache_implementation": "static", "compile_config": config}
     )
 
@@ -54,24 +61,24 @@ def fixed_layer(bench: Bench) -> int:
     return max(bench.need_routers().exit_layers)
 
 
-def fixed(bench: Bench) -> Contender:
+def fixed(bench: Bench) -> DecodingMethod:
     """Every token leaves at one layer, through its exit head."""
     layer = fixed_layer(bench)
     options = {"tide_mode": "early_exit", "exit_criterion": "fixed", "exit_threshold": 1.0, "min_layers": layer}
-    return Contender(f"fixed exit at {layer}", attached(bench), options, lossless=False)
+    return DecodingMethod(f"fixed exit at {layer}", attached(bench), options, lossless=False)
 
 
-def confidence(bench: Bench) -> Contender:
+def confidence(bench: Bench) -> DecodingMethod:
     """CALM's softmax confidence in the place of routers, at the same threshold."""
     threshold = usable_threshold(bench.need_routers(), None)
     options = {"tide_mode": "early_exit", "exit_criterion": "confidence", "exit_threshold": threshold}
-    return Contender(f"softmax confidence {threshold:g} (CALM)", attached(bench), options, lossless=False)
+    return DecodingMethod(f"softmax confidence {threshold:g} (CALM)", attached(bench), options, lossless=False)
 
 
-def static_skip(bench: Bench) -> Contender:
+def static_skip(bench: Bench) -> DecodingMethod:
     """As many layers as the fixed exit runs, taken evenly from all of them."""
     layers = fixed_layer(bench)
-    return Contender(f"static skipping, {layers} layers", without_layers(bench.model, layers), lossless=False)
+    return DecodingMethod(f"static skipping, {layers} layers", without_layers(bench.model, layers), lossless=False)
 
 
 def without_layers(model: Any, num_layers: int) -> Any:
@@ -102,10 +109,10 @@ def kept_layers(total: int, num_layers: int) -> list[int]:
     return [round(i * (total - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def published(bench: Bench) -> Contender:
+def published(bench: Bench) -> DecodingMethod:
     """The published system at its default threshold."""
     running = engine(bench, bench.published_samples, bench.published_length)
-    return Contender(NAME, PublishedModel(running), lossless=False, exit_threshold=EXIT_THRESHOLD)
+    return DecodingMethod(NAME, PublishedModel(running), lossless=False, exit_threshold=EXIT_THRESHOLD)
 
 
 def attached(bench: Bench) -> Any:
@@ -121,14 +128,14 @@ def _eager(bench: Bench, routers: Any = None, **settings: Any) -> Any:
     return TIDEModelForCausalLM.attach(copy, routers, use_kernels=False, **settings)
 
 
-def ngrams(bench: Bench) -> Contender:
+def ngrams(bench: Bench) -> DecodingMethod:
     """Ours without routers."""
-    return Contender(NGRAMS, _eager(bench))
+    return DecodingMethod(NGRAMS, _eager(bench))
 
 
-def heads(bench: Bench) -> Contender:
+def heads(bench: Bench) -> DecodingMethod:
     """Ours with the n-grams switched off."""
-    return Contender(HEADS, _drafting_with_heads(_eager(bench, bench.need_routers())))
+    return DecodingMethod(HEADS, _drafting_with_heads(_eager(bench, bench.need_routers())))
 
 
 def _drafting_with_heads(model: Any) -> Any:
@@ -143,21 +150,21 @@ def _without_ngrams(drafter: Any) -> Any:
     return drafter
 
 
-def self_speculative(bench: Bench) -> Contender:
+def self_speculative(bench: Bench) -> DecodingMethod:
     """Ours, the default."""
-    return Contender(BOTH, _eager(bench, bench.need_routers()))
+    return DecodingMethod(BOTH, _eager(bench, bench.need_routers()))
 
 
-def warmed_up(bench: Bench) -> Contender:
+def warmed_up(bench: Bench) -> DecodingMethod:
     """The same with the kernels that it uses once they are compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers())
     model.tide_warm_up()
-    return Contender(f"{BOTH}, warmed up", model)
+    return DecodingMethod(f"{BOTH}, warmed up", model)
 
 
-def compiled(bench: Bench) -> Contender:
+def compiled(bench: Bench) -> DecodingMethod:
     """Ours, compiled."""
-    return Contender(f"{BOTH}, compiled", _compiled(bench))
+    return DecodingMethod(f"{BOTH}, compiled", _compiled(bench))
 
 
 def _compiled(bench: Bench) -> Any:
@@ -165,27 +172,27 @@ def _compiled(bench: Bench) -> Any:
     return TIDEModelForCausalLM.attach(copy, bench.need_routers(), engine="compiled")
 
 
-def compiled_ngrams(bench: Bench) -> Contender:
+def compiled_ngrams(bench: Bench) -> DecodingMethod:
     """Ours without routers, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
-    return Contender(f"{NGRAMS}, compiled", model)
+    return DecodingMethod(f"{NGRAMS}, compiled", model)
 
 
-def compiled_heads(bench: Bench) -> Contender:
+def compiled_heads(bench: Bench) -> DecodingMethod:
     """Ours with the n-grams switched off, compiled."""
-    return Contender(f"{HEADS}, compiled", _drafting_with_heads(_compiled(bench)))
+    return DecodingMethod(f"{HEADS}, compiled", _drafting_with_heads(_compiled(bench)))
 
 
-def compiled_plain(bench: Bench) -> Contender:
+def compiled_plain(bench: Bench) -> DecodingMethod:
     """Ours without drafts, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
     model._tide.make_drafter = NoDrafts
-    return Contender("no drafts, compiled", model)
+    return DecodingMethod("no drafts, compiled", model)
 
 
-def approximate(mode: str) -> Callable[[Bench], Contender]:
+def approximate(mode: str) -> Callable[[Bench], DecodingMethod]:
     """`early_exit` or `post_hoc` at the calibrated threshold."""
-    return lambda bench: tide_contender(attached(bench), mode, usable_threshold(bench.need_routers(), None))
+    return lambda bench: tide_method(attached(bench), mode, usable_threshold(bench.need_routers(), None))
 
 
 WAYS = {
@@ -210,13 +217,13 @@ WAYS = {
 }
 
 
-def make_contenders(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Contender], dict[str, str]]:
+def make_methods(bench: Bench, names: Sequence[str]) -> tuple[dict[str, DecodingMethod], dict[str, str]]:
     """Make those that can run here.
 
     Returns:
-        Contenders by name of the way, and why the others cannot run.
+        Methods by name of the way, and why the others cannot run.
     """
-    made: dict[str, Contender] = {}
+    made: dict[str, DecodingMethod] = {}
     left_out: dict[str, str] = {}
     for name in names:
         try:

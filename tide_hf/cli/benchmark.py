@@ -14,8 +14,7 @@ from rich.console import Console
 
 from ..common.chat_prompts import encode_prompt
 from ..common.errors import MissingPackageError, describe
-from ..evaluation.alternatives import assistant_early_exit, prompt_lookup, those_that_run
-from ..evaluation.baselines import tide_contenders
+from ..evaluation.baselines import assistant_early_exit, prompt_lookup, those_that_run, tide_methods
 from .arguments import refuse_unused
 from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run, warn_if_busy
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     for encoded in inputs:
         check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)
     modes = modes_to_run(args.mode, loaded.routers)
-    plain, *ours = tide_contenders(
+    plain, *ours = tide_methods(
         loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine
     )
     record = setting(loaded, args.engine)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..common.errors import TIDEError
 from .conversation import Conversation
-from .model_arguments import NO_ROUTERS, attached_contender, load
+from .model_arguments import NO_ROUTERS, attached_method, load
 from .parser import CHAT_HELP
 from .prompts import decode
 from .streaming import answer_record, print_figures, stream_answer
@@ -27,13 +27,13 @@ def run(args: argparse.Namespace) -> None:
     interactive = sys.stdin.isatty()
     notices = Console(stderr=True)
     loaded = load(args)
-    contender = attached_contender(loaded, args)
-    conversation = Conversation(contender, loaded.tokenizer, args.max_new_tokens)
+    method = attached_method(loaded, args)
+    conversation = Conversation(method, loaded.tokenizer, args.max_new_tokens)
     notices.print(f"routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)
-    if contender.lossless:  # the other modes run layer by layer
+    if method.lossless:  # the other modes run layer by layer
         if not notices.is_terminal:  # where a progress line tells
             notices.print(MAKING_READY, style="dim", soft_wrap=True)
-        contender.model.tide_warm_up()
+        method.model.tide_warm_up()
     if interactive:
         notices.print(CHAT_HELP, style="dim", markup=False, highlight=False, soft_wrap=True)
     answer = _answer_in_json if args.json else _answer_in_text
@@ -103,5 +103,5 @@ def _answer_in_text(conversation: Conversation, message: str, notices: Console) 
 
 
 def _answer_in_json(conversation: Conversation, message: str, notices: Console) -> None:
-    record = answer_record(conversation.contender, conversation.tokenizer, conversation.ask(message))
+    record = answer_record(conversation.method, conversation.tokenizer, conversation.ask(message))
     print(json.dumps({"prompt": message} | record), flush=True)

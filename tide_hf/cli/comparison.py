@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..evaluation.baselines import Contender
-from ..evaluation.benchmark import Result, compare, count_runs
+from ..evaluation.benchmark import DecodingMethod, Result, compare, count_runs
 from ..hub.provenance import provenance
 from .model_arguments import NO_ROUTERS, Loaded
 
@@ -40,16 +39,16 @@ def print_setting(record: dict[str, Any], console: Console) -> None:
 
 
 def measure(
-    contenders: Sequence[Contender],
+    methods: Sequence[DecodingMethod],
     inputs: Sequence[dict[str, torch.Tensor]],
     record: dict[str, Any],
     args: argparse.Namespace,
     console: Console,
 ) -> dict[str, Any]:
-    """Compare the contenders behind a progress bar, and print the table and its notes.
+    """Compare the methods behind a progress bar, and print the table and its notes.
 
     Args:
-        contenders: As for `benchmark.compare`.
+        methods: As for `benchmark.compare`.
         inputs: As for `benchmark.compare`.
         record: The `setting`.
         args: `max_new_tokens` and `repeats`.
@@ -61,8 +60,8 @@ def measure(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Measuring", total=count_runs(len(contenders), len(inputs), args.repeats))
-        results = compare(contenders, inputs, **options, progress=lambda: progress.advance(task))
+        task = progress.add_task("Measuring", total=count_runs(len(methods), len(inputs), args.repeats))
+        results = compare(methods, inputs, **options, progress=lambda: progress.advance(task))
     console.print(comparison_table(results, record["num_hidden_layers"]))
     for note in notes(results, **options):
         console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
@@ -70,7 +69,7 @@ def measure(
 
 
 def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
-    """One row per contender, plain `generate` first."""
+    """One row per method, plain `generate` first."""
     prompts = len(results[0].prompts)
     title = f"{prompts} {'prompt' if prompts == 1 else 'prompts'}, {num_layers} layers, greedy"
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=title)  # fits 80 columns
@@ -82,7 +81,7 @@ def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
         acceptance = result.acceptance_rate
         speedup, by_prompt = ("1.00", "") if position == 0 else _speedup(result)
         table.add_row(
-            result.contender.name,
+            result.method.name,
             f"{result.tokens_per_s:.1f}",
             speedup,
             by_prompt,
@@ -115,8 +114,8 @@ def notes(results: Sequence[Result], max_new_tokens: int, repeats: int) -> list[
         "after one that is not counted. Speed-up over generate of the same weights in this process."
     ]
     for result in results:
-        name, threshold = result.contender.name, result.contender.exit_threshold
-        if result.contender.lossless and result.speedup is None:
+        name, threshold = result.method.name, result.method.exit_threshold
+        if result.method.lossless and result.speedup is None:
             lines.append(
                 f"{name}: tokens differ from generate's, so there is no speed-up to give. In half precision a wider "
                 "pass can decide near-ties otherwise."

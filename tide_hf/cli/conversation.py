@@ -8,8 +8,7 @@ from typing import Any
 from ..base_model.structure import CACHE, find_structure
 from ..common.chat_prompts import encode_messages
 from ..common.errors import ConfigurationError, describe
-from ..evaluation.baselines import Contender
-from ..evaluation.benchmark import Run, timed_run
+from ..evaluation.benchmark import DecodingMethod, Run, timed_run
 from ..speculation.prefix_cache import PrefixCache
 from .prompts import check_room
 
@@ -22,7 +21,7 @@ class Conversation:
     to what they share.
 
     Args:
-        contender: Who answers.
+        method: Who answers.
         tokenizer: The model's tokenizer, with a chat template.
         max_new_tokens: Most tokens an answer.
 
@@ -33,7 +32,7 @@ class Conversation:
         ConfigurationError: There is no chat template.
     """
 
-    def __init__(self, contender: Contender, tokenizer: Any, max_new_tokens: int) -> None:
+    def __init__(self, method: DecodingMethod, tokenizer: Any, max_new_tokens: int) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
                 describe(
@@ -43,16 +42,16 @@ class Conversation:
                     do="Use tide-hf generate, or a model that was tuned to follow instructions.",
                 )
             )
-        self.contender = contender
+        self.method = method
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
-        self._recurrent = find_structure(contender.model).is_recurrent
+        self._recurrent = find_structure(method.model).is_recurrent
         self.reset()
 
     def reset(self) -> None:
         """Forget everything that was said."""
         self.messages: list[dict[str, str]] = []
-        self._prefix = None if self._recurrent else PrefixCache(self.contender.model.config)
+        self._prefix = None if self._recurrent else PrefixCache(self.method.model.config)
 
     def ask(self, question: str, streamer: Any = None) -> Run:
         """Take a turn. One that fails or is interrupted leaves the conversation as it was.
@@ -70,10 +69,10 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": question}]
         inputs = encode_messages(self.tokenizer, messages)
         tokens = inputs["input_ids"][0].tolist()
-        check_room(self.contender.model, len(tokens), self.max_new_tokens)
+        check_room(self.method.model, len(tokens), self.max_new_tokens)
         caches = {} if self._prefix is None else {CACHE: self._prefix.take(tokens)}
-        options = self.contender.options | caches
-        run = timed_run(replace(self.contender, options=options), inputs, self.max_new_tokens, streamer)
+        options = self.method.options | caches
+        run = timed_run(replace(self.method, options=options), inputs, self.max_new_tokens, streamer)
         if self._prefix is not None:
             self._prefix.keep(caches[CACHE], tokens + run.new_tokens)
         answer = self.tokenizer.decode(run.new_tokens, skip_special_tokens=True)

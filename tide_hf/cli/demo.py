@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..common.chat_prompts import encode_prompt
-from ..evaluation.baselines import tide_contenders
+from ..evaluation.baselines import tide_methods
 from ..evaluation.benchmark import timed_run
 from .comparison import measure, print_setting, setting
 from .demo_model import load_demo_model
@@ -26,9 +26,7 @@ def run(args: argparse.Namespace) -> None:
     console = Console(stderr=args.json)
     loaded = load(args, partial(load_demo_model, console=console))
     modes = modes_to_run(args.mode, loaded.routers)
-    contenders = tide_contenders(
-        loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine
-    )
+    methods = tide_methods(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine)
     record = setting(loaded, args.engine)
     print_setting(record, console)
     inputs = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
@@ -37,10 +35,10 @@ def run(args: argparse.Namespace) -> None:
     for prompt, encoded in zip(prompts, inputs, strict=True):
         console.print()
         console.print(Padding(Text(prompt, style="italic"), (0, 0, 0, 2)))
-        answer = partial(timed_run, contenders[1], encoded, args.max_new_tokens)
+        answer = partial(timed_run, methods[1], encoded, args.max_new_tokens)
         run = stream_answer(answer, loaded.tokenizer, console)
         console.print(legend(run))
     console.print()
-    record = measure(contenders, inputs, record, args, console) | {"prompts": list(prompts)}
+    record = measure(methods, inputs, record, args, console) | {"prompts": list(prompts)}
     if args.json:
         print(json.dumps(record, indent=2))

@@ -11,8 +11,7 @@ from rich.console import Console
 from ..common.display.plotting import figure_maker
 from ..common.display.progress import Steps
 from ..evaluation import QualityOptions, measure_quality
-from ..evaluation.plots import save_quality_plot
-from ..evaluation.tables import quality_table
+from ..evaluation.report import quality_table, save_quality_plot
 from ..hub.provenance import command_line, provenance
 from ..routers.tables import rich_table
 from .arguments import check_writable

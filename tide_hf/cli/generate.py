@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..common.chat_prompts import encode_prompt
 from ..evaluation.benchmark import timed_run
-from .model_arguments import NO_ROUTERS, attached_contender, load
+from .model_arguments import NO_ROUTERS, attached_method, load
 from .prompts import check_room
 from .streaming import answer_record, print_figures, stream_answer
 
@@ -22,12 +22,12 @@ def run(args: argparse.Namespace) -> None:
     loaded = load(args)
     inputs = encode_prompt(loaded.tokenizer, prompt, raw=args.raw)
     check_room(loaded.model, inputs["input_ids"].shape[1], args.max_new_tokens)
-    contender = attached_contender(loaded, args)
+    method = attached_method(loaded, args)
     if args.json:
-        run = timed_run(contender, inputs, args.max_new_tokens)
+        run = timed_run(method, inputs, args.max_new_tokens)
         facts = {"model": args.model, "routers": loaded.routers_origin, "prompt": prompt, "raw": args.raw}
-        print(json.dumps(facts | answer_record(contender, loaded.tokenizer, run), indent=2))
+        print(json.dumps(facts | answer_record(method, loaded.tokenizer, run), indent=2))
         return
-    answer = partial(timed_run, contender, inputs, args.max_new_tokens)
+    answer = partial(timed_run, method, inputs, args.max_new_tokens)
     print_figures(stream_answer(answer, loaded.tokenizer, Console()), notices)
     notices.print(f"  routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)

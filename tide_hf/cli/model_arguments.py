@@ -14,7 +14,8 @@ import torch
 
 from ..common.choices import MODES
 from ..common.errors import ConfigurationError, describe
-from ..evaluation.baselines import Contender, tide_contender, usable_threshold
+from ..evaluation.baselines import tide_method, usable_threshold
+from ..evaluation.benchmark import DecodingMethod
 from ..hub.load import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..routers.routers import TIDERouters
@@ -143,7 +144,7 @@ def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
     return routers
 
 
-def attached_contender(loaded: Loaded, args: argparse.Namespace) -> Contender:
+def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
     """Attach TIDE to the loaded model, to decode as the arguments of `arguments.add_decoding_arguments` say.
 
     Raises:
@@ -152,7 +153,7 @@ def attached_contender(loaded: Loaded, args: argparse.Namespace) -> Contender:
     (mode,) = modes_to_run(args.mode, loaded.routers)
     threshold = usable_threshold(loaded.routers, args.exit_threshold)
     attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
-    return tide_contender(attached, mode, threshold)
+    return tide_method(attached, mode, threshold)
 
 
 def _device(name: str | None) -> torch.device:

@@ -15,8 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..common.display.depth_colours import depth_colours, depth_name
 from ..common.display.token_texts import TokenTexts
-from ..evaluation.baselines import Contender
-from ..evaluation.benchmark import Run
+from ..evaluation.benchmark import DecodingMethod, Run
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
@@ -116,10 +115,10 @@ def print_figures(run: Run, console: Console) -> None:
         console.print(figures, style="dim", highlight=False)
 
 
-def answer_record(contender: Contender, tokenizer: Any, run: Run) -> dict[str, Any]:
+def answer_record(method: DecodingMethod, tokenizer: Any, run: Run) -> dict[str, Any]:
     """An answer, ready for JSON: how it was decoded, its text and tokens, its time and counts."""
     text = tokenizer.decode(run.new_tokens, skip_special_tokens=True)
-    return {"mode": contender.name, "exit_threshold": contender.exit_threshold, "text": text} | run.to_dict()
+    return {"mode": method.name, "exit_threshold": method.exit_threshold, "text": text} | run.to_dict()
 
 
 def _harmless(text: str) -> str:

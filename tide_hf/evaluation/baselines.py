@@ -1,40 +1,25 @@
-"""Ways of decoding that are compared: plain ``generate``, and the modes of TIDE on a copy that shares its weights."""
+"""Decoding methods to compare: plain generate, transformers' own accelerated decoding, and TIDE's modes."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from ..common.errors import ConfigurationError, describe
 from ..model import TIDEModelForCausalLM
 from ..routers.config import NEVER_EXIT, check_exit_threshold
 from ..routers.routers import TIDERouters
+from .benchmark import DecodingMethod, timed_run
 
 DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, where the calibrated threshold never exits
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way of decoding.
-
-    Attributes:
-        name: What to call it.
-        model: The model whose `generate` is called.
-        options: Keyword arguments that make `generate` decode this way.
-        lossless: Whether it claims the plain model's own tokens.
-        exit_threshold: The threshold it runs with, where it has one.
-    """
-
-    name: str
-    model: Any
-    options: dict[str, Any] = field(default_factory=dict)
-    lossless: bool = True
-    exit_threshold: float | None = None
+TRIAL_TOKENS = 8  # enough for a draft and its verification
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def weight_sharing_copy(model: nn.Module) -> Any:
@@ -67,14 +52,14 @@ def check_plain(model: Any) -> None:
         )
 
 
-def tide_contenders(
+def tide_methods(
     model: Any,
     routers: TIDERouters | None,
     modes: Sequence[str],
     *,
     exit_threshold: float | None = None,
     engine: str = "eager",
-) -> list[Contender]:
+) -> list[DecodingMethod]:
     """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
 
     Args:
@@ -85,20 +70,20 @@ def tide_contenders(
         engine: What runs the layers in all modes.
 
     Returns:
-        The contenders, plain `generate` first.
+        The methods, plain `generate` first.
     """
     check_plain(model)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
     threshold = usable_threshold(routers, exit_threshold)
-    return [Contender("generate", model), *(tide_contender(attached, mode, threshold) for mode in modes)]
+    return [DecodingMethod("generate", model), *(tide_method(attached, mode, threshold) for mode in modes)]
 
 
-def tide_contender(attached: Any, mode: str, exit_threshold: float) -> Contender:
+def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMethod:
     """An attached model decoding in `mode`, at `exit_threshold` where the mode has one."""
     if mode == "self_speculative":
-        return Contender(mode, attached, {"tide_mode": mode})
+        return DecodingMethod(mode, attached, {"tide_mode": mode})
     options = {"tide_mode": mode, "exit_threshold": exit_threshold}
-    return Contender(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
+    return DecodingMethod(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
 
 
 def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
@@ -107,3 +92,42 @@ def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) 
         return check_exit_threshold(exit_threshold)
     calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
     return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
+
+
+def prompt_lookup(model: Any) -> DecodingMethod:
+    """Drafts that are looked up in the text so far."""
+    return DecodingMethod("prompt_lookup_num_tokens=10", model, {"prompt_lookup_num_tokens": 10})
+
+
+def assistant_early_exit(model: Any) -> DecodingMethod:
+    """Drafts by the lower half of the layers."""
+    layers = max(1, model.config.get_text_config().num_hidden_layers // 2)
+    return DecodingMethod(f"assistant_early_exit={layers}", model, {"assistant_early_exit": layers})
+
+
+def those_that_run(
+    methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
+) -> tuple[list[DecodingMethod], dict[str, str]]:
+    """Try each method for a few tokens, since not every model can decode in every way.
+
+    Args:
+        methods: Not attached models.
+        inputs: Keyword arguments of `generate`.
+
+    Returns:
+        Those that run, and why the others do not, by name.
+    """
+    running, failing = [], {}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns, once, of how its own assistants call its generate
+    for one in methods:
+        # A copy, since a call of assistant_early_exit that fails leaves the config with too few layers.
+        trial = DecodingMethod(one.name, weight_sharing_copy(one.model), one.options)
+        try:
+            timed_run(trial, inputs, TRIAL_TOKENS)
+        except FAILURES as error:
+            failing[one.name] = f"{type(error).__name__}: {error}"
+        else:
+            running.append(one)
+    transformers_logging.set_verbosity(verbosity)
+    return running, failing

@@ -17,9 +17,27 @@ import torch
 from ..base_model.structure import input_device
 from ..common.stats import ExitStats
 from ..speculation.prefix_cache import num_shared
-from .baselines import Contender
 
 MOST_WARM_UPS = 6  # runs in a row that make something ready: other answers of a prompt take other passes
+
+
+@dataclass(frozen=True)
+class DecodingMethod:
+    """One way of decoding.
+
+    Attributes:
+        name: What to call it.
+        model: The model whose `generate` is called.
+        options: Keyword arguments that make `generate` decode this way.
+        lossless: Whether it claims the plain model's own tokens.
+        exit_threshold: The threshold it runs with, where it has one.
+    """
+
+    name: str
+    model: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    lossless: bool = True
+    exit_threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class Run:
 
 @dataclass
 class PromptResult:
-    """One contender on one prompt.
+    """One method on one prompt.
 
     Attributes:
         runs: Its runs, one per repeat.
@@ -66,16 +84,16 @@ class PromptResult:
 
 @dataclass
 class Result:
-    """One contender on all prompts.
+    """One method on all prompts.
 
     Attributes:
-        contender: Who.
+        method: Who.
         prompts: Its result per prompt.
         speedup: Tokens per second over the plain model's; `None` where it claims to be lossless and is not.
         warm_up_s: Seconds of making an engine ready, in runs that were made again for it.
     """
 
-    contender: Contender
+    method: DecodingMethod
     prompts: list[PromptResult]
     speedup: float | None = None
     warm_up_s: float = 0.0
@@ -136,31 +154,31 @@ class Result:
             }
             for prompt in self.prompts
         ]
-        contender = {name: getattr(self.contender, name) for name in ("name", "lossless", "exit_threshold")}
-        return contender | {name: getattr(self, name) for name in names} | {"prompts": prompts}
+        method = {name: getattr(self.method, name) for name in ("name", "lossless", "exit_threshold")}
+        return method | {name: getattr(self, name) for name in names} | {"prompts": prompts}
 
 
 def compare(
-    contenders: Sequence[Contender],
+    methods: Sequence[DecodingMethod],
     inputs: Sequence[dict[str, torch.Tensor]],
     *,
     max_new_tokens: int,
     repeats: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Run all contenders on all prompts, greedily where their options say nothing else.
+    """Run all methods on all prompts, greedily where their options say nothing else.
 
     Args:
-        contenders: The first is the plain model, which the others are compared with.
+        methods: The first is the plain model, which the others are compared with.
         inputs: Keyword arguments of `generate` for each prompt (or batch of prompts).
         max_new_tokens: Most tokens per answer.
-        repeats: Timed runs of each contender on each prompt.
+        repeats: Timed runs of each method on each prompt.
         progress: Called after each of the `count_runs` runs.
 
     Returns:
-        One result per contender, in order.
+        One result per method, in order.
     """
-    results = [Result(contender, [PromptResult() for _ in inputs]) for contender in contenders]
+    results = [Result(method, [PromptResult() for _ in inputs]) for method in methods]
     for result in results:  # the first run of each pays for buffers and kernel choices: not counted
         _warm_run(result, inputs[0], max_new_tokens)
         progress()
@@ -177,7 +195,7 @@ def compare(
 def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> Run:
     """One run; made again while an engine has to be made ready in it, which is paid for once and told apart."""
     for _ in range(MOST_WARM_UPS):
-        run = timed_run(result.contender, inputs, max_new_tokens)
+        run = timed_run(result.method, inputs, max_new_tokens)
         warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
         result.warm_up_s += warm_up_s
         if not warm_up_s:
@@ -185,16 +203,18 @@ def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: i
     return run
 
 
-def count_runs(num_contenders: int, num_prompts: int, repeats: int) -> int:
+def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
     """How many runs `compare` makes."""
-    return num_contenders * (1 + num_prompts * repeats)
+    return num_methods * (1 + num_prompts * repeats)
 
 
-def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None) -> Run:
-    """Generate once: greedily where the contender's options say nothing else, always from the same seed.
+def timed_run(
+    method: DecodingMethod, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None
+) -> Run:
+    """Generate once: greedily where the method's options say nothing else, always from the same seed.
 
     Args:
-        contender: Who.
+        method: Who.
         inputs: Keyword arguments of `generate`, `input_ids` among them.
         max_new_tokens: Most new tokens.
         streamer: Gets the tokens as they come.
@@ -202,13 +222,13 @@ def timed_run(contender: Contender, inputs: dict[str, torch.Tensor], max_new_tok
     Returns:
         The run.
     """
-    model = contender.model
+    model = method.model
     device = input_device(model)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     synchronize(device)
     torch.manual_seed(0)
     start = perf_counter()
-    options = {"do_sample": False, **contender.options}
+    options = {"do_sample": False, **method.options}
     output = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, streamer=streamer)
     synchronize(device)
     seconds = perf_counter() - start
@@ -229,7 +249,7 @@ def _compare_with(plain: Result, result: Result) -> None:
         prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
         prompt.same_start = min(same_start(expected.new_tokens, run.new_tokens) for expected, run in pairs)
         prompt.speedup = prompt.tokens_per_s / reference.tokens_per_s
-    if not result.contender.lossless or result.num_equal == len(result.prompts):
+    if not result.method.lossless or result.num_equal == len(result.prompts):
         result.speedup = result.tokens_per_s / plain.tokens_per_s
 
 

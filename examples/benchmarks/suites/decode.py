@@ -1,6 +1,6 @@
 """Decode speed against plain ``generate`` and what else there is, in the same run on the same prompts.
 
-All contenders share weights, prompts, dtype, threads and process; their runs are interleaved prompt by prompt; tokens
+All methods share weights, prompts, dtype, threads and process; their runs are interleaved prompt by prompt; tokens
 are compared in the runs that are timed. Parts: one prompt at a time by category, batches, time to the first token, and
 sampling at temperature 1.5, where nothing can be drafted and only the overhead shows.
 """
@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.progress import track
 
 from tide_hf.common.errors import ConfigurationError, describe
-from tide_hf.evaluation.baselines import Contender
-from tide_hf.evaluation.benchmark import compare
+from tide_hf.evaluation.benchmark import DecodingMethod, compare
 
-from ..adapters import WAYS, make_contenders
+from ..adapters import WAYS, make_methods
 from ..bench import Bench
 from ..checks import Check, checks_of_results
 from ..common import markdown, read_prompts
@@ -87,8 +86,8 @@ class Settings:
 def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     """Measure all parts."""
     bench.published_samples, bench.published_length = settings.published_samples, settings.published_length
-    made, left_out = make_contenders(bench, settings.ways)
-    slow, slow_left_out = make_contenders(bench, settings.slow_ways)
+    made, left_out = make_methods(bench, settings.ways)
+    slow, slow_left_out = make_methods(bench, settings.slow_ways)
     if settings.temperature:
         made, slow = (
             {name: sampling(one, settings.temperature) for name, one in ways.items()} for ways in (made, slow)
@@ -97,7 +96,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     record["categories"] = by_category(list(made.values()), list(slow.values()), bench, settings)
     record["batches"] = {}
     for size in settings.batches:
-        together = [contender for name, contender in made.items() if WAYS[name].batches]
+        together = [method for name, method in made.items() if WAYS[name].batches]
         record["batches"][str(size)] = in_a_batch(together, bench.tokenizer, size, settings)
     if settings.first_token:
         firsts = [prompts[0] for prompts in bench.prompts(1).values()]
@@ -112,26 +111,26 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     return record
 
 
-def sampling(contender: Contender, temperature: float, **more: Any) -> Contender:
+def sampling(method: DecodingMethod, temperature: float, **more: Any) -> DecodingMethod:
     """The same way of decoding, by sampling."""
-    return replace(contender, options=contender.options | {"do_sample": True, "temperature": temperature, **more})
+    return replace(method, options=method.options | {"do_sample": True, "temperature": temperature, **more})
 
 
-def by_category(contenders: list[Contender], slow: list[Contender], bench: Bench, settings: Settings) -> dict:
+def by_category(methods: list[DecodingMethod], slow: list[DecodingMethod], bench: Bench, settings: Settings) -> dict:
     """One prompt at a time."""
     prompts = bench.prompts(settings.prompts)
     categories = {}
     for category in track(settings.categories or list(prompts), description="Measuring", console=Console(stderr=True)):
         inputs = prompts[category]
-        results = compare(contenders, inputs, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
+        results = compare(methods, inputs, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
         if slow:
-            one = compare([contenders[0], *slow], inputs[:1], max_new_tokens=settings.max_new_tokens, repeats=1)
+            one = compare([methods[0], *slow], inputs[:1], max_new_tokens=settings.max_new_tokens, repeats=1)
             results += one[1:]
         categories[category] = records_of(results)
     return categories
 
 
-def in_a_batch(contenders: list[Contender], tokenizer: Any, size: int, settings: Settings) -> list[dict[str, Any]]:
+def in_a_batch(methods: list[DecodingMethod], tokenizer: Any, size: int, settings: Settings) -> list[dict[str, Any]]:
     """Prompts of different lengths and kinds at once."""
     mixed = [text for column in zip(*read_prompts().values(), strict=False) for text in column]
     chats = [[{"role": "user", "content": text}] for text in (mixed * size)[:size]]
@@ -139,12 +138,12 @@ def in_a_batch(contenders: list[Contender], tokenizer: Any, size: int, settings:
     batch = tokenizer(templated, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
-    return records_of(compare(contenders, [inputs], **limits))
+    return records_of(compare(methods, [inputs], **limits))
 
 
-def to_first_token(contenders: list[Contender], inputs: list[dict[str, Any]], settings: Settings) -> list[dict]:
+def to_first_token(methods: list[DecodingMethod], inputs: list[dict[str, Any]], settings: Settings) -> list[dict]:
     """Answers of one token."""
-    return records_of(compare(contenders, inputs, max_new_tokens=1, repeats=max(3, settings.repeats)))
+    return records_of(compare(methods, inputs, max_new_tokens=1, repeats=max(3, settings.repeats)))
 
 
 def first_token_table(record: dict[str, Any]) -> str:
@@ -157,7 +156,9 @@ def first_token_table(record: dict[str, Any]) -> str:
     return markdown(["first token behind", *(f"{length} tokens" for length in parts)], rows)
 
 
-def without_drafts(plain: Contender, ours: Contender, bench: Bench, settings: Settings) -> list[dict[str, Any]]:
+def without_drafts(
+    plain: DecodingMethod, ours: DecodingMethod, bench: Bench, settings: Settings
+) -> list[dict[str, Any]]:
     """Random text: what the loop costs when it never drafts."""
     chosen = [sampling(one, 1.5, top_k=0) for one in (plain, ours)]
     inputs = [prompts[0] for prompts in bench.prompts(1).values()]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.evaluation.baselines import Contender, usable_threshold, weight_sharing_copy
-from tide_hf.evaluation.benchmark import compare
+from tide_hf.evaluation.baselines import usable_threshold, weight_sharing_copy
+from tide_hf.evaluation.benchmark import DecodingMethod, compare
 from tide_hf.routers.config import NEVER_EXIT
 
 from ..adapters import attached
@@ -58,7 +58,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     """Measure all of it."""
     limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
     prompts = [one for found in bench.prompts(settings.prompts).values() for one in found]
-    ways = contenders(bench)
+    ways = methods(bench)
     record: dict[str, Any] = {"memory": memory(bench), "times_s": times(bench, settings.repeats)}
     record["exits_off"] = records_of(compare(exits_off(bench), prompts, **limits))
     scaling: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -78,26 +78,26 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     return record | {"scaling": scaling}
 
 
-def contenders(bench: Bench) -> list[Contender]:
+def methods(bench: Bench) -> list[DecodingMethod]:
     """Plain decoding, and ours in the two modes that are meant to be fast."""
-    found = [Contender("generate", bench.model)]
+    found = [DecodingMethod("generate", bench.model)]
     if bench.routers is None:
         copy = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model))
-        return [*found, Contender("self_speculative, n-grams only", copy)]
+        return [*found, DecodingMethod("self_speculative, n-grams only", copy)]
     threshold = usable_threshold(bench.routers, None)
     options = {"tide_mode": "early_exit", "exit_threshold": threshold}
     model = attached(bench)
-    found.append(Contender("self_speculative", model, {"tide_mode": "self_speculative"}))
-    return [*found, Contender("early_exit", model, options, lossless=False, exit_threshold=threshold)]
+    found.append(DecodingMethod("self_speculative", model, {"tide_mode": "self_speculative"}))
+    return [*found, DecodingMethod("early_exit", model, options, lossless=False, exit_threshold=threshold)]
 
 
-def exits_off(bench: Bench) -> list[Contender]:
+def exits_off(bench: Bench) -> list[DecodingMethod]:
     """Plain decoding, and ours where nothing can leave or be drafted, so that only the machinery costs."""
-    found = [Contender("generate", bench.model)]
+    found = [DecodingMethod("generate", bench.model)]
     if bench.routers is None:
         return found
-    found.append(Contender("early_exit, exits off", attached(bench), OFF))
-    return [*found, Contender("post_hoc, exits off", attached(bench), OFF | {"tide_mode": "post_hoc"})]
+    found.append(DecodingMethod("early_exit, exits off", attached(bench), OFF))
+    return [*found, DecodingMethod("post_hoc, exits off", attached(bench), OFF | {"tide_mode": "post_hoc"})]
 
 
 def memory(bench: Bench) -> dict[str, int]:
@@ -149,7 +149,7 @@ def by_exit_layers(bench: Bench, inputs: dict[str, Tensor], settings: Settings) 
         model = TIDEModelForCausalLM.attach(
             weight_sharing_copy(bench.model), random_routers(bench.model, layers), mode="early_exit"
         )
-        ways = [Contender("generate", bench.model), Contender("early_exit, exits off", model, OFF)]
+        ways = [DecodingMethod("generate", bench.model), DecodingMethod("early_exit, exits off", model, OFF)]
         limits = {"max_new_tokens": settings.max_new_tokens, "repeats": settings.repeats}
         found[str(len(layers))] = records_of(compare(ways, [inputs], **limits))
     return found
@@ -164,9 +164,9 @@ def by_depth(settings: Settings, device: torch.device) -> dict[str, list[dict[st
         copy = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode="early_exit")
         leaving = {"tide_mode": "early_exit", "exit_criterion": "fixed", "exit_threshold": 1.0}
         ways = [
-            Contender("generate", model),
-            Contender("early_exit, exits off", copy, OFF),
-            Contender("all tokens leave half-way", copy, leaving, lossless=False),
+            DecodingMethod("generate", model),
+            DecodingMethod("early_exit, exits off", copy, OFF),
+            DecodingMethod("all tokens leave half-way", copy, leaving, lossless=False),
         ]
         ids = torch.randint(settings.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

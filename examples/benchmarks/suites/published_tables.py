@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.calibration.documents import Document
-from tide_hf.evaluation.baselines import Contender, weight_sharing_copy
-from tide_hf.evaluation.benchmark import same_start, timed_run
+from tide_hf.evaluation.baselines import weight_sharing_copy
+from tide_hf.evaluation.benchmark import DecodingMethod, same_start, timed_run
 from tide_hf.evaluation.inspection import convergence_by_layer
-from tide_hf.evaluation.perplexity import score_texts
+from tide_hf.evaluation.quality import score_texts
 from tide_hf.routers.config import NEVER_EXIT
 
 from ..adapters import attached
@@ -155,20 +155,20 @@ def throughput(bench: Bench, prompts: Tensor, settings: Settings, there: bool) -
     forward = {"base model": torch.no_grad()(lambda: bench.model(prompts))}
     mask = torch.ones_like(prompts)
     inputs = {"input_ids": prompts, "attention_mask": mask}
-    contenders = [Contender("base model", bench.model)]
+    methods = [DecodingMethod("base model", bench.model)]
     if there:
         running = engine(bench, settings.samples, settings.max_length)
         forward["published 0.85"] = lambda: running(prompts)
-        contenders.append(Contender("published 0.85", PublishedModel(running)))
+        methods.append(DecodingMethod("published 0.85", PublishedModel(running)))
     if bench.routers is not None:
         for mode, options in {"early_exit": {"exit_threshold": 0.85}, "self_speculative": {}}.items():
-            contenders.append(Contender(f"ours, {mode}", attached(bench), {"tide_mode": mode, **options}))
+            methods.append(DecodingMethod(f"ours, {mode}", attached(bench), {"tide_mode": mode, **options}))
     tokens: dict[str, list[int]] = {}
 
-    def decode(contender: Contender) -> None:
-        tokens[contender.name] = timed_run(contender, inputs, settings.max_new_tokens).new_tokens
+    def decode(method: DecodingMethod) -> None:
+        tokens[method.name] = timed_run(method, inputs, settings.max_new_tokens).new_tokens
 
-    calls = {one.name: lambda one=one: decode(one) for one in contenders}
+    calls = {one.name: lambda one=one: decode(one) for one in methods}
     repeats = max(3, settings.repeats // 3)
     decoding = interleaved(calls, repeats, prompts.device)
     return {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tide_hf.calibration.documents import Document
 from tide_hf.calibration.threshold import Bootstrap
-from tide_hf.evaluation.perplexity import TextScores, score_texts
+from tide_hf.evaluation.quality import TextScores, score_texts
 
 from ..adapters import attached, without_layers
 from ..bench import Bench, CannotRunError
