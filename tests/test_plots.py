@@ -9,7 +9,7 @@ from repository import SHIPPED
 from test_report import made_up_record
 
 from tide_hf.common.errors import MissingPackageError
-from tide_hf.routers.plots import PLOTS, save_plots
+from tide_hf.routers.card import PLOTS, save_plots
 
 
 def test_every_plot_is_a_png(tmp_path):
