@@ -1,4 +1,4 @@
-"""Render results as tables and plots, in the README and in MEASURED.md: `python -m examples.benchmarks report`.
+"""Render results as tables and plots, in the README and other pages: `python -m examples.benchmarks report`.
 
 A table stands in a page between `<!-- report: NAME -->` and `<!-- end of NAME -->`; what is between them is written
 here and nowhere else. The names of results of a config that does not have all suites begin with their folder's. Results
@@ -23,7 +23,7 @@ from .report_plots import save_plots
 from .suites import SUITES
 
 README = FOLDER.parent.parent / "README.md"
-PAGES = (README, FOLDER / "MEASURED.md")
+PAGES = (README, FOLDER.parent / "guides" / "measuring.md", FOLDER / "MEASURED.md")
 WHOLE_CONFIGS = ("quick", "full")
 SECTION = re.compile(r"(<!-- report: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
@@ -35,7 +35,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--page",
         type=Path,
         action="append",
-        help="file with markers, repeatable (default: README and MEASURED.md)",
+        help="file with markers, repeatable (default: README, guides/measuring.md and MEASURED.md)",
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page says something else")
 

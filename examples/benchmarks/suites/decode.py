@@ -30,7 +30,9 @@ SUMMARY = {
     "generate, static cache, compiled": "transformers' static cache, compiled",
     "self_speculative": "with tide_hf",
     "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",
-    "self_speculative, compiled": 'with tide_hf, `engine="compiled"`',
+    "no drafts, compiled": 'with tide_hf, `engine="compiled"`, no drafts: the engine alone',
+    "self_speculative, n-grams only, compiled": 'with tide_hf, `engine="compiled"`, drafts from n-grams alone',
+    "self_speculative, compiled": 'with tide_hf, `engine="compiled"`, all drafts',
 }
 LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "self_speculative")
 
@@ -193,7 +195,7 @@ def summary_table(record: dict[str, Any]) -> str:
         prompts = [prompt for one in found for prompt in one["prompts"]]
         if prompts:
             cells = [_mean(prompts, record["dtype"]), f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"]
-            is_ours = name.startswith("self_speculative")
+            is_ours = words.startswith("with tide_hf")
             rows.append([f"**{cell}**" if is_ours else cell for cell in [words, *cells]])
     threads = f"{record['torch_threads']} CPU threads" if record["device"] == "cpu" else record["device"]
     model = record["model"].rpartition("/")[2]
