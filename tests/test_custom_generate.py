@@ -76,14 +76,14 @@ def test_a_source_without_code_is_not_uploaded(model_hub, on_hub, capsys):
     assert ("models", "org/decoding") not in model_hub.repos
 
 
-def test_the_snippets_of_the_readme(model_hub, hub_routers, custom_generate, monkeypatch):
+def test_the_snippets_of_the_hub_guide(model_hub, hub_routers, custom_generate, monkeypatch):
     """Those that name a repository, as they are written; `org/tide` is the custom_generate repository."""
     model_hub.repos["models", "org/tide"] = model_hub.repos["models", "org/decoding"]
     namespace = {"own": hub_routers, "base": "org/base", "tokenizer": AutoTokenizer.from_pretrained("org/base")}
     snippets = [snippet for snippet in SNIPPETS if '"org/' in snippet]
     assert len(snippets) == 3
     for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), namespace)
+        exec(compile(snippet, "hub.md", "exec"), namespace)
     assert isinstance(namespace["generator"].model, TIDEModelForCausalLM)
     assert isinstance(namespace["plain"], TIDEModelForCausalLM)
     card = ModelCard.load("org/SmolLM2-135M-Instruct-tide")

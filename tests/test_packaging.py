@@ -52,4 +52,6 @@ def test_the_wheel_holds_the_package_and_the_shipped_routers(built):
 def test_the_source_archive_holds_what_the_readme_speaks_of(built):
     source, _ = built
     assert source >= files_in(ROOT / "tests") | files_in(SHIPPED / "plots")
-    assert {"CHANGELOG.md", "LICENSE", "tests/constraints.txt", "examples/quickstart.py"} <= source
+    assert source >= files_in(ROOT / "examples" / "guides")
+    named = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "tests/constraints.txt", "examples/quickstart.py"}
+    assert named <= source

@@ -1,4 +1,4 @@
-"""The README's Python snippets run as written, one after another, and so do the lines of its command-line section."""
+"""Python snippets of the README and the guides run as written, and so do the commands of the command-line guide."""
 
 import ast
 import inspect
@@ -16,8 +16,20 @@ from tide_hf.cli.main import main
 from tide_hf.cli.parser import COMMANDS
 from tide_hf.generation import OPTIONS
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+GUIDES = ROOT / "examples" / "guides"
+# In the order in which they are read: the snippets of a page go on where those of the page before ended.
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", GUIDES / "calibration.md", GUIDES / "hub.md"]
+SNIPPETS = [
+    snippet
+    for page in PAGES
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+]
+LINKED = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "hub_kernels/README.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+    *sorted(GUIDES.glob("*.md")),
+    *sorted((ROOT / "examples" / "benchmarks").glob("*.md")),
+]
 
 
 @pytest.mark.real_model
@@ -30,18 +42,18 @@ def test_the_snippets_run(smollm2, tmp_path, monkeypatch, capsys):
     (tmp_path / "model_cards" / SHIPPED.name).symlink_to(SHIPPED)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    assert len(SNIPPETS) >= 4
+    assert len(SNIPPETS) >= 6
     for snippet in (snippet for snippet in SNIPPETS if '"org/' not in snippet):  # test_custom_generate.py runs those
         local = snippet.replace(f'"{demo_model.DEFAULT_MODEL}"', f'"{tmp_path / "base"}"')
-        exec(compile(local, "README.md", "exec"), namespace)
+        exec(compile(local, "a page", "exec"), namespace)
     assert "self_speculative: 64 tokens" in capsys.readouterr().out
     assert (tmp_path / "my-routers" / "model.safetensors").is_file()
 
 
 def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
     """A tiny model stands for the real one; a pipe and a redirection are done as the shell would do them."""
-    section = README.partition("\n## Command line\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+    text = (GUIDES / "command-line.md").read_text(encoding="utf-8")
+    block = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)[0]
     commands = []
     for line in block.splitlines():
         feed, _, rest = line.rpartition(" | ")
@@ -56,8 +68,25 @@ def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
     assert commands == ["generate", "generate", "chat", "benchmark"]
 
 
-def test_the_command_line_section_names_every_command_and_option():
-    section = README.partition("\n## Command line\n")[2].partition("\n## ")[0]
+def test_every_page_of_python_is_run():
+    """But for CONTRIBUTING and the benchmarks, whose pages have none."""
+    assert {page for page in LINKED if "```python" in page.read_text(encoding="utf-8")} == set(PAGES)
+
+
+def test_the_readme_is_short_and_names_every_guide():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 250
+    assert [page.name for page in GUIDES.glob("*.md") if f"(examples/guides/{page.name})" not in readme] == []
+
+
+@pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
+def test_a_guide_begins_with_whom_it_is_for(page):
+    _, first, _ = page.read_text(encoding="utf-8").split("\n\n", 2)
+    assert first.startswith("For ")
+
+
+def test_the_command_line_guide_names_every_command_and_option():
+    section = (GUIDES / "command-line.md").read_text(encoding="utf-8").partition("\n## ")[0]
     for command in COMMANDS:
         assert f"`{command}`" in section
     shared = ("--routers", "--mode", "--exit-threshold", "--max-new-tokens", "--dtype", "--device", "--threads")
@@ -65,9 +94,9 @@ def test_the_command_line_section_names_every_command_and_option():
         assert f"`{option}" in section
 
 
-def rows_of(section, first, page=README):
-    """The rows of the table in a section whose first column is called so: lists of cells."""
-    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+def rows_of(first):
+    """The rows of the table in the configuration guide whose first column is called so: lists of cells."""
+    text = (GUIDES / "configuration.md").read_text(encoding="utf-8")
     lines = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
@@ -77,16 +106,16 @@ def read(cell):
 
 
 def test_the_configuration_reference_names_every_field_option_and_argument_with_its_default():
-    fields = {name.strip("`"): (kind, read(default)) for name, kind, default, _ in rows_of("Configuration", "field")}
+    fields = {name.strip("`"): (kind, read(default)) for name, kind, default, _ in rows_of("field")}
     kinds = {name: kind for name, kind in TIDEConfig.__annotations__.items() if name != "model_type"}
     said = {name: kind.replace(" | ", " or ").replace("[str, Any]", "") for name, kind in kinds.items()}
     assert fields == {name: (said[name].replace("float or int", "float"), getattr(TIDEConfig, name)) for name in kinds}
 
-    options = {name.strip("`"): read(default) for name, _, default, _ in rows_of("Configuration", "option")}
+    options = {name.strip("`"): read(default) for name, _, default, _ in rows_of("option")}
     assert options == dict.fromkeys(OPTIONS)
     assert not any(hasattr(GenerationConfig(), name) for name in OPTIONS)  # so that None is what a call gets
 
-    arguments = {name.strip("`"): read(default) for name, _, default, _ in rows_of("Configuration", "argument")}
+    arguments = {name.strip("`"): read(default) for name, _, default, _ in rows_of("argument")}
     parameters = inspect.signature(TIDEModelForCausalLM.from_pretrained).parameters.values()
     assert arguments == {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
     attach = inspect.signature(TIDEModelForCausalLM.attach).parameters
@@ -101,23 +130,12 @@ def anchors_of(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "CHANGELOG.md",
-        "examples/engines.md",
-        "examples/serving.md",
-        "examples/benchmarks/README.md",
-        "examples/benchmarks/MEASURED.md",
-        "hub_kernels/README.md",
-    ],
-)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_within_the_repository_lead_somewhere(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         name, _, anchor = link.partition("#")
         if not link.startswith("http"):
-            there = (ROOT / page).parent / name if name else ROOT / page
+            there = page.parent / name if name else page
             assert there.exists(), link
-            assert not anchor or anchor in anchors_of(there), link
+            assert not anchor or (there.suffix == ".md" and anchor in anchors_of(there)), link
