@@ -7,8 +7,15 @@ from test_block_head import attach_drafting, document_batches, routers_for
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.block_head import FRESH, BlockTrainer, _behind_right, _loss, gains_by_bfloat16, mixed_precision
+from tide_hf.calibration.block_head import (
+    FRESH,
+    BlockTrainer,
+    _behind_right,
+    gains_by_bfloat16,
+    mixed_precision,
+)
 from tide_hf.calibration.documents import Document
+from tide_hf.calibration.heads import distillation_loss
 from tide_hf.common.errors import ConfigurationError
 
 
@@ -84,9 +91,10 @@ def test_training_on_its_own_guesses_makes_second_drafts_better(tiny_llama, monk
         list(trainer.train(lambda: batches, len(batches), epochs=30))
         with torch.no_grad():
             losses = [
-                _loss(*(trainer.taught(states)[batch.counted] for states in (guesses, batch.final)))
+                distillation_loss(student, teacher, teacher.argmax(dim=-1))
                 for batch in batches
                 for guesses in [trainer.states(batch, trainer.states(batch))]
+                for student, teacher in [(trainer.taught(states)[batch.counted] for states in (guesses, batch.final))]
             ]
         return float(sum(losses))
 

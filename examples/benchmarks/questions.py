@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from tide_hf.calibration.text import batch_answers, plain_generation
+from tide_hf.calibration.text import generate_batch, without_generation_defaults
 from tide_hf.common.chat_prompts import prompt_tokens
 from tide_hf.common.padding import end_tokens, pad_token
 
@@ -43,9 +43,9 @@ def answer_questions(
     texts: list[str] = []
     depths: list[float] = []
     for start in range(0, len(prompts), batch_size):
-        with plain_generation(model):
+        with without_generation_defaults(model):
             batch = prompts[start : start + batch_size]
-            answers = batch_answers(model, batch, ends, pad=pad, max_new_tokens=max_new_tokens, **options)
+            answers = generate_batch(model, batch, ends, pad=pad, max_new_tokens=max_new_tokens, **options)
         stats = getattr(model, "last_exit_stats", None)
         layers = [[num_layers]] * len(answers) if stats is None else stats.per_token
         texts += [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

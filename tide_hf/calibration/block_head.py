@@ -24,12 +24,12 @@ from ..depth.gates import FixedDepthRun, Gate, LayerCall, LayerGate, active, ope
 from ..routers.block_head import BlockHead, block_config_of
 from ..routers.exit_points import BlockPoint, logit_of
 from ..routers.routers import TIDERouters
-from .heads import FrequentUnembed, round_weights
+from .heads import FrequentUnembed, distillation_loss, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
 
 SIZE, REPEATS = 1024, 3
-GAIN = 1.5  # for less than that the rounding is not worth it
+MIN_SPEEDUP = 1.5  # below that the rounding is not worth it
 LEARNING_RATE = 2e-3  # of the layer
 TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
 WARMUP_STEPS, FLOOR = 20, 0.05
@@ -42,10 +42,10 @@ DOCUMENTS_PER_STEP = 16
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """What a training step's forward has to be inside of; weights, gradients and sums stay in float32.
+    """bfloat16 autocast for a training step's forward, where that is faster; weights and gradients stay float32.
 
     Args:
-        device: Of the weights.
+        device: Device of the weights.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=gains_by_bfloat16(device.type))
 
@@ -53,10 +53,10 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 @lru_cache
 @torch.inference_mode()
 def gains_by_bfloat16(device_type: str) -> bool:
-    """Whether products in bfloat16 take clearly less time than in float32; measured on a CPU, once."""
+    """Whether bfloat16 matrix products are clearly faster than float32; on a CPU measured once per process."""
     if device_type != "cpu":
         return device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return _seconds(torch.bfloat16) * GAIN < _seconds(torch.float32)
+    return _seconds(torch.bfloat16) * MIN_SPEEDUP < _seconds(torch.float32)
 
 
 def _seconds(dtype: torch.dtype) -> float:
@@ -71,7 +71,7 @@ class DocumentBatch:
     Attributes:
         input_ids: (rows, length).
         attention_mask: (rows, length), 1 where there is a token.
-        counted: (rows, length), True at the positions that calibration looks at.
+        counted: (rows, length), True at counted positions.
         early: (rows, length, D) states at the block's exit layer, before the final norm.
         final: (rows, length, D) states after the last layer, before the final norm.
     """
@@ -90,9 +90,9 @@ class BlockTrainer:
         model: The base model, at full depth.
         structure: Its structure.
         unembed: Its unembedding, for the final norm.
-        taught: Final states to log probabilities of the draft vocabulary, in float32, its weights frozen.
-        head: The block, in float32; its layer starts as a copy of the base model's last where the shapes agree.
-        block_layer: Number of executed layers after which it drafts.
+        taught: Frozen map of final states to float32 log-probabilities of the draft vocabulary.
+        head: The block head, in float32.
+        block_layer: Layers executed before it drafts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class BlockTrainer:
         head.use_attention_of(model.config.get_text_config())
 
     def start(self, batches: Iterable[DocumentBatch]) -> None:
-        """Copy the base model's last layer, and solve for the translator in closed form."""
+        """Initialise: the layer as a copy of the base model's last, the translator by ridge regression."""
         source = dict(self.structure.layers[-1].named_parameters())
         with torch.no_grad():
             for name, parameter in self.head.layer.named_parameters():
@@ -139,10 +139,9 @@ class BlockTrainer:
         rate: float = 1.0,
         deadline: float = math.inf,
     ) -> Iterator[tuple[int, float]]:
-        """Go over the documents `epochs` times, or until `deadline` (of `perf_counter`); yield (steps, mean loss).
+        """Train for `epochs`, or until `deadline` (of `perf_counter`); yield (steps so far, mean loss) of each epoch.
 
-        The learning rate, of which `rate` is a share, falls along a cosine over the steps, or over the time where that
-        is the shorter.
+        The learning rates, scaled by `rate`, follow a cosine over the steps or the time, whichever ends first.
         """
         rates = [(self.head.translator, rate * TRANSLATOR_RATE), (self.head.layer, rate * LEARNING_RATE)]
         optimizer = torch.optim.AdamW(
@@ -169,11 +168,11 @@ class BlockTrainer:
         self.head.requires_grad_(False)
 
     def states(self, batch: DocumentBatch, deep: Tensor | None = None) -> Tensor:
-        """The block's guesses at the final states.
+        """The block head's predictions of the final states.
 
         Args:
             batch: The documents.
-            deep: (rows, length, D) states to guess from, each for the token behind it: by default the true ones.
+            deep: (rows, length, D) final states, each used for the next token; default: the true ones.
 
         Returns:
             (rows, length, D).
@@ -189,12 +188,13 @@ class BlockTrainer:
             student = self.taught(states[counted])
         with torch.no_grad():
             teacher = self.taught(batch.final[counted].float())
-        loss = total = _loss(student, teacher)
+        loss = total = distillation_loss(student, teacher, teacher.argmax(dim=-1))
         behind = _behind_right(counted, student, teacher)
         if behind.any():
             with mixed_precision(batch.final.device):
                 student = self.taught(self.states(batch, states.detach())[behind])
-            total = loss + SECOND_SHARE * _loss(student, teacher[behind[counted]])
+            teacher = teacher[behind[counted]]
+            total = loss + SECOND_SHARE * distillation_loss(student, teacher, teacher.argmax(dim=-1))
         optimizer.zero_grad()
         total.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT)
@@ -214,7 +214,7 @@ class BlockTrainer:
 
     @torch.no_grad()
     def _call(self, batch: DocumentBatch) -> LayerCall:
-        """Masks and positions as the base model makes them for the layer behind the exit; no layer runs."""
+        """The base model's call of the layer after the exit, with masks and positions; no layer runs."""
         with _gates(self.structure):
             run = _StraightTo(self.structure, None, self.block_layer)
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
@@ -227,16 +227,16 @@ class BlockTrainer:
 
 
 class _StraightTo(FixedDepthRun):
-    """A pass that executes no layer and ends before one."""
+    """A forward pass that executes no layer and ends before one."""
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand the input on."""
+        """Return the input."""
         return gate.with_state(None, LayerCall(args, kwargs).state)
 
 
 @contextmanager
 def _gates(structure: DecoderStructure) -> Iterator[None]:
-    """Have gates in front of the layers, as a model with TIDE attached has anyway."""
+    """Gate the layers, unless TIDE is attached and has."""
     if isinstance(structure.layers[0].__dict__.get("forward"), Gate):
         yield
         return
@@ -247,14 +247,8 @@ def _gates(structure: DecoderStructure) -> Iterator[None]:
         remove_gates(structure)
 
 
-def _loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Half the full model's distribution, half its top token; log probabilities, (N, V) each."""
-    divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
-    return 0.5 * (divergence + nn.functional.nll_loss(student, teacher.argmax(dim=-1)))
-
-
 def _behind_right(counted: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
-    """(rows, length) positions, of those that are counted, behind one whose top token the student has right."""
+    """(rows, length) mask of counted positions that follow one whose top token the student predicts."""
     right = torch.zeros_like(counted)
     right[counted] = student.argmax(dim=-1) == teacher.argmax(dim=-1)
     return counted & nn.functional.pad(right, (1, 0))[:, :-1]
@@ -267,11 +261,11 @@ def _schedule(step: int, progress: float) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a block is trained.
+    """Training schedule of a block head.
 
     Attributes:
-        epochs: Times that it sees each document.
-        rate: Share of the learning rates.
+        epochs: Passes over the documents.
+        rate: Factor of the learning rates.
     """
 
     epochs: int
@@ -279,17 +273,16 @@ class Plan:
 
 
 FRESH = Plan(epochs=6, rate=1.0)
-FURTHER = Plan(epochs=4, rate=0.5)  # a block that has learnt: fast enough to take in other text, and not to forget
+FURTHER = Plan(epochs=4, rate=0.5)  # fine-tuning of a trained block head, slower so that it does not forget
 
 
 def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:
-    """The shallowest exit layer that a block can follow, and the block's config.
+    """The shallowest layer that a block head can follow, and the block's config.
 
-    A deeper one agrees hardly more often (41% after one or two of 30 layers, 39-40% after four or eight), and costs
-    more.
+    Deeper ones cost more and do not agree more (41% after one or two of 30 layers, 39-40% after four or eight).
 
     Raises:
-        UnsupportedModelError: No layer will do.
+        UnsupportedModelError: No layer is suitable.
     """
     last = structure.num_layers - 1
     for block_layer in range(1, last):
@@ -302,13 +295,13 @@ def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[in
 
 @dataclass(frozen=True)
 class BlockStart:
-    """A block head that is trained further.
+    """A trained block head to continue from.
 
     Attributes:
-        point: The block.
-        layer: Number of executed layers after which it drafts.
-        config: What its layer is built from.
-        num_documents: That it was trained on, in one calibration after another, as far as its record tells.
+        point: The block head.
+        layer: Layers executed before it drafts.
+        config: Config of its decoder layer.
+        num_documents: Documents of all calibrations so far, as far as its record tells.
     """
 
     point: BlockPoint
@@ -320,16 +313,16 @@ class BlockStart:
 def block_start(
     start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
 ) -> BlockStart:
-    """Take the block head out of routers.
+    """The block head of some routers, to continue training.
 
     Args:
-        start_from: The routers, or where they are.
+        start_from: The routers, their folder or Hub repository.
         model: The base model.
-        exit_strategy: Of the calibration.
+        exit_strategy: Exit strategy of the calibration.
 
     Raises:
-        BaseModelMismatchError: They belong to another model.
-        ConfigurationError: They have no block head, or none is to be made.
+        BaseModelMismatchError: The routers belong to another model.
+        ConfigurationError: They have no block head, or `exit_strategy` is not `"block"`.
         RoutersNotFoundError: There are none; see `TIDERouters.from_pretrained`.
     """
     routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
@@ -351,18 +344,18 @@ def block_start(
 
 
 class BlockStage:
-    """Makes one block head.
+    """The stage that trains and measures one block head.
 
     Args:
         model: The base model, at full depth.
         structure: Its structure.
         unembed: Its unembedding.
-        store: The states of the documents, at the block's exit layer among others.
-        point: The block, in float32: fresh, or one that is to be trained further.
-        block_layer: Number of executed layers after which it drafts.
-        tokens: (V,) what it may draft, ascending.
-        seed: Of the order of the documents.
-        is_fresh: Whether the block has learnt nothing yet.
+        store: The states of the documents, with those at `block_layer`.
+        point: The block head, in float32.
+        block_layer: Layers executed before it drafts.
+        tokens: (V,) the draft vocabulary, ascending.
+        seed: Seed of the order of documents.
+        is_fresh: Whether the block head is untrained.
     """
 
     def __init__(
@@ -385,9 +378,9 @@ class BlockStage:
         self.trainer = BlockTrainer(model, structure, unembed, taught, point.head, block_layer)
 
     def make(self, deadline: float) -> dict[str, Any]:
-        """Train until `deadline` (of `perf_counter`) at the latest; say how it went.
+        """Train until `deadline` (of `perf_counter`) at the latest; return facts about the training.
 
-        A block that was to be trained further stays what it was where it would agree less on the tuning documents.
+        A block head that was already trained keeps its old weights if the new ones agree less on the tune split.
         """
         plan, facts = (FRESH if self.is_fresh else FURTHER), {}
         before = {name: value.clone() for name, value in self.point.head.state_dict().items()}
@@ -421,7 +414,7 @@ class BlockStage:
 
     @torch.no_grad()
     def figures(self) -> dict[str, float]:
-        """Measure the block and its confidence on the certifying documents, ready for JSON."""
+        """Measure the block head and its confidence on the certify split, ready for JSON."""
         log_probabilities, agrees = self._scored("certify")
         scores = self.point.score(log_probabilities).cpu()
         return {
@@ -438,7 +431,7 @@ class BlockStage:
 
     @torch.no_grad()
     def _scored(self, split: str) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the block's tokens at counted positions, (N,), and whether they are right, (N,)."""
+        """Log-probabilities (N,) of the drafted tokens at counted positions, and whether they are right (N,)."""
         found, agrees = [], []
         for batch in self._batches(split, self.seed):
             guesses = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
@@ -449,7 +442,7 @@ class BlockStage:
         return torch.cat(found), torch.cat(agrees)
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[DocumentBatch]:
-        """Whole documents, a few at a time; shuffled where there is a seed."""
+        """Whole documents, `DOCUMENTS_PER_STEP` at a time; shuffled if there is a seed."""
         shards = self.store.shards(split)
         if seed is not None:
             random.Random(seed).shuffle(shards)
@@ -468,11 +461,11 @@ class BlockStage:
 
 
 def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:
-    """Cut some documents out of a batch and lay them side by side, padded on the right.
+    """Right-pad some documents of a batch.
 
     Args:
-        whole: Documents one after another.
-        documents: Their ids.
+        whole: Concatenated documents.
+        documents: Ids of the wanted ones.
         exit_layer: The layer whose states are wanted.
     """
     rows = [(whole.document_ids == document).nonzero()[:, 0] for document in documents]

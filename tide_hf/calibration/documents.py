@@ -12,17 +12,17 @@ from torch import Tensor
 from ..common.errors import CalibrationError, describe
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
-MOST = {"tune": 150, "certify": 500}  # documents, beyond which more text does more good to heads
-TOKENS_PER_BATCH = 16_384  # of a forward pass over long documents, padding included
+MOST = {"tune": 150, "certify": 500}  # documents; beyond these the heads profit more from further text
+TOKENS_PER_BATCH = 16_384  # padding included
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, as tokens.
+    """One text as token ids.
 
     Attributes:
-        tokens: The tokens that the model reads.
-        first: Calibration looks at the positions from here on; before it stands a prompt.
+        tokens: The model's input.
+        first: First counted position; those before it are prompt and not used for fitting or measuring.
     """
 
     tokens: list[int]
@@ -30,20 +30,20 @@ class Document:
 
     @property
     def num_positions(self) -> int:
-        """Positions that calibration looks at."""
+        """Number of counted positions."""
         return len(self.tokens) - self.first
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Documents that fit the heads and routers, tune their scores, and certify the threshold; disjoint."""
+    """Disjoint documents to fit heads and routers, tune their scores, and certify the threshold."""
 
     fit: list[Document]
     tune: list[Document]
     certify: list[Document]
 
     def items(self) -> list[tuple[str, list[Document]]]:
-        """(name, documents) of each."""
+        """(name, documents) of each split."""
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
@@ -54,8 +54,8 @@ class TokenBatch:
     Attributes:
         input_ids: (rows, length).
         attention_mask: (rows, length), 1 where there is a token.
-        counted: (rows, length), True at the positions that calibration looks at.
-        document_ids: (rows,) positions of the documents in the list they came from.
+        counted: (rows, length), True at counted positions.
+        document_ids: (rows,) index of each document in its list.
     """
 
     input_ids: Tensor
@@ -65,12 +65,12 @@ class TokenBatch:
 
 
 def num_positions(documents: Sequence[Document]) -> int:
-    """Positions of all documents that calibration looks at."""
+    """Counted positions of all documents."""
     return sum(document.num_positions for document in documents)
 
 
 def split_documents(documents: Sequence[Document], seed: int) -> Splits:
-    """Split by document, at random, in the shares of `SHARES`; what `MOST` leaves over goes to those that fit.
+    """Split documents at random in the proportions of `SHARES`; what exceeds `MOST` goes to the fit split.
 
     Raises:
         CalibrationError: There are fewer than three documents.
@@ -93,14 +93,14 @@ def split_documents(documents: Sequence[Document], seed: int) -> Splits:
 
 
 def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[int]]:
-    """Cut documents into batches for the forward pass, those of like length together.
+    """Group documents of similar length into batches for the forward pass.
 
     Args:
         documents: The documents.
-        batch_size: Most documents a batch; fewer where they are long (`TOKENS_PER_BATCH`).
+        batch_size: Most documents per batch; `TOKENS_PER_BATCH` limits batches of long ones.
 
     Returns:
-        For each batch, positions in `documents`.
+        For each batch, indices into `documents`.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(documents)), key=lambda i: len(documents[i].tokens)):
@@ -114,14 +114,13 @@ def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[in
 
 
 def token_batch(documents: Sequence[Document], rows: Sequence[int]) -> TokenBatch:
-    """Put some of the documents into right-padded rows.
+    """Right-pad some of the documents into one batch.
 
-    Padding stands on the right, so that a position is the same number with and without it; a causal model never
-    looks at it from the positions before.
+    Padding on the right leaves positions as they are, and causal attention never reaches it.
 
     Args:
         documents: The documents.
-        rows: Which of them.
+        rows: Indices of those in the batch.
     """
     shape = (len(rows), max(len(documents[i].tokens) for i in rows))
     input_ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -135,7 +134,7 @@ def token_batch(documents: Sequence[Document], rows: Sequence[int]) -> TokenBatc
 
 
 def pack_documents(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """Documents as tensors, for a file."""
+    """Documents as tensors, for a safetensors file."""
     return {
         "tokens": torch.tensor([token for document in documents for token in document.tokens], dtype=torch.long),
         "lengths": torch.tensor([len(document.tokens) for document in documents], dtype=torch.long),
@@ -144,6 +143,6 @@ def pack_documents(documents: Sequence[Document]) -> dict[str, Tensor]:
 
 
 def unpack_documents(tensors: dict[str, Tensor]) -> list[Document]:
-    """What [`pack_documents`] packed."""
+    """Inverse of [`pack_documents`]."""
     parts = tensors["tokens"].split(tensors["lengths"].tolist())
     return [Document(part.tolist(), first) for part, first in zip(parts, tensors["first"].tolist(), strict=True)]

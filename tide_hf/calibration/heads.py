@@ -17,18 +17,18 @@ from ..routers.exit_points import ExitHead
 from .states import StateBatch
 
 RIDGE_PENALTIES = (1e-3, 1e-2, 1e-1)  # in units of each input's variance
-FREQUENT_TOKENS = 4096  # logits of the whole vocabulary cost far more and bring no more agreement
+FREQUENT_TOKENS = 4096  # distilling on the whole vocabulary costs far more and gives no more agreement
 EPOCHS, ROWS_PER_STEP, PATIENCE = 5, 256, 2
-LEARNING_RATE = 3e-4  # in units of the final states' root mean square
+LEARNING_RATE = 3e-4  # times the root mean square of the final states
 IGNORED = -100
-STEPS_PER_LOOK = 8  # at the clock
+STEPS_PER_DEADLINE_CHECK = 8
 
 
 class Moments:
-    """First and second moments of (input state, target state), enough to solve any ridge regression between them.
+    """First and second moments of (input state, target state), sufficient statistics of a ridge regression.
 
-    They are sums of differences to the first batch's mean, since hidden states have a few entries so large that
-    sums of their squares would drown the others in float32.
+    Sums are taken relative to the first batch's mean: a few entries of hidden states are so large that their squares
+    would swamp the others in float32.
 
     Args:
         hidden_size: Width D of the states.
@@ -43,7 +43,7 @@ class Moments:
         self.sum_xy = torch.zeros(hidden_size, hidden_size, dtype=torch.float64)
 
     def add(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
-        """Take in N positions.
+        """Accumulate N positions.
 
         Args:
             inputs: (N, D) float32.
@@ -61,15 +61,15 @@ class Moments:
         self.sum_xy += (weighted.T @ y).cpu()
 
     def solve(self, penalty: float, rank: int | None = None) -> tuple[Tensor, ...]:
-        """Solve for the translator `y = x + A x + b` with the least squared error.
+        """Least-squares solution of the translator `y = x + A x + b`.
 
         Args:
             penalty: Ridge penalty on A, in units of each input's variance.
-            rank: Of A; `None` is full.
+            rank: Rank of A; `None` is full.
 
         Returns:
-            A (D, D) and b (D,), float32; with a rank, A in two factors: (rank, D), (D, rank) and b. Of all matrices of
-            that rank theirs is the one whose outputs are nearest to those of the full solution.
+            A (D, D) and b (D,), float32; with a rank, A as two factors (rank, D) and (D, rank), then b. This is the
+            reduced-rank regression: the matrix of that rank whose outputs are nearest to the full solution's.
         """
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         covariance = self.sum_xx / self.weight - torch.outer(mean_x, mean_x)
@@ -88,14 +88,14 @@ class Moments:
 
 
 def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torch.device) -> Moments:
-    """Take in the counted positions of the fit split.
+    """Moments over the counted positions of the fit split.
 
-    An error counts for less where the final state is large, since the final norm takes the scale away.
+    Errors are weighted by the inverse mean square of the final state, because the final norm removes its scale.
 
     Args:
         batches: The base model's states.
-        exit_layer: The layer whose head is to be fitted.
-        device: Where to compute.
+        exit_layer: The layer whose head is fitted.
+        device: Device of the computation.
     """
     moments: Moments | None = None
     for whole in batches:
@@ -111,14 +111,14 @@ def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torc
 
 
 def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, drafts: DraftUnembed) -> float:
-    """Give a head the closed-form translator whose penalty agrees most often on the tune split.
+    """Set a head's translator to the ridge solution whose penalty gives most agreement on the tune split.
 
     Args:
         head: A `"linear"` head.
-        moments: Of the fit split.
+        moments: Moments of the fit split.
         tune_states: (N, D) states of the tune split at this exit layer, in the model's dtype.
         tune_tokens: (N,) the full model's top tokens there.
-        drafts: The base model's unembedding to the tokens that are compared.
+        drafts: Unembedding to the compared tokens.
 
     Returns:
         The penalty.
@@ -151,7 +151,7 @@ def translator_rank(head: ExitHead) -> int | None:
 
 @torch.no_grad()
 def round_weights(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Round weights to the dtype they are stored in, so that everything after is measured on what is stored."""
+    """Round weights to the dtype of the file, so that all later figures hold for the saved weights."""
     for parameter in module.parameters():
         parameter.copy_(parameter.to(dtype))
 
@@ -167,12 +167,12 @@ def _assign(head: ExitHead, solution: tuple[Tensor, ...]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a distillation.
+    """Course of a distillation.
 
     Attributes:
-        epochs: Epochs that were finished.
-        best_epoch: The one that was kept; 0 is the closed form.
-        stopped: Whether the time ran out.
+        epochs: Finished epochs.
+        best_epoch: The epoch whose weights were kept; 0 is the closed form.
+        stopped: Whether the deadline ended it.
     """
 
     epochs: int
@@ -181,7 +181,7 @@ class Outcome:
 
 
 class FrequentUnembed:
-    """Logits of the most frequent tokens alone, differentiable, from frozen float32 copies of norm and head.
+    """Differentiable logits of the most frequent tokens, from frozen float32 copies of norm and output head.
 
     Args:
         unembed: The base model's unembedding; see [`can_distil`].
@@ -218,7 +218,7 @@ class FrequentUnembed:
 
 
 def can_distil(structure: DecoderStructure) -> bool:
-    """Whether norm, projection and head can be differentiated: neither packed (8 bit) nor offloaded."""
+    """Whether norm, projection and output head are differentiable: neither quantised nor offloaded."""
     others = [part for part in (structure.norm, structure.projection) if part is not None]
     weights: list[Any] = [weight for part in others for weight in part.parameters()]
     readable = all(weight.is_floating_point() and weight.device.type != "meta" for weight in weights)
@@ -226,7 +226,7 @@ def can_distil(structure: DecoderStructure) -> bool:
 
 
 def frequent_tokens(counts: Tensor, number: int = FREQUENT_TOKENS) -> Tensor:
-    """The `number` most frequent tokens by `counts` (vocab_size,), ascending; among equals the lowest ids."""
+    """The `number` most frequent tokens by `counts` (vocab_size,), ascending; ties go to the lowest ids."""
     return counts.argsort(descending=True, stable=True)[:number].sort().values
 
 
@@ -240,9 +240,9 @@ def distil_head(
     seed: int,
     deadline: float = float("inf"),
 ) -> Outcome:
-    """Train a translator in place: half on the full model's distribution, half on its top token.
+    """Train a translator in place with [`distillation_loss`], from its closed form.
 
-    The epoch that agrees most often on `tune`, among `tokens`, is kept; the closed form counts as one of them.
+    The weights with most agreement on `tune`, among `tokens`, are kept, be it an epoch's or the closed form.
 
     Args:
         head: A `"linear"` head in closed form.
@@ -250,8 +250,8 @@ def distil_head(
         fit: Counted positions of the fit split.
         tune: Counted positions of the tune split.
         unembed: The base model's unembedding; see [`can_distil`].
-        tokens: (V,) the tokens whose probabilities are compared.
-        seed: Of the order of the positions.
+        tokens: (V,) tokens of the compared distributions.
+        seed: Seed of the order of positions.
         deadline: `time.perf_counter()` at which to stop.
     """
     assert head.translator is not None
@@ -265,13 +265,13 @@ def distil_head(
     kept = {name: value.clone() for name, value in head.state_dict().items()}
     for epoch in range(1, EPOCHS + 1):
         for rows in torch.randperm(len(fit), generator=generator).split(ROWS_PER_STEP):
-            if step % STEPS_PER_LOOK == 0 and time.perf_counter() >= deadline:
+            if step % STEPS_PER_DEADLINE_CHECK == 0 and time.perf_counter() >= deadline:
                 head.load_state_dict(kept)
                 return Outcome(epoch - 1, best_epoch, stopped=True)
             optimizer.param_groups[0]["lr"] = rate * (1 - step / num_steps)
             step += 1
             targets = frequent.positions[fit.top_tokens[rows]].to(frequent.device)
-            loss = _distance(
+            loss = distillation_loss(
                 frequent(student(_rows(fit.hidden_states[exit_layer], rows, frequent.device))),
                 frequent(_rows(fit.final_states, rows, frequent.device)),
                 targets,
@@ -291,7 +291,7 @@ def distil_head(
 
 
 class _Student:
-    """A translator that reads standardised states: they have a few huge entries, and share one learning rate."""
+    """A translator on standardised states, since one learning rate does not suit entries of very different scale."""
 
     def __init__(self, head: ExitHead, states: Tensor, device: torch.device) -> None:
         self.mean, self.std = (moment.to(device) for moment in _standardisation(states))
@@ -306,24 +306,24 @@ class _Student:
 
     @torch.no_grad()
     def copy_to(self, head: ExitHead) -> None:
-        """Give `head` the translator that does the same to states as they are."""
+        """Fold the standardisation into the weights and copy them to `head`."""
         plain = copy.deepcopy(self.translator)
         first, last = self._ends(plain)
         first.weight.div_(self.std)
-        last.bias.copy_(2 * last.bias - plain(self.mean))  # the bias less what the weights make of the mean
+        last.bias.copy_(2 * last.bias - plain(self.mean))  # bias - W mean
         head.translator.load_state_dict(plain.state_dict())  # type: ignore[union-attr]
         round_weights(head)
 
     @staticmethod
     def _ends(translator: Any) -> tuple[nn.Linear, nn.Linear]:
-        """The layers that read and that write: one and the same where the translator is of full rank."""
+        """First and last linear layer; the same one at full rank."""
         if isinstance(translator, nn.Linear):
             return translator, translator
         return translator[0], translator[-1]
 
 
 def _standardisation(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and spread of each entry, (D,) each; a part at a time, since `states` may be large."""
+    """Mean and standard deviation of each entry, (D,) each, in slices since `states` may be large."""
     mean = torch.stack([part.double().sum(dim=0) for part in states.split(4096)]).sum(dim=0) / len(states)
     squares = torch.stack([(part.double() - mean).square().sum(dim=0) for part in states.split(4096)]).sum(dim=0)
     std = (squares / len(states)).sqrt()
@@ -349,8 +349,14 @@ def _agreement(head: ExitHead, exit_layer: int, tune: StateBatch, frequent: Freq
     return hits / len(tune)
 
 
-def _distance(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-    """Half divergence of the two distributions, half the student's surprise at the teacher's top token."""
+def distillation_loss(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+    """Mean of KL(teacher || student) and the cross-entropy of the teacher's top token.
+
+    Args:
+        student: (N, V) log-probabilities.
+        teacher: (N, V) log-probabilities.
+        targets: (N,) the teacher's top tokens; `IGNORED` if outside the V tokens.
+    """
     divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
-    surprise = nn.functional.nll_loss(student, targets, ignore_index=IGNORED, reduction="sum") / len(targets)
-    return 0.5 * (divergence + surprise)
+    cross_entropy = nn.functional.nll_loss(student, targets, ignore_index=IGNORED, reduction="sum") / len(targets)
+    return 0.5 * (divergence + cross_entropy)

@@ -21,28 +21,28 @@ from ..common.errors import CalibrationError, ChatTemplateError, describe
 from ..common.rows import FORMATS, import_extra, read_rows
 from .documents import Document
 
-MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length: a forward pass pads all rows to the longest
-SHOWN = 80  # characters of a text that an error shows
+MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length; a batch is padded to its longest row
+SHOWN = 80  # characters of a text in an error
 logger = logging.getLogger(__name__)
 # "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
-POOL = 10_000  # rows at hand to draw from, besides ten for every document that is wanted
-SHOWN_KEYS = 10  # by an error; a column of a table has one for each row
-SHUFFLE_BUFFER = 2_000  # rows of a stream that are shuffled at a time
+POOL = 10_000  # rows to draw from, plus ten for each wanted document
+SHOWN_KEYS = 10  # keys in an error
+SHUFFLE_BUFFER = 2_000  # rows
 
 
 class UnusableRowError(CalibrationError):
-    """One row cannot be used; the rest can do without it."""
+    """One row cannot be used; it is skipped."""
 
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Turns rows into documents.
+    """Tokenises rows of a dataset, texts or chats, to documents.
 
     Attributes:
-        tokenizer: The base model's.
-        max_length: Tokens after which a text, or the last answer of a chat, is cut.
-        source: Where the rows come from, for errors.
+        tokenizer: The base model's tokenizer.
+        max_length: Length in tokens at which a text, or the last answer of a chat, is truncated.
+        source: Name of the dataset, for errors.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -53,8 +53,8 @@ class RowEncoder:
         """Encode a text, a chat (a list of messages), or a mapping that has one under "text" or "messages".
 
         Raises:
-            UnusableRowError: This row holds too little or too much, or the chat template refuses it.
-            CalibrationError: No row like this one can be read.
+            UnusableRowError: This row is too short or too long, or the chat template refuses it.
+            CalibrationError: Rows of this kind cannot be read.
         """
         if isinstance(row, Mapping):
             row = self._column(row)
@@ -74,7 +74,8 @@ class RowEncoder:
         )
 
     def _column(self, row: Mapping[str, object]) -> object:
-        chats_first = self.tokenizer.chat_template is not None  # a text column beside messages has another's template
+        # A text column next to messages is usually the chat in another model's template.
+        chats_first = self.tokenizer.chat_template is not None
         names = ("messages", "text") if chats_first else ("text", "messages")
         there = [row[name] for name in names if name in row]
         if there:
@@ -98,7 +99,7 @@ class RowEncoder:
         return Document(tokens, first=1)
 
     def _chat(self, chat: Sequence[object]) -> Document:
-        """Look at the last answer where the template tells what stands before it, else at the whole chat."""
+        """Count the last answer, or the whole chat if the template's prompt is no prefix of it."""
         if self.tokenizer.chat_template is None:
             raise CalibrationError(
                 describe(
@@ -132,7 +133,7 @@ class RowEncoder:
         if isinstance(message, Mapping):
             role, content = message.get("role"), message.get("content")
             if isinstance(role, str) and isinstance(content, str):
-                return {"role": role, "content": content}  # templates read meaning into further keys, even into None
+                return {"role": role, "content": content}  # chat templates react to further keys, even if None
         raise self._unusable(
             "a message cannot be read",
             got=str(message)[:SHOWN],
@@ -140,7 +141,7 @@ class RowEncoder:
         )
 
     def _answer(self, prompt: list[int], answer: list[int]) -> Document:
-        """Cut the answer where decoding would end, and count from the position that predicts its first token."""
+        """Truncate the answer at end-of-sequence, and count from the position that predicts its first token."""
         end = self.tokenizer.eos_token_id
         answer = answer[: answer.index(end)] if end in answer else answer
         longest = MAX_PROMPT * self.max_length
@@ -165,20 +166,20 @@ def read_documents(
     max_length: int,
     seed: int,
 ) -> tuple[list[Document], int]:
-    """Draw different documents from a dataset; see `calibrate` for what it may be.
+    """Draw distinct documents from a dataset; see `calibrate` for the kinds of dataset.
 
-    Documents whose tokens are the same count once, since one text must not stand on both sides of a split.
+    Duplicates are dropped, so that no text is in two splits.
 
     Args:
         dataset: Not None.
-        tokenizer: The base model's.
-        samples: At most this many documents are drawn, at random.
-        max_length: Tokens after which a text, or the last answer of a chat, is cut.
-        seed: Of the draw.
+        tokenizer: The base model's tokenizer.
+        samples: Most documents, drawn at random.
+        max_length: Length in tokens at which a text, or the last answer of a chat, is truncated.
+        seed: Random seed.
 
     Returns:
-        The documents, and the number of rows that were skipped: those of fewer than two tokens, and chats that the
-        template refuses or whose prompt is very long. A warning tells how many, and why the last one.
+        The documents, and the number of skipped rows: those of fewer than two tokens, and chats that the template
+        refuses or whose prompt is too long. A warning gives their number and the last reason.
 
     Raises:
         CalibrationError: The dataset cannot be found or read, or holds nothing that can be used.
@@ -212,7 +213,7 @@ def read_documents(
 
 
 def describe_source(dataset: object) -> str:
-    """Say in a few words where the documents come from, for the calibration record; folders are not named."""
+    """Short name of a dataset for the calibration record; paths are reduced to their last part."""
     if dataset is None:
         return "the model's own answers to the package's prompts"
     path = _local_path(dataset)
@@ -231,9 +232,9 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`.
 
     Args:
-        dataset: Not None; see `calibrate` for what it may be.
+        dataset: Not None; see `calibrate` for the kinds of dataset.
         size: Most rows.
-        seed: Of the order.
+        seed: Random seed.
 
     Raises:
         CalibrationError: The dataset cannot be found or read.
@@ -247,7 +248,7 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
         return islice(_hub_rows(dataset, seed), size)
     if _is_stream(dataset):
         return islice(_stream_rows(lambda: dataset, describe_source(dataset), seed), size)
-    has_keys = hasattr(dataset, "keys")  # a mapping of splits, a table of columns
+    has_keys = hasattr(dataset, "keys")  # a DatasetDict or a table
     if not has_keys and not isinstance(dataset, (bytes, bytearray)):
         if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
             return (dataset[i] for i in chance.sample(range(len(dataset)), min(len(dataset), size)))
@@ -265,7 +266,7 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
 
 
 def _draw(rows: Iterable[object], size: int, chance: random.Random) -> list[object]:
-    """Draw `size` rows, all equally likely, in one pass and in random order."""
+    """Reservoir sampling of `size` rows, in random order."""
     drawn: list[object] = []
     for count, row in enumerate(rows):
         if count < size:
@@ -280,7 +281,7 @@ def _local_path(dataset: object) -> Path | None:
     if not isinstance(dataset, (str, os.PathLike)):
         return None
     path = os.path.expanduser(dataset)
-    return Path(path) if os.path.exists(path) else None  # where pathlib raises, as for a very long name, this does not
+    return Path(path) if os.path.exists(path) else None  # Path.exists raises for a very long name
 
 
 def _match_hub_name(dataset: str | os.PathLike[str]) -> re.Match[str] | None:
@@ -315,7 +316,7 @@ def _hub_rows(dataset: str | os.PathLike[str], seed: int) -> Iterator[object]:
 
 
 def _stream_rows(load: Callable[[], Any], source: str, seed: int) -> Iterator[object]:
-    """Shuffle and read a stream of the datasets library; whatever goes wrong there names the source."""
+    """Shuffle and read a stream of the datasets library; errors name the source."""
     exceptions = import_extra("datasets.exceptions", f"read {source}")
     try:
         yield from load().shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -332,5 +333,5 @@ def _stream_rows(load: Callable[[], Any], source: str, seed: int) -> Iterator[ob
 
 
 def _is_stream(dataset: object) -> bool:
-    datasets = sys.modules.get("datasets")  # loaded, if this is one of its objects
+    datasets = sys.modules.get("datasets")  # imported already if this is one of its objects
     return datasets is not None and isinstance(dataset, datasets.IterableDataset)

@@ -1,4 +1,4 @@
-"""Hidden states of the base model on documents: read batch by batch, kept on disk in shards."""
+"""Hidden states of the base model on documents: read batch by batch, stored on disk in shards."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..base_model.structure import DecoderStructure, evaluating, input_device, l
 from ..base_model.unembed import Unembed, greedy_tokens
 from ..common.errors import CalibrationError, describe, quoted
 from ..generation import TIDEGenerationMixin
-from .documents import Document, Splits, TokenBatch, plan_batches, token_batch
+from .documents import Document, Splits, TokenBatch, num_positions, plan_batches, token_batch
 from .work_folder import WorkFolder
 
-SLICE_ELEMENTS = 2**25  # logits computed at once: 128 MB in float32
+SLICE_ELEMENTS = 2**25  # logits per slice: 128 MB in float32
 PLAIN_FIELDS = ("final_states", "top_tokens", "tokens", "counted", "document_ids")
-UNROUNDED_SPLIT = "certify"  # what is promised is measured on states as the model computes them
-BYTES_PER_POSITION = 32  # of all that is no state
+UNROUNDED_SPLIT = "certify"  # the guarantee is about the model's own, unrounded states
+BYTES_PER_POSITION = 32  # of tokens, labels and masks
 
 
 @contextmanager
 def full_depth(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` be what it was before TIDE was attached, in evaluation mode; restore both afterwards."""
+    """Run `model` in evaluation mode without TIDE attached; restore both afterwards."""
     attached = type(model)
     if isinstance(model, TIDEGenerationMixin):
-        model.__class__ = model._tide.base_class  # the gates let everything pass while no run is active
+        model.__class__ = model._tide.base_class  # gates are transparent while no run is active
     try:
         with evaluating(model):
             yield
@@ -40,15 +40,15 @@ def full_depth(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """What happened at N positions of the text: whole documents, one after another, in order.
+    """The base model's states and choices at N positions: whole documents, concatenated.
 
     Attributes:
         hidden_states: By exit layer, (N, hidden_size), before the final norm.
         final_states: (N, hidden_size), output of the last layer, before the final norm.
-        top_tokens: (N,) the full model's greedy choices of what comes next.
-        tokens: (N,) what the model read.
-        counted: (N,) bool, the positions that calibration looks at; the others are a prompt.
-        document_ids: (N,) which document of its split each position belongs to.
+        top_tokens: (N,) the full model's greedy next tokens.
+        tokens: (N,) input tokens.
+        counted: (N,) bool, False in prompts.
+        document_ids: (N,) index of each position's document in its split.
     """
 
     hidden_states: dict[int, Tensor]
@@ -62,23 +62,23 @@ class StateBatch:
         return len(self.top_tokens)
 
     def select(self, index: Tensor) -> StateBatch:
-        """The positions of `index`: (N,) bool, or (M,) numbers."""
+        """The positions of `index`, a mask (N,) or indices (M,)."""
         index = index.to(self.top_tokens.device)
         return self._map(lambda tensor: tensor[index])
 
     def only_counted(self) -> StateBatch:
-        """The positions that calibration looks at."""
+        """The counted positions."""
         return self.select(self.counted)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> StateBatch:
-        """All tensors on `device`, states in `dtype`."""
+        """A copy with all tensors on `device`, states in `dtype`."""
         moved = self._map(lambda tensor: tensor.to(device))
         states = {layer: state.to(dtype) for layer, state in moved.hidden_states.items()}
         return replace(moved, hidden_states=states, final_states=moved.final_states.to(dtype))
 
     @classmethod
     def concatenate(cls, parts: Sequence[StateBatch]) -> StateBatch:
-        """One batch of several with the same exit layers."""
+        """Concatenate batches of the same exit layers."""
         rest = {name: torch.cat([getattr(part, name) for part in parts]) for name in PLAIN_FIELDS}
         layers = parts[0].hidden_states
         return cls({layer: torch.cat([part.hidden_states[layer] for part in parts]) for layer in layers}, **rest)
@@ -89,13 +89,13 @@ class StateBatch:
 
 
 class StateReader:
-    """Runs a base model over text and yields what its layers compute.
+    """Runs a base model on token batches and yields its hidden states.
 
     Args:
         model: The base model, at full depth and in evaluation mode.
         structure: Its structure.
         unembed: Its unembedding.
-        exit_layers: Numbers of executed layers after which states are wanted.
+        exit_layers: Layers executed before each wanted state.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class StateReader:
         self.exit_layers = list(exit_layers)
         self._options: dict[str, Any] = {"use_cache": False}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            self._options["logits_to_keep"] = 1  # logits are computed from the states, a slice at a time
+            self._options["logits_to_keep"] = 1  # top_tokens computes the logits in slices
 
     def read(self, batches: Iterable[TokenBatch]) -> Iterator[StateBatch]:
-        """Yield the states of `batches`, one by one; nothing outlives its batch.
+        """Yield the states of `batches`, one by one; no memory outlives its batch.
 
         Raises:
             CalibrationError: A state is NaN or infinite, or a document longer than the model has positions for.
@@ -146,16 +146,16 @@ class StateReader:
 
 @torch.no_grad()
 def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a model in 8 bits that floating-point states cannot go through.
+    """Refuse a quantised model whose output head does not take floating-point states.
 
-    A head whose own forward unpacks its weights will do: heads are then fitted in closed form and not distilled.
+    A head whose own forward dequantises is accepted; exit heads are then fitted in closed form, not distilled.
 
     Args:
         model: The base model.
         structure: Its structure.
 
     Raises:
-        CalibrationError: All weights are integers, or the head cannot be applied.
+        CalibrationError: All weights are integers, or the output head cannot be applied.
     """
     dtypes = list(dict.fromkeys(weight.dtype for weight in model.parameters()))
     problem = None
@@ -181,7 +181,7 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
 
 @torch.no_grad()
 def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
-    """Map hidden states to the tokens with the highest logits, a slice of positions at a time.
+    """Greedy tokens of hidden states, a slice of positions at a time.
 
     Args:
         unembed: The base model's unembedding.
@@ -196,7 +196,7 @@ def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
 
 @contextmanager
 def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect what the layers return, by the number of layers executed; the hooks are always removed."""
+    """Collect layer outputs through forward hooks, by number of layers executed."""
     captured: dict[int, Tensor] = {}
 
     def keep(depth: int, output: Any) -> None:
@@ -235,8 +235,8 @@ class Shard:
 
     Attributes:
         split: Name of the split.
-        number: Of the batch within it.
-        rows: Positions of its documents in the split.
+        number: Index of the batch in the split.
+        rows: Indices of its documents in the split.
     """
 
     split: str
@@ -245,22 +245,21 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its unit in the work folder."""
         return f"states/{self.split}-{self.number:05d}"
 
 
 class StateStore:
-    """The hidden states of all documents, in a work folder.
+    """The hidden states of all documents, as shards in a work folder.
 
-    States of the splits that fit and tune are rounded to bfloat16 where the model computes in float32; tokens and
-    labels come from unrounded ones.
+    States of a float32 model are stored in bfloat16, except in the certify split. Labels come from unrounded states.
 
     Args:
         work: The folder.
         splits: The documents.
-        batch_size: Most documents a shard.
-        exit_layers: Layers whose states are kept.
-        dtype: The model's.
+        batch_size: Most documents per shard.
+        exit_layers: Layers whose states are stored.
+        dtype: The model's dtype.
     """
 
     def __init__(
@@ -277,15 +276,11 @@ class StateStore:
         }
 
     def shards(self, *splits: str) -> list[Shard]:
-        """The shards of these splits, or of all."""
+        """The shards of some splits; by default of all."""
         return [shard for split in splits or tuple(self._shards) for shard in self._shards[split]]
 
-    def text(self, shard: Shard) -> TokenBatch:
-        """What the model reads to make a shard."""
-        return token_batch(self._documents[shard.split], shard.rows)
-
     def missing_bytes(self, hidden_size: int) -> int:
-        """Bytes that the shards take which are not there yet."""
+        """Bytes on disk of the shards not written yet."""
         total = 0
         for shard in self.shards():
             if not self.work.has(shard.name):
@@ -295,12 +290,12 @@ class StateStore:
         return total
 
     def write(self, shard: Shard, reader: StateReader) -> None:
-        """Run the model over a shard's documents and keep what its layers compute.
+        """Run the model on a shard's documents and store its states.
 
         Raises:
             CalibrationError: A state is NaN or infinite, or the disk is full.
         """
-        (batch,) = reader.read([self.text(shard)])
+        (batch,) = reader.read([token_batch(self._documents[shard.split], shard.rows)])
         dtype = self._kept_dtype(shard.split)
         tensors = {name: getattr(batch, name) for name in PLAIN_FIELDS}
         tensors["final_states"] = batch.final_states.to(dtype)
@@ -315,7 +310,7 @@ class StateStore:
             layers: Exit layers whose states are wanted; default: all.
 
         Returns:
-            Whole documents, on the CPU, in the dtype in which they were kept.
+            Whole documents, on the CPU, in the stored dtype.
         """
         wanted = {_key(layer): layer for layer in (self.exit_layers if layers is None else layers)}
         tensors = self.work.read(shard.name, [*PLAIN_FIELDS, *wanted])
@@ -328,20 +323,20 @@ class StateStore:
             yield self.read(shard, layers).to(torch.device("cpu"), self.dtype)
 
     def num_counted(self, split: str) -> int:
-        """Positions of a split that calibration looks at."""
-        return sum(document.num_positions for document in self._documents[split])
+        """Counted positions of a split."""
+        return num_positions(self._documents[split])
 
     def sample(self, split: str, layers: Sequence[int], capacity: int, seed: int) -> StateBatch:
-        """A random part of the counted positions, so that memory does not grow with the text.
+        """A random sample of the counted positions, so that memory does not grow with the text.
 
         Args:
-            split: Of the documents.
+            split: Name of the split.
             layers: Exit layers whose states are wanted.
             capacity: Most positions.
-            seed: Of the choice.
+            seed: Random seed.
 
         Returns:
-            Positions on the CPU, in the dtype in which they were kept.
+            Positions on the CPU, in the stored dtype.
         """
         total = self.num_counted(split)
         generator = torch.Generator().manual_seed(seed)
@@ -356,10 +351,10 @@ class StateStore:
         return StateBatch.concatenate(parts)
 
     def count_tokens(self, split: str, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """How often each token stands in the text, and how often the full model would choose it next.
+        """Frequency of each token in the text, and among the full model's top tokens at counted positions.
 
         Returns:
-            Two tensors (vocab_size,); the second looks at counted positions alone.
+            Two tensors (vocab_size,).
         """
         read, chosen = torch.zeros(vocab_size, dtype=torch.long), torch.zeros(vocab_size, dtype=torch.long)
         for shard in self.shards(split):

@@ -1,4 +1,8 @@
-"""Calibration text: the user's data, or prompts that the model answers and partly writes itself."""
+"""Calibration text: the user's data, or answers that the model generates to built-in and to its own prompts.
+
+A chat model can also generate the user's side: opening a user turn in its chat template and sampling gives prompts
+close to its tuning data and far more varied than templates (Magpie, Xu et al. 2024, arXiv 2406.08464).
+"""
 
 from __future__ import annotations
 
@@ -31,75 +35,74 @@ from ..engines.shared_heads import shared_heads
 from .documents import Document
 from .sources import describe_source, read_documents
 
-BEST = 50  # tokens that are drawn from
+TOP_K = 50
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Share of prompts that the model writes. With half, the block head drafted better in chats but worse on tasks.
 OWN_SHARE = 0.25
-LONGEST_OWN_PROMPT = 48  # tokens; what is longer is cut
-PLACEHOLDER = "\ue000"  # private use: no template has it
+LONGEST_OWN_PROMPT = 48  # tokens, then truncated
+PLACEHOLDER = "\ue000"  # a private-use character, which no chat template contains
 OWN_TEMPERATURE = 1.0
-TEMPERATURES = (0.7, 0.85, 1.0)  # of the sampled half of the documents
+TEMPERATURES = (0.7, 0.85, 1.0)  # for the half of the documents that is sampled
 
 
-class DrawFromBest(LogitsProcessor):
-    """Makes a greedy choice a draw from the best tokens (top-k sampling).
+class TopKSampling(LogitsProcessor):
+    """Top-k sampling inside greedy decoding, by the Gumbel-max trick.
 
-    `generate` draws a random number for each token of the vocabulary. That took a quarter of the time that 96 texts
-    did on a CPU. The largest of the logits plus Gumbel noise is such a draw as well, from those that are noised.
+    The sampling of `generate` draws a random number for each token of the vocabulary, which took a quarter of the time
+    for 96 texts on a CPU. This draws `TOP_K` of them.
 
     Args:
-        temperature: Of the draw.
+        temperature: Sampling temperature.
     """
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Let one token stand out; (rows, vocabulary) each."""
-        best, tokens = scores.topk(min(BEST, scores.shape[-1]))
+        """Set the logit of the sampled token to infinity; (rows, vocabulary) each."""
+        best, tokens = scores.topk(min(TOP_K, scores.shape[-1]))
         noise = -torch.empty_like(best).exponential_().log()
         drawn = tokens.gather(1, (best / self.temperature + noise).argmax(dim=-1, keepdim=True))
         return scores.scatter_(1, drawn, torch.inf)
 
 
 @torch.no_grad()
-def continued(
+def continue_prompts(
     model: PreTrainedModel,
-    texts: Sequence[Sequence[int]],
-    most: int,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
     *,
     temperature: float | None,
     ends: set[int],
     pad: int = 0,
 ) -> list[list[int]]:
-    """Let a model go on with texts, whatever its own generation config says.
+    """Batched greedy or sampled continuation of prompts, independent of the model's generation config.
 
     Args:
         model: The base model, at full depth.
-        texts: Their tokens.
-        most: Tokens that it may add to each.
-        temperature: `None` is greedy.
-        ends: Tokens that end a text.
-        pad: Token that fills a row up.
+        prompts: Token ids of each prompt.
+        max_new_tokens: Most tokens per continuation.
+        temperature: Sampling temperature; `None` decodes greedily.
+        ends: End-of-sequence tokens.
+        pad: Padding token.
 
     Returns:
-        What it added to each text, up to a token that ends it, which is not among them. Where there is none, it is as
-        long as that of the others.
+        The new tokens of each prompt, without the end-of-sequence token.
     """
-    draw = LogitsProcessorList([] if temperature is None else [DrawFromBest(temperature)])
-    options = {"max_new_tokens": most, "eos_token_id": sorted(ends) or None, "logits_processor": draw}
-    with plain_generation(model), shared_heads(model):
-        return batch_answers(model, texts, ends, pad=pad, **options)
+    sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
+    options = {"max_new_tokens": max_new_tokens, "eos_token_id": sorted(ends) or None, "logits_processor": sampling}
+    with without_generation_defaults(model), shared_heads(model):
+        return generate_batch(model, prompts, ends, pad=pad, **options)
 
 
 @contextmanager
-def plain_generation(model: Any) -> Iterator[None]:
-    """Let `generate` find none of the defaults that a model comes with, but its special tokens; it gets them back.
+def without_generation_defaults(model: Any) -> Iterator[None]:
+    """Reduce a model's generation config to its special tokens, and restore it afterwards.
 
-    A config that is passed to `generate` is not enough: what it leaves open is taken from the model's own.
+    Passing a config to `generate` is not enough: fields it leaves open are filled from the model's own.
 
     Args:
-        model: The model, or a wrapper, which may have a config of its own.
+        model: The model, or a wrapper, which may have a generation config of its own.
     """
     plain = GenerationConfig(**{name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS})
     kept = [(one, one.generation_config) for one in (model, base_inside(model)) if "generation_config" in vars(one)]
@@ -112,21 +115,21 @@ def plain_generation(model: Any) -> Iterator[None]:
             one.generation_config = config
 
 
-def batch_answers(
+def generate_batch(
     model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
 ) -> list[list[int]]:
-    """Let `model.generate` go on with prompts, all in one batch.
+    """Run `model.generate` on prompts in one left-padded batch.
 
     Args:
         model: The model, attached or not.
-        prompts: Their tokens.
-        ends: The tokens that end an answer.
-        pad: Token that fills a row up. One that the model does not know, as where a tokenizer was extended and the
-            model was not, is replaced: models read what fills up the rows that have ended.
+        prompts: Token ids of each prompt.
+        ends: End-of-sequence tokens.
+        pad: Padding token. One outside the model's vocabulary (the tokenizer was extended, the model was not) is
+            replaced, because `generate` feeds padding to rows that have ended.
         **options: For `generate`.
 
     Returns:
-        The new tokens of each, without the one that ends it.
+        The new tokens of each prompt, without the end-of-sequence token.
     """
     pad = pad if pad < model.config.get_text_config().vocab_size else 0
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
@@ -137,7 +140,7 @@ def batch_answers(
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators and give them their old state back afterwards."""
+    """Seed torch's generators, and restore their state afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -145,11 +148,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UserTurn:
-    """What a chat template puts around a user's message.
+    """What a chat template puts around a user message.
 
     Attributes:
-        before: Tokens in front of it.
-        behind: Tokens that end it and let the assistant speak.
+        before: Tokens before the message.
+        behind: Tokens that end it and open the assistant's turn.
     """
 
     before: list[int]
@@ -157,7 +160,7 @@ class UserTurn:
 
 
 def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
-    """Find a template's user turn; `None` where there is no template, or none that ends a user's turn."""
+    """The user turn of the chat template; `None` without a template, or if nothing marks the end of the turn."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     messages = [{"role": "user", "content": PLACEHOLDER}]
@@ -167,32 +170,33 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
 
 
 def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int]) -> list[list[int]]:
-    """Let the model write users' turns.
+    """Sample user messages from the model.
 
     Args:
         model: The base model, at full depth.
-        turn: What stands around them.
-        count: How many are begun; empty ones are left out.
-        ends: Tokens that end a text; what stands behind a turn ends it as well.
+        turn: The chat template's user turn.
+        count: Messages to sample; empty ones are dropped.
+        ends: End-of-sequence tokens; the first token after a user message ends it as well.
 
     Returns:
-        Whole prompts, ready for an answer.
+        Whole prompts, up to where the answer begins.
     """
     starts = [turn.before] * count
-    written = continued(model, starts, LONGEST_OWN_PROMPT, temperature=OWN_TEMPERATURE, ends={*ends, turn.behind[0]})
+    ends = {*ends, turn.behind[0]}
+    written = continue_prompts(model, starts, LONGEST_OWN_PROMPT, temperature=OWN_TEMPERATURE, ends=ends)
     return [turn.before + row + turn.behind for row in written if row]
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts of like length that are answered together.
+    """Prompts of similar length that are answered in one batch.
 
     Attributes:
-        prompts: Their tokens; none where the model is to write them.
-        temperature: Of the answers; `None` is greedy.
-        seed: Of all that is sampled.
-        turn: What stands around prompts that the model is to write.
-        num_own: How many of those.
+        prompts: Token ids of each; empty if the model writes the prompts.
+        temperature: Sampling temperature of the answers; `None` decodes greedily.
+        seed: Seed of all sampling in the batch.
+        turn: The user turn for prompts that the model writes.
+        num_own: Number of prompts that the model writes.
     """
 
     prompts: list[list[int]]
@@ -203,17 +207,17 @@ class PromptBatch:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, the most that it may have where it has yet to be written."""
+        """Tokens of the longest prompt; an upper bound for those not written yet."""
         own = [] if self.turn is None else [len(self.turn.before) + LONGEST_OWN_PROMPT + len(self.turn.behind)]
         return max([*map(len, self.prompts), *own])
 
 
 def draw_prompts(count: int, seed: int) -> list[str]:
-    """Draw different prompts from the package's own, every kind of prompt as often as it can be.
+    """Draw distinct prompts from the built-in templates, each template as often as its slots allow.
 
     Args:
-        count: How many; fewer come back where the package has no more.
-        seed: Of the draw.
+        count: Prompts wanted; fewer if the templates give no more.
+        seed: Random seed.
     """
     package = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
     templates = [template for group in package["prompts"].values() for template in group]
@@ -230,21 +234,21 @@ def draw_prompts(count: int, seed: int) -> list[str]:
 def plan_writing(
     prompts: list[list[int]], batch_size: int, seed: int, turn: UserTurn | None = None, num_own: int = 0
 ) -> list[PromptBatch]:
-    """Cut prompts into batches, one half to be answered greedily, the other half sampled.
+    """Split prompts into batches, half of them answered greedily and half sampled.
 
-    The batches come in random order, so that those from first to any one are a fair part of the whole.
+    Batches are shuffled, so that a calibration cut short by its time budget still has a random sample.
 
     Args:
-        prompts: Their tokens.
-        batch_size: Prompts a batch, those of like length together.
-        seed: Of everything random.
-        turn: What stands around prompts that the model writes itself.
-        num_own: How many of those there shall be besides.
+        prompts: Token ids of each prompt.
+        batch_size: Prompts per batch, sorted by length.
+        seed: Random seed.
+        turn: The user turn for prompts that the model writes.
+        num_own: Number of prompts that the model writes, in addition to `prompts`.
     """
     halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
     batches: list[dict[str, Any]] = []
     for half, temperatures in zip(halves, ((None,), TEMPERATURES), strict=True):
-        rows = sorted(half, key=len)  # little padding
+        rows = sorted(half, key=len)  # for little padding
         for number, start in enumerate(range(0, len(rows), batch_size)):
             temperature = temperatures[number % len(temperatures)]
             batches.append({"prompts": rows[start : start + batch_size], "temperature": temperature})
@@ -262,16 +266,16 @@ def plan_writing(
 def write_documents(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, max_length: int
 ) -> list[Document]:
-    """Let the model answer a batch of prompts, and write them first where it is to.
+    """Generate answers to a batch of prompts, after sampling the prompts themselves where needed.
 
     Args:
         model: The base model, at full depth.
-        tokenizer: Its tokenizer; it need not know a padding token.
+        tokenizer: Its tokenizer, with or without a padding token.
         batch: The prompts.
-        max_length: Tokens that the model may add to a prompt.
+        max_length: Most new tokens per prompt.
 
     Returns:
-        The documents that hold at least one new position; their prompts are read but not counted.
+        Prompt and answer as one document each, only the answer's positions counted; empty answers are dropped.
     """
     pad, ends = pad_token(tokenizer), end_tokens(model.generation_config.eos_token_id)
     with seeded(batch.seed, input_device(model)):
@@ -280,16 +284,16 @@ def write_documents(
             prompts += write_prompts(model, batch.turn, batch.num_own, ends)
         if not prompts:
             return []
-        answers = continued(model, prompts, max_length, temperature=batch.temperature, ends=ends, pad=pad)
+        answers = continue_prompts(model, prompts, max_length, temperature=batch.temperature, ends=ends, pad=pad)
     documents = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        kept = answer[: max_length - 1]  # what follows was predicted
+        kept = answer[: max_length - 1]  # the last token is the label of the position before
         documents.append(Document(prompt + kept, first=len(prompt) - 1))
     return [document for document in documents if document.num_positions > 0]
 
 
 def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) -> str:
-    """Replace each `{slot}`; two slots of one kind get different words."""
+    """Replace each `{slot}`; two slots of the same name get different words."""
     names = re.findall(r"\{(\w+)\}", template)
     words = {name: iter(rng.sample(slots[name], names.count(name))) for name in slots if name in names}
     return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
@@ -297,12 +301,12 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents that are there, or prompts that the model has yet to answer.
+    """Documents of the user's, or prompts for the model to answer.
 
     Attributes:
-        documents: The user's.
-        prompts: Batches of prompts where there are none.
-        description: What the text is, for the record.
+        documents: The user's documents.
+        prompts: Batches of prompts, if there are no documents.
+        description: Source of the text, for the calibration record.
         num_skipped: Rows of the user's data that could not be used.
     """
 
@@ -312,13 +316,13 @@ class Text:
     num_skipped: int = 0
 
     def digest(self) -> str:
-        """A hash of all of it."""
+        """A hash of documents and prompts."""
         documents = [(document.tokens, document.first) for document in self.documents]
         prompts = [asdict(batch) for batch in self.prompts]
         return hashlib.sha256(json.dumps([documents, prompts]).encode()).hexdigest()
 
     def longest(self, max_length: int) -> int:
-        """Tokens of the longest document, the most that it may have where it has yet to be written."""
+        """Tokens of the longest document; an upper bound for those not written yet."""
         if self.documents:
             return max(len(document.tokens) for document in self.documents)
         return max(batch.longest_prompt for batch in self.prompts) + max_length
@@ -333,7 +337,7 @@ def load_documents(
     batch_size: int,
     seed: int,
 ) -> Text:
-    """Read the user's data, or draw prompts where there is none; see `calibrate` for the arguments.
+    """Read the user's data, or draw prompts if there is none; see `calibrate` for the arguments.
 
     Raises:
         CalibrationError: The data cannot be used.
