@@ -199,7 +199,7 @@ def test_a_tokenizer_without_pad_or_template(parts, tiny_model_folder):
         ([], r"the dataset is empty .*: got no texts\. Expected texts or chats"),
         (
             ["a river runs", "x", "to the sea"],
-            r"too short .*: got 1 tokens for 'x'\. Expected at least 2",
+            r"too few documents .*: got 2\. Expected at least 3",
         ),
         (["a river", "runs on"], r"too few documents .*: got 2\. Expected at least 3"),
         ("wikitext", r"the dataset cannot be found: got 'wikitext'\. Expected a file or folder that exists, or a Hub"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -65,75 +65,69 @@ def calibrate(
     notes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> TIDERouters:
-    """Make routers for `model`. The model itself stays as it is, attached or not.
+    """Fit exit heads and train routers for a frozen model, and certify their exit threshold.
 
-    What has been done is kept in files, so a calibration with an `output_dir` that was killed goes on where it was
-    when it is called again with the same arguments. Under `torchrun` or `accelerate launch` the processes share the
-    work, by way of those files; each gets the routers.
+    Finished units of work are stored in `output_dir`, so a killed calibration resumes when it is called again with the
+    same arguments. Under `torchrun` or `accelerate launch` the processes share the work; each returns the routers.
 
     Args:
-        model: A causal language model of transformers, or a `PeftModel` around one, whose adapter is then part of
-            the model.
+        model: A causal language model of transformers, or a `PeftModel` around one, whose adapter then counts as part
+            of the model. It is not changed, and may have TIDE attached.
         tokenizer: Its tokenizer.
-        dataset: `None` lets the model answer the package's own prompts and, where it has a chat template, prompts that
-            it writes itself, which gives the kind of text that it will see when it decodes. Or one of:
+        dataset: By default (`None`) the model generates the text: answers to built-in prompts and, if it has a chat
+            template, to prompts that it samples itself. This is the kind of text that it decodes later. Or one of:
 
             - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
-            - a local file: .txt (documents are separated by blank lines; where there are none, each line is one),
-              .jsonl, .json, .csv or .parquet; or a folder of such files;
+            - a local file: .txt (documents separated by blank lines, or one per line if there are none), .jsonl,
+              .json, .csv or .parquet; or a folder of such files;
             - the name of a Hub data set, `"org/name"`, `"org/name:config"`, `"org/name[split]"` or
-              `"org/name:config[split]"` (split: train if not given), of which only as many rows are read as are needed;
-            - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; of one without a length at most
+              `"org/name:config[split]"` (default split: train), which is streamed;
+            - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; if it has no length, at most
               the first 10,000 + 10 * `samples` rows are read.
 
-            Rows have a `text` column or a `messages` column, which goes through the tokenizer's chat template; of a
-            chat, the last answer is looked at. Repeats are dropped. Rows that are too short are skipped, and a warning
-            tells how many.
-        samples: Documents to use. A tenth of them tunes (150 at most), four tenths certify the threshold (500 at most),
-            the rest fits. To certify a tolerance of 2% with 95% confidence takes at least 373; the more there are, the
-            more tokens may leave, and the better heads are.
-        max_length: Longest document in tokens; of self-written ones and of chats, longest answer.
-        labels: What a router predicts: `"agreement"`, that the exit head's top token is the full model's; `"cosine"`,
-            that the layer's state is close to the final one (the published rule); `"kl"`, that the exit head's
-            distribution is close to the full model's. The threshold is certified on agreement in any case.
+            Rows have a `text` column, or a `messages` column for the tokenizer's chat template; of a chat, only the
+            last answer counts. Duplicates are dropped. Rows that are too short are skipped with a warning.
+        samples: Number of documents: a tenth to tune (at most 150), four tenths to certify (at most 500), the rest to
+            fit. Certifying a tolerance of 2% with 95% confidence needs at least 373; more give better heads and more
+            exits.
+        max_length: Longest document in tokens; for generated documents and chats, longest answer.
+        labels: What routers predict: `"agreement"`, the exit head's top token is the full model's; `"cosine"`, the
+            hidden state is close to the final one (the published rule); `"kl"`, the exit head's distribution is close
+            to the full model's. The threshold is always certified on agreement.
         exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
-            drafts from one layer and the deep state before (see [`block_head.BlockHead`]), which takes longer to make.
-        exit_layers: Numbers of executed layers after which a token may leave; default: every fourth is tried, and those
-            are kept that can be of use (see [`selection.useful_exit_layers`]).
-        start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further on
-            this data instead of a new one, which takes less text and time. Where that makes it no better it stays as it
-            was; the other heads and routers are made anew. Text that it was trained on before flatters its figures.
-        tolerance: Largest expected share of a document's tokens that may come out differently in `early_exit`.
-        confidence: Probability with which `tolerance` is kept.
-        draft_vocab_size: Heads draft among so many of the tokens that are most frequent in the fit split; `None` for
-            all.
+            drafts from one layer and the previous final state (see [`block_head.BlockHead`]), which takes longer.
+        exit_layers: Numbers of executed layers after which a token may exit; by default every fourth is tried and the
+            useful ones are kept (see [`selection.useful_exit_layers`]).
+        start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further
+            instead of a new one, with less text and time. It keeps its old weights if training does not improve it;
+            the other heads and routers are new. Figures on text that it was trained on before are optimistic.
+        tolerance: Largest expected share of a document's tokens that differ in `early_exit`.
+        confidence: Probability with which `tolerance` holds.
+        draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None` for all.
         translator_rank: Rank of a linear head's translator; `None` for full rank.
-        output_dir: Where routers and model card are saved, and unfinished work is kept (in `.calibration`); `None`
-            saves nothing and works in a temporary folder. Hidden states take disk space: for each token and exit
-            layer `hidden_size` numbers of 2 or 4 bytes.
-        max_minutes: Time to stay within. Less text is written and heads are distilled for a shorter time, as far as
-            need be; the rest takes what it takes. What was cut short is in the record, and routers made in a hurry
-            are not made twice the same.
-        batch_size: Documents a forward pass.
-        seed: Of everything random. On a CPU the same seed gives the same routers.
-        notes: What the record is to say besides, ready for JSON: the command that was run (`"command"`, which the card
-            shows), say. What a calibration itself writes there stays.
-        progress: Show progress bars and a table at the end.
+        output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
+            works in a temporary folder. Hidden states take disk space: per token and exit layer `hidden_size` numbers
+            of 2 or 4 bytes.
+        max_minutes: Time budget. Less text is generated and distillation stops earlier to stay within it; other stages
+            are not shortened. The record tells what was cut short; results then depend on the machine's speed.
+        batch_size: Documents per forward pass.
+        seed: Random seed. On a CPU the same seed gives the same routers.
+        notes: Further entries of the record, ready for JSON, such as the `"command"` that the card shows. They do not
+            replace the calibration's own entries.
+        progress: Show progress bars, and a table at the end.
 
     Returns:
         The routers, on the CPU in bfloat16, with the full record in `routers.config.calibration`. They exit at
-        `routers.config.exit_threshold`; where no threshold could be certified, never.
+        `routers.config.exit_threshold`; never, if no threshold could be certified.
 
     Raises:
         CalibrationError: The data cannot be found, reached or used, states are NaN, the disk is full, or
             `output_dir` holds another calibration's unfinished work.
         BaseModelMismatchError: `start_from` belongs to another model.
-        ConfigurationError: An exit layer, strategy, bound or kind of labels makes no sense, or `start_from` has no
-            block head.
+        ConfigurationError: An argument is invalid, or `start_from` has no block head.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         RoutersNotFoundError: There are no routers at `start_from`.
-        UnsupportedModelError: The model is not supported, is shared by processes (`tp_plan`), or can have no block
-            head.
+        UnsupportedModelError: The model is not supported, is tensor-parallel (`tp_plan`), or cannot have a block head.
     """
     sizes: dict[str, Any] = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
     plan: dict[str, Any] = {"samples": samples, "max_length": max_length, "batch_size": batch_size, "seed": seed}
@@ -171,7 +165,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the stages came to: all candidate layers on the certifying documents, and those that are kept."""
+    """Results of the stages: all candidate layers on the certify split, and the kept ones."""
 
     documents: list[Document]
     splits: Splits
@@ -184,7 +178,7 @@ class _Measured:
 
 
 def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float) -> _Measured:
-    """Go through the stages."""
+    """Run the stages."""
     with faster_passes(pipeline.structure):
         documents = pipeline.write_text(text)
         store = pipeline.read_states(documents)
@@ -200,7 +194,7 @@ def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float) -> _
 
 
 def _draft_vocab(pipeline: Pipeline, store: StateStore) -> Tensor:
-    """The tokens that heads draft, ascending: those most frequent in the fit split, or all."""
+    """The draft vocabulary, ascending: the most frequent tokens of the fit split, or all."""
     size = pipeline.routers.config.draft_vocab_size
     read, chosen = store.count_tokens("fit", pipeline.structure.vocab_size)
     return frequent_tokens(read + chosen, pipeline.structure.vocab_size if size is None else size)
@@ -216,7 +210,7 @@ def _fresh_routers(
     translator_rank: int | None,
     draft_vocab_size: int | None,
 ) -> TIDERouters:
-    """Routers that have learnt nothing yet, but for the block that is trained further; where states leave the model."""
+    """Untrained routers on the model's output device, with the block head of `start` if given."""
     config: dict[str, Any] = {
         "exit_strategy": exit_strategy,
         "exit_layers": list(exit_layers) if exit_layers is not None else _candidates(structure),
@@ -237,7 +231,7 @@ def _candidates(structure: DecoderStructure) -> list[int]:
 
 
 def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Settings, text: Text) -> dict[str, Any]:
-    """All that the units depend on."""
+    """Everything that results of units depend on."""
     config = routers.config
     base = {
         "model": type(model).__name__,
@@ -247,7 +241,7 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
         "dtype": str(model.dtype),
         "device": input_device(model).type,
     }
-    return settings.to_dict() | base | {"data_hash": text.digest()}
+    return asdict(settings) | base | {"data_hash": text.digest()}
 
 
 def _record(
@@ -258,7 +252,7 @@ def _record(
     tolerance: float,
     confidence: float,
 ) -> dict[str, Any]:
-    """The calibration record, but for the time that it took."""
+    """The calibration record, without its time."""
     decisions = measured.decisions
     kept = decisions.only(measured.kept)
     choice = choose_threshold(kept, tolerance=tolerance, confidence=confidence)
@@ -284,7 +278,7 @@ def _record(
 
 
 def _finish(routers: TIDERouters, measured: _Measured, record: dict[str, Any]) -> None:
-    """Leave in `routers` what is to be saved."""
+    """Bring `routers` to the form that is saved."""
     for layer in set(routers.exit_layers) - set(measured.kept):
         del routers.exits[str(layer)]
     routers.config.exit_layers = measured.kept
@@ -296,7 +290,7 @@ def _finish(routers: TIDERouters, measured: _Measured, record: dict[str, Any]) -
 
 
 def _save(routers: TIDERouters, output_dir: str | os.PathLike[str]) -> None:
-    from ..routers.card import write_model_card  # noqa: PLC0415 (the card reads this package's report)
+    from ..routers.card import write_model_card  # noqa: PLC0415 - cards need jinja2
 
     routers.save_pretrained(output_dir)
     write_model_card(routers, output_dir)

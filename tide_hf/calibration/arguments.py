@@ -1,4 +1,4 @@
-"""What a caller asks of a calibration, checked before any work is done."""
+"""Checks of the arguments of `calibrate`, made before any work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..common.errors import ConfigurationError, UnsupportedModelError, describe,
 from .heads import can_distil
 from .text import Text
 
-LARGEST_SEED = 2**62  # stages add to it, and PyTorch's generators take 64 bits
+LARGEST_SEED = 2**62  # stages add to the seed, and PyTorch's generators take 64 bits
 
 
 def check_arguments(
@@ -34,10 +34,10 @@ def check_arguments(
     notes: Mapping[str, Any] | None,
     **counts: object,
 ) -> None:
-    """Refuse arguments of `calibrate` that make no sense for any model.
+    """Refuse arguments that are invalid for every model.
 
     Raises:
-        ConfigurationError: One of them.
+        ConfigurationError: An argument is invalid.
     """
     check_choice("labels", labels, LABELS)
     check_choice("exit_strategy", exit_strategy, STRATEGIES)
@@ -59,11 +59,11 @@ def check_arguments(
 
 
 def check_for_model(structure: DecoderStructure, exit_strategy: str, translator_rank: int | None) -> None:
-    """Refuse exit heads that this model cannot have.
+    """Refuse exit heads that this model does not support.
 
     Raises:
-        ConfigurationError: The translator's rank is larger than a hidden state.
-        UnsupportedModelError: A block head is to learn from a head or norm that cannot be differentiated.
+        ConfigurationError: The translator's rank exceeds the hidden size.
+        UnsupportedModelError: The output head or norm, through which a block head is trained, is not differentiable.
     """
     if translator_rank is not None and translator_rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
@@ -80,10 +80,10 @@ def check_for_model(structure: DecoderStructure, exit_strategy: str, translator_
 
 
 def check_positions(model: PreTrainedModel, text: Text, max_length: int) -> None:
-    """Refuse documents that are longer than the model has positions for.
+    """Refuse documents that may exceed the model's positions.
 
     Raises:
-        ConfigurationError: There may be such a document.
+        ConfigurationError: A document may be too long.
     """
     most, longest = last_position(model.config.get_text_config()), text.longest(max_length)
     if most is not None and longest > most:

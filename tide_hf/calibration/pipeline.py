@@ -25,24 +25,24 @@ from .text import Text, write_documents
 from .threshold import Decisions
 from .work_folder import WorkFolder
 
-WRITING_SHARE = 0.4  # of the whole, for the text that the model writes
-SAFETY = 2.0  # what comes after distillation is taken to last this much longer than it should
-FIT_CAPACITY = 24_000  # positions kept for the routers: enough for their few weights, and a bounded memory
+WRITING_SHARE = 0.4  # share of the time budget for generating text
+SAFETY = 2.0  # factor on the estimated time of the stages after distillation
+FIT_CAPACITY = 24_000  # positions to train routers on, which bounds memory
 DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
-FEWEST_DOCUMENTS = 10  # that are written however little time there is
+FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
 BLOCK = "block/head"
-BLOCK_SHARE = 0.7  # of the time that is left when its turn comes
+BLOCK_SHARE = 0.7  # share of the remaining time for training the block head
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When a calibration has to be done.
+    """Time budget of a calibration.
 
     Attributes:
         started: `perf_counter()` at its start.
-        seconds: It may take; infinite where nobody minds.
+        seconds: Length; infinite without a limit.
     """
 
     started: float
@@ -55,19 +55,19 @@ class Budget:
 
     @property
     def writing_deadline(self) -> float:
-        """When to stop writing text."""
+        """When to stop generating text."""
         return self.started + WRITING_SHARE * self.seconds
 
     def share_of_rest(self, share: float) -> float:
-        """When a share of the time that is left will be over."""
+        """Deadline after a share of the remaining time."""
         now = perf_counter()
         return now + max(0.0, share * (self.started + self.seconds - now))
 
     def distillation_deadline(self, seconds_afterwards: float, num_heads: int) -> float:
-        """When to stop distilling the next of `num_heads` heads, each of which gets as much.
+        """Deadline of the next of `num_heads` distillations, which share the spare time equally.
 
         Args:
-            seconds_afterwards: What has to be done afterwards should take, heads in closed form included.
+            seconds_afterwards: Estimated time of everything else still to do.
             num_heads: Heads left to distil.
         """
         now = perf_counter()
@@ -79,7 +79,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the units depend on, besides model and text; see `calibrate`."""
+    """Settings that results of units depend on; see `calibrate`."""
 
     samples: int
     max_length: int
@@ -90,30 +90,26 @@ class Settings:
     batch_size: int
     seed: int
     draft_vocab_size: int | None
-    start_from: str | None  # fingerprint of the block head that is trained further
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the fingerprint."""
-        return asdict(self)
+    start_from: str | None  # fingerprint of the block head to continue from
 
 
 class Pipeline:
-    """One calibration, stage by stage; every process runs every stage and does its share of the units.
+    """One calibration, stage by stage; every process runs every stage on its share of the units.
 
     Args:
         model: The base model, at full depth and in evaluation mode.
         tokenizer: Its tokenizer.
         structure: The model's structure.
-        routers: Fresh routers, which the stages fill.
-        settings: What the units depend on.
-        work: Where their results are kept.
-        processes: Those that share the work.
+        routers: Fresh routers, trained in place.
+        settings: Settings that results depend on.
+        work: Folder of the units' results.
+        processes: The processes that share the work.
         steps: Progress bars.
-        budget: Of time.
+        budget: Time budget.
 
     Attributes:
-        resumed_units: Units of this process's share that had been done before.
-        cut_short: What was left undone for want of time, in words.
+        resumed_units: Units of this process that an earlier run had finished.
+        cut_short: Stages that the time budget cut short, for the record.
     """
 
     def __init__(
@@ -144,7 +140,7 @@ class Pipeline:
         self.state_layers = sorted({*routers.exit_layers, *([] if block_layer is None else [block_layer])})
 
     def write_text(self, text: Text) -> list[Document]:
-        """Stage (a): the documents, written by the model where there are none yet."""
+        """Stage (a): the documents; the model generates them if the user gave none."""
         if text.documents:
             return text.documents
         names = [f"documents/{number:05d}" for number in range(len(text.prompts))]
@@ -160,8 +156,8 @@ class Pipeline:
         if self.work.has(DOCUMENTS):
             self.resumed_units += len(self.processes.share(self.work.facts(DOCUMENTS)["names"]))
         else:
-            self._do("Writing text", names, write)
-            if self.processes.is_main:  # from here on these are the documents, whatever time a later run has
+            self._run_units("Writing text", names, write)
+            if self.processes.is_main:  # fixes the documents for runs that resume with another time budget
                 self.work.write(DOCUMENTS, {}, {"names": [name for name in names if self.work.has(name)]})
             self.processes.wait()
         written = self.work.facts(DOCUMENTS)["names"]
@@ -174,14 +170,16 @@ class Pipeline:
         splits = split_documents(documents, self.settings.seed)
         store = StateStore(self.work, splits, self.settings.batch_size, self.state_layers, self.model.dtype)
         self.work.check_space(store.missing_bytes(self.structure.hidden_size))
-        self.processes.wait()  # what others write must not count against the space
+        self.processes.wait()  # no process may write before all have checked the space
         reader = StateReader(self.model, self.structure, self.unembed, self.state_layers)
         shards = store.shards()
-        self._do("Reading hidden states", [shard.name for shard in shards], lambda i: store.write(shards[i], reader))
+        self._run_units(
+            "Reading hidden states", [shard.name for shard in shards], lambda i: store.write(shards[i], reader)
+        )
         return store
 
     def fit_heads(self, store: StateStore) -> dict[str, dict[str, Any]]:
-        """Stage (c): the exit heads, in closed form and then distilled; returns how each was made."""
+        """Stage (c): the exit heads, in closed form and then distilled; returns facts about each fit."""
         layers = self.routers.exit_layers
         names = [f"heads/{layer:04d}" for layer in layers]
         tokens = frequent_tokens(store.count_tokens("fit", self.structure.vocab_size)[1])
@@ -192,7 +190,7 @@ class Pipeline:
             facts = self._fit_head(store, layers[i], tokens, heads_left)
             self.work.write(names[i], self.routers[layers[i]].head.state_dict(), facts)
 
-        self._do("Fitting exit heads", names, fit)
+        self._run_units("Fitting exit heads", names, fit)
         made = {}
         for layer, name in zip(layers, names, strict=True):
             self.routers[layer].head.load_state_dict(self.work.read(name))
@@ -202,7 +200,7 @@ class Pipeline:
         return made
 
     def train_routers(self, store: StateStore) -> dict[str, dict[str, float]]:
-        """Stage (d): the routers; returns each one's figures on the tune split."""
+        """Stage (d): the routers; returns their figures on the tune split."""
         layers = self.routers.exit_layers
         names = [f"routers/{layer:04d}" for layer in layers]
 
@@ -214,13 +212,13 @@ class Pipeline:
             figures = fit_router(exit_point, layer, (fit, tune), self.unembed, self.settings.labels, seed + layer)
             self.work.write(names[i], exit_point.router.state_dict(), figures)
 
-        self._do("Training routers", names, train)
+        self._run_units("Training routers", names, train)
         for layer, name in zip(layers, names, strict=True):
             self.routers[layer].router.load_state_dict(self.work.read(name))
         return {str(layer): self.work.facts(name) for layer, name in zip(layers, names, strict=True)}
 
     def train_block(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
-        """Stage (e), where there is one: the block head that drafts `tokens`; returns its figures."""
+        """Stage (e): the block head, if there is one, with draft vocabulary `tokens`; returns its figures."""
         point, block_layer = self.routers.block, self.routers.config.block_layer
         if point is None:
             return None
@@ -232,7 +230,7 @@ class Pipeline:
             facts = stage.make(self.budget.share_of_rest(BLOCK_SHARE))
             self.work.write(BLOCK, point.state_dict(), facts | stage.figures())
 
-        self._do("Training the block head", [BLOCK], train)
+        self._run_units("Training the block head", [BLOCK], train)
         point.load_state_dict(self.work.read(BLOCK))
         facts = self.work.facts(BLOCK)
         if facts["stopped"]:
@@ -240,7 +238,7 @@ class Pipeline:
         return facts
 
     def decide(self, store: StateStore, split: str) -> Decisions:
-        """Stage (f): what every router and head would decide on a split that neither was fitted to."""
+        """Stage (f): decisions of every router and head on a split that neither was fitted to."""
         shards = store.shards(split)
         names = [f"decisions/{split}-{shard.number:05d}" for shard in shards]
 
@@ -248,13 +246,13 @@ class Pipeline:
             batch = store.read(shards[i]).to(self.routers.device, self.model.dtype)
             self.work.write(names[i], decide(batch, self.routers, self.unembed))
 
-        self._do(f"Deciding on the {split} split", names, note)
+        self._run_units(f"Deciding on the {split} split", names, note)
         parts = [self.work.read(name) for name in names]
         columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return Decisions(self.routers.exit_layers, self.structure.num_layers, **columns)
 
-    def _do(self, description: str, names: Sequence[str], make: Callable[[int], None]) -> None:
-        """Do this process's share of the units that have not been done, and wait for the others."""
+    def _run_units(self, description: str, names: Sequence[str], make: Callable[[int], None]) -> None:
+        """Run this process's share of the unfinished units, then wait for the others."""
         mine = self.processes.share(range(len(names)))
         with self.processes.threads_for(len(names)):
             for i in self.steps.track(description, mine, len(mine)):
@@ -265,7 +263,7 @@ class Pipeline:
         self.processes.wait()
 
     def _fit_head(self, store: StateStore, layer: int, tokens: torch.Tensor, heads_left: int) -> dict[str, Any]:
-        """Fit one head and say how."""
+        """Fit one head; return facts about the fit."""
         head = self.routers[layer].head
         if head.translator is None:
             return {"method": "identity"}
@@ -296,7 +294,7 @@ class Pipeline:
         return facts | {"method": "distilled"}
 
     def _seconds_after_heads(self, store: StateStore, seconds_per_position: float) -> float:
-        """What training routers and deciding should take, from what one position's logits take."""
+        """Estimated time of training routers and of decisions, from the time of one position's logits."""
         routers = min(FIT_CAPACITY, store.num_counted("fit")) + min(TUNE_CAPACITY, store.num_counted("tune"))
         decisions = store.num_counted("certify") + store.num_counted("tune")
         positions = (routers + decisions) * len(self.routers.exit_layers)

@@ -1,4 +1,4 @@
-"""The processes that share one calibration: which one this is, and how they wait for one another."""
+"""The processes that share one calibration: rank, share of the work, barriers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..common.errors import UnsupportedModelError, describe
 from ..speculation.ranks import ranks_of
 
 Unit = TypeVar("Unit")
-PATIENCE = timedelta(hours=24)  # a process may have nothing to do while another writes text
+PATIENCE = timedelta(hours=24)  # a process may wait at a barrier while another generates text
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that `torchrun` or `accelerate launch` started; by default it is alone.
+    """This process among those that `torchrun` or `accelerate launch` started; by default the only one.
 
     Attributes:
-        rank: Number of this process.
-        count: Number of processes.
+        rank: Rank of this process.
+        count: World size.
     """
 
     rank: int = 0
@@ -36,13 +36,13 @@ class Processes:
 
     @classmethod
     def current(cls, model: PreTrainedModel) -> Processes:
-        """Find the other processes, and connect to them where nobody has yet.
+        """Find the other processes, and initialise the process group if there is none yet.
 
         Args:
-            model: This process's own.
+            model: This process's model.
 
         Raises:
-            UnsupportedModelError: The processes share it, so they cannot work on different texts.
+            UnsupportedModelError: The model is tensor-parallel, so processes cannot work on different texts.
         """
         if ranks_of(model).many:
             raise UnsupportedModelError(
@@ -65,19 +65,19 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that does what must be done once."""
+        """Whether this is the main process."""
         return self.rank == 0
 
     def share(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """The units that are this process's to do: every `count`-th."""
+        """This process's share of the units: every `count`-th."""
         return units[self.rank :: self.count]
 
     @contextmanager
     def threads_for(self, num_units: int) -> Iterator[None]:
-        """On a CPU, let the processes that have something to do use the threads of those that do not.
+        """With fewer units than processes, give the threads of idle processes to the busy ones.
 
         Args:
-            num_units: What there is to do at the moment.
+            num_units: Number of units.
         """
         before = torch.get_num_threads()
         here = min(self.count, int(os.environ.get("LOCAL_WORLD_SIZE", self.count)))
@@ -88,12 +88,12 @@ class Processes:
             torch.set_num_threads(before)
 
     def wait(self) -> None:
-        """Go on when all processes have come this far."""
+        """Barrier."""
         if self.count > 1:
             distributed.barrier()
 
     def from_main(self, value: Any) -> Any:
-        """The value that the main process passed, in every process."""
+        """Broadcast the main process's value."""
         if self.count == 1:
             return value
         values = [value]

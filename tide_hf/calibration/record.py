@@ -1,4 +1,4 @@
-"""The calibration record that goes into the config, and its tables on the terminal."""
+"""The calibration record, which is saved in the routers' config, and its tables in the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calibration_record(
     routers: TIDERouters,
     structure: DecoderStructure,
 ) -> dict[str, Any]:
-    """What a calibration measured, ready for JSON."""
+    """The measurements of a calibration, ready for JSON."""
     sizes = layer_sizes(routers, structure)
     layers = {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()}
     return (
@@ -44,7 +44,7 @@ def calibration_record(
 
 
 def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any]:
-    """Count documents and the positions that calibration looked at."""
+    """Counts of documents and counted positions."""
     parts = {name: getattr(splits, name) for name in ("fit", "tune", "certify")}
     return {
         "num_documents": len(documents),
@@ -54,13 +54,13 @@ def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """Versions of the packages that figures depend on."""
     own = sys.modules[__package__.partition(".")[0]].__version__
     return {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def print_report(record: dict[str, Any], num_layers: int) -> None:
-    """Print the figures per exit layer and what the threshold came to."""
+    """Print the figures per exit layer and the chosen threshold."""
     console = Console(stderr=True)
     for title, table, note in tables_of(record, num_layers):
         console.print(rich_table(title, table))
@@ -70,11 +70,11 @@ def print_report(record: dict[str, Any], num_layers: int) -> None:
 
 
 def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
-    """Measure each exit layer by itself; whatever its router predicts, against agreement with the full model.
+    """Figures of each exit layer by itself; routers are judged by agreement, whatever labels they were trained on.
 
     Args:
-        decisions: On the certifying documents.
-        threshold: The chosen one, for the exit rates.
+        decisions: On the certify split.
+        threshold: The chosen threshold, for the exit rates.
     """
     rates = decisions.exit_rates(threshold)
     figures = {}

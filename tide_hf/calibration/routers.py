@@ -12,11 +12,11 @@ from ..routers.routers import TIDERouters
 from .heads import round_weights
 from .states import SLICE_ELEMENTS, StateBatch, top_tokens
 
-CONVERGENCE_THRESHOLD = 0.98  # the published one
+CONVERGENCE_THRESHOLD = 0.98  # of the TIDE paper
 # In nats. By Pinsker's inequality the two distributions then differ by at most sqrt(0.1 / 2) = 0.22 in total variation,
 # so that rejection sampling keeps at least 78% of the tokens that such an exit drafts.
 KL_THRESHOLD = 0.1
-ARRAYS_PER_LOGIT = 4  # logits and log-probabilities, of the exit head and of the full model
+ARRAYS_PER_LOGIT = 4  # logits and log-probabilities, each of exit head and full model
 EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
 
 
@@ -24,7 +24,7 @@ EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
 def router_labels(
     kind: str, unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor, top_tokens: Tensor
 ) -> Tensor:
-    """Tell where a router should let a position leave.
+    """Labels for router training: whether each position may exit.
 
     Args:
         kind: `"agreement"`: the exit head's top token is the full model's. `"cosine"`: the exit layer's state has a
@@ -41,7 +41,7 @@ def router_labels(
         (N,) bool, on the device of `top_tokens`.
 
     Raises:
-        ConfigurationError: There is no such kind.
+        ConfigurationError: Unknown `kind`.
     """
     check_choice("labels", kind, LABELS)
     if kind == "agreement":
@@ -53,7 +53,7 @@ def router_labels(
 
 @torch.no_grad()
 def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, full_model: Tensor) -> Tensor:
-    """Tell where `head` and the full model choose the same token.
+    """Whether the exit head and the full model have the same top token.
 
     Args:
         unembed: The base model's unembedding.
@@ -68,7 +68,7 @@ def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, f
 
 
 def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
-    """Compare states, both (N, hidden_size) and before the final norm -> (N,) float32; some positions at a time."""
+    """Cosine similarity of states, both (N, hidden_size) before the final norm -> (N,) float32, computed in slices."""
     rows = max(1, SLICE_ELEMENTS // hidden_states.shape[-1])
     parts = [
         nn.functional.cosine_similarity(early.float(), final.to(early.device).float(), dim=-1)
@@ -79,7 +79,7 @@ def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor) -> Tensor:
-    """KL(full model || exit head) of the next token's distributions, some positions at a time.
+    """KL(full model || exit head) of the next token's distributions, computed in slices.
 
     Args:
         unembed: The base model's unembedding.
@@ -103,20 +103,19 @@ def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, fina
 def train_router(
     router: ExitRouter, fit: tuple[Tensor, Tensor], tune: tuple[Tensor, Tensor], seed: int
 ) -> dict[str, float]:
-    """Train `router` in place to score how likely the exit head is right.
+    """Train `router` in place to predict whether a position may exit.
 
-    Binary cross-entropy on standardised states; the standardisation is folded into the weights at the end. After each
-    epoch Platt scaling on `tune` turns scores into probabilities, and the epoch is kept whose probabilities are best
-    there: an epoch that ranks well but is too sure of itself loses nothing.
+    Binary cross-entropy on standardised states; the standardisation is folded into the weights at the end. The epoch
+    with the lowest log loss on `tune` after Platt scaling is kept, so overconfidence alone rejects no epoch.
 
     Args:
-        router: Fresh, in float32.
-        fit: States after the final norm (N, D) in float32, and whether the head agrees (N,).
-        tune: The same, of other documents.
-        seed: Of the weights and the order of the positions.
+        router: A fresh router in float32.
+        fit: States after the final norm (N, D) in float32, and labels (N,).
+        tune: The same of the tune split.
+        seed: Seed of initial weights and order of positions.
 
     Returns:
-        `epoch` that was kept, and on `tune` its `log_loss` and `expected_calibration_error`.
+        The kept `epoch`, and its `log_loss` and `expected_calibration_error` on `tune`.
     """
     generator = torch.Generator().manual_seed(seed)
     mean, std = fit[0].mean(dim=0), fit[0].std(dim=0, correction=0)
@@ -138,7 +137,7 @@ def train_router(
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            logits = router.logits(tune_states).cpu()  # float64 is not to be had on every device
+            logits = router.logits(tune_states).cpu()  # Platt scaling needs float64, which some devices lack
         found = platt_scaling(logits, tune_labels)
         figures = _router_figures(found[0] * logits + found[1], tune_labels)
         if not best or figures["log_loss"] < best["log_loss"]:
@@ -162,7 +161,7 @@ def _router_figures(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Find (a, c) so that `sigmoid(a * logits + c)` are probabilities (Platt 1999, with his smoothed targets).
+    """Platt scaling: (a, c) of `sigmoid(a * logits + c)`, with smoothed targets (Platt 1999).
 
     Args:
         logits: (N,), on the CPU.
@@ -173,7 +172,7 @@ def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
     features = torch.stack([x, torch.ones_like(x)], dim=1)
     coefficients = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    for _ in range(50):  # Newton's method on a convex function of two numbers
+    for _ in range(50):  # Newton's method
         probability = torch.sigmoid(features @ coefficients)
         gradient = features.T @ (probability - target)
         curvature = features.T @ (features * (probability * (1 - probability))[:, None])
@@ -182,11 +181,11 @@ def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
         if float(step.abs().max()) < 1e-9:
             break
     scale, shift = coefficients.tolist()
-    return max(scale, 0.0), shift  # a router that is worse than chance must not be turned round
+    return max(scale, 0.0), shift  # a negative scale would reverse the ranking of a router worse than chance
 
 
 def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """Probability that a position that agrees scores higher than one that does not; 0.5 where one kind is missing."""
+    """Area under the ROC curve of `scores` for `labels`; 0.5 if all labels are the same."""
     positives, negatives = int(labels.sum()), int((~labels).sum())
     if positives == 0 or negatives == 0:
         return 0.5
@@ -197,7 +196,7 @@ def area_under_curve(scores: Tensor, labels: Tensor) -> float:
 
 
 def expected_calibration_error(scores: Tensor, labels: Tensor, num_bins: int = 15) -> float:
-    """Mean gap between score and share of agreement over bins of equal width, weighted by their size."""
+    """Expected calibration error (ECE) over bins of equal width."""
     bins = (scores * num_bins).long().clamp(0, num_bins - 1)
     gaps = torch.bincount(bins, weights=(scores.double() - labels.double()), minlength=num_bins)
     return float(gaps.abs().sum()) / len(scores)
@@ -211,18 +210,18 @@ def fit_router(
     labels: str,
     seed: int,
 ) -> dict[str, float]:
-    """Train one router, in place.
+    """Train the router of one exit layer in place.
 
     Args:
-        exit_point: The router, and the head that goes with it, fitted.
+        exit_point: The router and its fitted exit head.
         exit_layer: Their layer.
-        splits: Counted positions of the fit and of the tune split, in the model's dtype and on its device.
+        splits: Counted positions of the fit and the tune split, in the model's dtype and on its device.
         unembed: The base model's unembedding.
-        labels: What it predicts.
-        seed: Of the training.
+        labels: Kind of labels, see [`router_labels`].
+        seed: Random seed.
 
     Returns:
-        Its figures on the tune split.
+        Figures on the tune split, see [`train_router`].
     """
     parts = []
     for batch in splits:
@@ -238,7 +237,7 @@ def fit_router(
 
 @torch.no_grad()
 def decide(whole: StateBatch, routers: TIDERouters, unembed: Unembed) -> dict[str, Tensor]:
-    """Note for every counted position what each exit layer's router scores and whether its head is right.
+    """Router scores and head agreement of each exit layer at every counted position.
 
     Args:
         whole: A shard, in the model's dtype.

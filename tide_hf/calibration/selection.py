@@ -1,4 +1,4 @@
-"""Which exit layers are worth keeping: those that could draft best, and those at which tokens leave."""
+"""Selection of exit layers: those that tokens exit at, and those that draft best."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from ..base_model.structure import DecoderStructure
 from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
 from .threshold import GRID, Decisions
 
-MIN_EXIT_RATE = 0.01  # a layer at which fewer tokens leave is not worth its weights
-SLOPES = (0.0, 0.02, 0.05, 0.1, 0.2)  # of a pass, that one more token in a verify pass may cost
-OVERHEADS = (0.0, 0.03, 0.1)  # of a pass, that a draft step may cost beyond its layers and head
-EASE = (1.0, 0.5, 0.25)  # acceptance is agreement to this power: text may be easier than the calibration's on the whole
+MIN_EXIT_RATE = 0.01  # below this share of tokens a layer is not worth its weights
+# Scenarios of machine and text. Costs are in full-depth passes over one token.
+SLOPES = (0.0, 0.02, 0.05, 0.1, 0.2)  # cost of one more token in a verify pass
+OVERHEADS = (0.0, 0.03, 0.1)  # cost of a draft step beyond its layers and head
+EASE = (1.0, 0.5, 0.25)  # acceptance = agreement ** ease, for text easier than the calibration's
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is known of an exit layer.
+    """Figures of a candidate exit layer.
 
     Attributes:
-        agreement: Share of positions at which its head chooses the full model's token, in [0, 1].
-        draft_cost: Of one draft step, in full-depth passes over one token.
-        exit_rate: Share of positions that would leave there.
+        agreement: Share of positions at which its head has the full model's top token, in [0, 1].
+        draft_cost: Cost of one draft step, in full-depth passes over one token.
+        exit_rate: Share of positions that exit there.
     """
 
     agreement: float
@@ -34,23 +35,22 @@ class Candidate:
 
 
 def proportional_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float = 1.0) -> float:
-    """Cost of a draft step, in full-depth passes over one token, if time goes as the weights that are read.
+    """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
 
     Args:
-        exit_layer: Layers that it runs.
-        num_layers: Of the base model.
-        head_share: Share of the output head in a pass's weights.
-        vocab_share: Share of the head that drafting reads.
+        exit_layer: Layers executed.
+        num_layers: Layers of the base model.
+        head_share: Share of the output head in the weights of a full pass.
+        vocab_share: Share of the output head's rows in the draft vocabulary.
     """
     return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
 
 
 def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
-    """Keep the layers that can be of use on some machine and some text.
+    """Keep the layers that are useful on some machine and some text.
 
-    A layer is kept if at least `MIN_EXIT_RATE` of the tokens leave there, or if it promises the most tokens per second
-    of all layers, and `MIN_GAIN` over plain decoding, for any of the `SLOPES`, `OVERHEADS` and `EASE`. Where none is
-    kept by that rule, the one that comes nearest to plain decoding is.
+    A layer is kept if at least `MIN_EXIT_RATE` of the tokens exit there, or if in any scenario it gives the most tokens
+    per second of all layers and `MIN_GAIN` over plain decoding. If no layer passes, the fastest one is kept.
 
     Args:
         candidates: By exit layer; at least one.
@@ -71,17 +71,16 @@ def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
 
 
 def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float]:
-    """Where tokens leave at the lowest threshold whose measured disagreement is within `tolerance`.
+    """Exit rates at the lowest threshold whose measured disagreement is within `tolerance`.
 
-    It is measured on the tune split: to choose layers by what the certifying documents show would void what is
-    certified on them.
+    The tune split is used because selecting layers on the certify split would void the guarantee.
 
     Args:
         decisions: On the tune split.
         tolerance: As in `calibrate`.
 
     Returns:
-        Share of the positions that leave, by exit layer.
+        Share of the positions that exit, by exit layer.
     """
     lowest = None
     for threshold in GRID:
@@ -92,7 +91,7 @@ def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float
 
 
 def agreements(decisions: Decisions) -> dict[int, float]:
-    """Share of the positions at which each exit layer's head chooses the full model's token."""
+    """Share of the positions at which each exit layer's head has the full model's top token."""
     means = decisions.agrees.to(torch.float64).mean(dim=0).tolist()
     return dict(zip(decisions.exit_layers, means, strict=True))
 
@@ -100,12 +99,12 @@ def agreements(decisions: Decisions) -> dict[int, float]:
 def candidates_on(
     tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
 ) -> dict[int, Candidate]:
-    """What is known of each exit layer, by what it did on the tune split.
+    """Figures of each exit layer on the tune split.
 
     Args:
-        tune: On the tune split.
-        structure: Of the base model.
-        draft_vocab_size: Tokens that heads draft from.
+        tune: Decisions on the tune split.
+        structure: Structure of the base model.
+        draft_vocab_size: Size of the draft vocabulary.
         tolerance: As in `calibrate`.
     """
     rates, agreement = exit_rates_within(tune, tolerance), agreements(tune)
@@ -118,7 +117,7 @@ def candidates_on(
 
 
 def _gain(candidate: Candidate, slope: float, overhead: float, ease: float) -> float:
-    """Best tokens per second over plain decoding's, over all lengths of a draft."""
+    """Speed-up over plain decoding at the best draft length."""
     acceptance = candidate.agreement**ease
     step = candidate.draft_cost + overhead
     return max(expected_tokens(acceptance, length) / (step * length + 1 + slope * length) for length in DRAFT_LENGTHS)

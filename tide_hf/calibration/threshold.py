@@ -19,8 +19,8 @@ from torch.nn import functional
 from ..routers.config import NEVER_EXIT
 
 RESAMPLES = 1000
-RESAMPLED_AT_ONCE = 2**20  # items, all resamples together: 8 MB a column
-ROUNDING = 1e-9  # by how much, relatively, sums of the same values may differ in another order
+RESAMPLED_AT_ONCE = 2**20  # items of all resamples in one slice: 8 MB per column
+ROUNDING = 1e-9  # relative difference of sums of the same values in another order
 Sums = Mapping[str, Tensor]
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
 
@@ -35,14 +35,14 @@ def resampled_sums(values: Tensor, seed: int = 0) -> Tensor:
 
 
 class Bootstrap:
-    """Percentile bootstrap of figures that are functions of sums over items.
+    """Percentile bootstrap of figures that are functions of sums over items (documents, prompts).
 
-    All figures see the same resamples, so a difference of two columns is that of paired items.
+    All figures use the same resamples, so differences of columns are paired.
 
     Args:
-        columns: By name, (items,) what each item adds to the sums.
+        columns: By name, (items,) summands.
         confidence: In (0, 1).
-        seed: Of the resampling.
+        seed: Random seed.
     """
 
     def __init__(self, columns: Mapping[str, Tensor], confidence: float, seed: int = 0) -> None:
@@ -55,13 +55,13 @@ class Bootstrap:
     def figure(self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None) -> dict[str, Any]:
         """Compute a figure and its interval.
 
-        Where all resamples give the same, resampling would claim to be certain. A figure that one item in n moves by at
-        most 1/n then gets the interval of Clopper and Pearson for n items none of which is different.
+        If all resamples are equal, the bootstrap interval has no width. A bounded figure, which one of n items moves by
+        at most 1/n, then gets the Clopper-Pearson interval of 0 successes in n trials.
 
         Args:
-            statistic: From the sums of all columns to the figure; elementwise, since it sees many resamples at once.
-            limits: The least and greatest values of such a figure, a share or a difference of shares. `None` for
-                figures without, such as a perplexity: where nothing varies they have no interval.
+            statistic: From the sums of all columns to the figure, elementwise over resamples.
+            limits: Bounds of the figure if it is a share or a difference of shares; `None` for unbounded ones, such as
+                a perplexity, which have no interval if all resamples are equal.
 
         Returns:
             "value", and "interval": lower and upper end, or `None`.
@@ -77,27 +77,27 @@ class Bootstrap:
 
 
 def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
-    """Apply the rule of `early_exit`: the first exit layer whose score reaches the threshold.
+    """The exit rule of `early_exit`: the first exit layer whose score reaches the threshold.
 
     Args:
         scores: (..., E), the exit layers ascending.
         exit_threshold: Exit where `score >= exit_threshold`.
 
     Returns:
-        (...) positions in the list of exit layers, int64; E where no layer's score does.
+        (...) indices into the exit layers, int64; E if no score reaches it.
     """
     reached = scores >= exit_threshold
     return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
 
 
 def exit_depths(indices: Tensor, exit_layers: Sequence[int], num_layers: int) -> Tensor:
-    """Turn what `exit_indices` returns into numbers of executed layers, int64."""
+    """Layers executed, int64, for the indices of `exit_indices`."""
     return torch.tensor([*exit_layers, num_layers], device=indices.device)[indices]
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What each exit layer would do at N positions of one split's documents.
+    """Exit scores and head agreement at N positions of one split's documents.
 
     Attributes:
         exit_layers: The E exit layers, ascending.
@@ -114,25 +114,25 @@ class Decisions:
     document_ids: Tensor
 
     def only(self, exit_layers: Sequence[int]) -> Decisions:
-        """What the same positions look like where there are no other exit layers than these."""
+        """The same positions with these exit layers alone."""
         columns = [list(self.exit_layers).index(layer) for layer in exit_layers]
         scores, agrees = self.scores[:, columns], self.agrees[:, columns]
         return replace(self, exit_layers=list(exit_layers), scores=scores, agrees=agrees)
 
     def disagreement_per_document(self, threshold: float) -> Tensor:
-        """Share of each document's positions at which another token comes out, (documents,) float64."""
+        """Share of each document's positions whose token differs from the full model's, (documents,) float64."""
         index = exit_indices(self.scores, threshold)
         right = functional.pad(self.agrees, (0, 1), value=True).gather(1, index[:, None])[:, 0]
         _, document = self.document_ids.unique(return_inverse=True)
         return torch.bincount(document, weights=(~right).double()) / torch.bincount(document)
 
     def depth_fraction(self, threshold: float) -> float:
-        """Mean depth at which tokens are read, over the number of layers."""
+        """Mean layers executed per token, over the number of layers."""
         depths = exit_depths(exit_indices(self.scores, threshold), self.exit_layers, self.num_layers)
         return float(depths.double().mean()) / self.num_layers
 
     def exit_rates(self, threshold: float) -> dict[int, float]:
-        """Share of the positions that leave at each exit layer."""
+        """Share of the positions that exit at each exit layer."""
         index = exit_indices(self.scores, threshold)
         return {layer: float((index == i).double().mean()) for i, layer in enumerate(self.exit_layers)}
 
@@ -145,8 +145,8 @@ class ThresholdRow:
         exit_threshold: The threshold.
         disagreement: Mean share of a document's tokens that differ from the full model's.
         depth_fraction: Mean depth over the number of layers.
-        p_value: Of the hypothesis that the true disagreement exceeds the tolerance.
-        certified: Whether this threshold and all more careful ones were shown to be within it.
+        p_value: P-value of the hypothesis that the true disagreement exceeds the tolerance.
+        certified: Whether this and all higher thresholds passed the test.
     """
 
     exit_threshold: float
@@ -158,7 +158,7 @@ class ThresholdRow:
 
 @dataclass(frozen=True)
 class ThresholdChoice:
-    """The outcome: the chosen threshold, `NEVER_EXIT` where none could be certified, and all that were looked at."""
+    """The chosen threshold, `NEVER_EXIT` if none was certified, and the table of all tested ones."""
 
     tolerance: float
     confidence: float
@@ -173,16 +173,15 @@ class ThresholdChoice:
 def choose_threshold(
     decisions: Decisions, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
 ) -> ThresholdChoice:
-    """Find the most aggressive threshold whose disagreement is below `tolerance` with probability `confidence`.
+    """Find the lowest threshold whose disagreement is below `tolerance` with probability `confidence`.
 
-    Documents are the exchangeable unit. Rows behind the first one that fails stay in the table, uncertified: they are
-    measured all the same, and show what more tolerance would buy.
+    Documents are the exchangeable unit. Thresholds below the first that fails stay in the table as uncertified rows.
 
     Args:
         decisions: On documents that neither heads nor routers have seen.
         tolerance: Bound on the expected share of a document's tokens that differ, in (0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
-        grid: Thresholds, descending, fixed before looking at the data.
+        grid: Thresholds, descending, fixed in advance.
     """
     measured = []
     for threshold in grid:
@@ -192,12 +191,12 @@ def choose_threshold(
 
 
 def choose_again(choice: ThresholdChoice, num_documents: int, tolerance: float) -> ThresholdChoice:
-    """What [`choose_threshold`] would have found for another tolerance, from the figures that it measured.
+    """Repeat [`choose_threshold`] for another tolerance, from its table.
 
     Args:
-        choice: What it found.
-        num_documents: Documents that it looked at.
-        tolerance: The other one.
+        choice: Its result.
+        num_documents: Number of documents.
+        tolerance: The other tolerance.
     """
     measured = [(row.exit_threshold, row.disagreement, row.depth_fraction) for row in choice.table]
     return _test(measured, num_documents, tolerance, choice.confidence)
@@ -206,7 +205,7 @@ def choose_again(choice: ThresholdChoice, num_documents: int, tolerance: float) 
 def _test(
     measured: Sequence[tuple[float, float, float]], num_documents: int, tolerance: float, confidence: float
 ) -> ThresholdChoice:
-    """Test thresholds, each with its disagreement and depth, in their order until one fails."""
+    """Fixed-sequence test of (threshold, disagreement, depth fraction)."""
     table: list[ThresholdRow] = []
     certified = True
     for threshold, mean, depth_fraction in measured:
@@ -235,7 +234,7 @@ def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) ->
 
 
 def clopper_pearson(successes: int, count: int, confidence: float) -> tuple[float, float]:
-    """Exact interval of a probability (Clopper and Pearson, Biometrika 26, 1934).
+    """Exact confidence interval of a probability (Clopper and Pearson, Biometrika 26, 1934).
 
     Args:
         successes: In 0 ... `count`.
@@ -255,7 +254,7 @@ def clopper_pearson(successes: int, count: int, confidence: float) -> tuple[floa
 
 
 def _root(reached: Callable[[float], bool]) -> float:
-    """Where in (0, 1) a condition begins to hold, by bisection."""
+    """The point in (0, 1) from which a monotone condition holds, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -264,7 +263,7 @@ def _root(reached: Callable[[float], bool]) -> float:
 
 
 def _bernoulli_divergence(p: float, q: float) -> float:
-    """Kullback-Leibler divergence of a coin with `p` from one with `q`."""
+    """KL divergence of two Bernoulli distributions."""
     divergence = (1 - p) * math.log((1 - p) / (1 - q))
     return divergence + (p * math.log(p / q) if p > 0 else 0.0)
 
@@ -285,9 +284,7 @@ def _binomial_cdf(successes: int, count: int, probability: float) -> float:
 
 
 def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
-    """Interval of the mean loss of a document, by resampling documents; see [`Bootstrap`].
-
-    Positions of one document are not independent, so the document is the unit.
+    """Bootstrap interval of the mean loss over documents.
 
     Args:
         losses: (documents,) in [0, 1], float64.

@@ -1,4 +1,4 @@
-"""The folder in which a calibration keeps what has been done, so that it can be killed at any time and go on."""
+"""The work folder of a calibration, from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from ..common.errors import CalibrationError, describe
 from ..common.files import UNFINISHED, write_whole
 from .processes import Processes
 
-FORMAT = 1  # of the files; raise it when one of them changes
+FORMAT = 1  # version of the files; raise it when one of them changes
 NAME = ".calibration"
 FINGERPRINT = "fingerprint.json"
 SPARE_BYTES = 16 * 2**20  # for heads, routers and decisions
 
 
 class WorkFolder:
-    """Named results of small units of work, each a safetensors file that is there whole or not at all.
+    """Results of units of work by name, one safetensors file each, written atomically.
 
     Args:
-        folder: Where; made where it does not exist.
+        folder: The folder; created if needed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
     def has(self, name: str) -> bool:
-        """Whether this unit has been done."""
+        """Whether this unit is finished."""
         return self._file(name).is_file()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
-        """Keep the result of a unit.
+        """Store the result of a unit.
 
         Args:
-            name: Of the unit.
-            tensors: What came out.
-            facts: What else came out, ready for JSON.
+            name: Name of the unit.
+            tensors: Its tensors.
+            facts: Its other results, ready for JSON.
 
         Raises:
             CalibrationError: The disk is full.
@@ -55,7 +55,7 @@ class WorkFolder:
         self._write_bytes(f"{name}.safetensors", save(tensors, {"facts": json.dumps(facts or {})}))
 
     def read(self, name: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Read tensors of a unit that has been done; all of them where no `keys` are given.
+        """Read tensors of a finished unit; all of them by default.
 
         Raises:
             CalibrationError: The file is damaged.
@@ -64,7 +64,7 @@ class WorkFolder:
             return {key: file.get_tensor(key) for key in (file.keys() if keys is None else keys)}
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Read the facts of a unit that has been done.
+        """Read the facts of a finished unit.
 
         Raises:
             CalibrationError: The file is damaged.
@@ -73,11 +73,11 @@ class WorkFolder:
             return json.loads(file.metadata()["facts"])
 
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
-        """Make sure that what is in the folder is this calibration's own, and take the folder where it is empty.
+        """Write this calibration's fingerprint, or check that the one in the folder is the same.
 
         Args:
-            fingerprint: All that the units depend on, ready for JSON.
-            processes: Those that share the folder.
+            fingerprint: Everything that results depend on, ready for JSON.
+            processes: The processes that share the folder.
 
         Raises:
             CalibrationError: The folder holds another calibration's work, or processes see different folders.
@@ -105,13 +105,13 @@ class WorkFolder:
         self._compare(ours, file)
 
     def check_space(self, needed: int) -> None:
-        """Refuse to start writing what will not fit.
+        """Check the free disk space.
 
         Args:
             needed: Bytes to be written.
 
         Raises:
-            CalibrationError: Less is free.
+            CalibrationError: There is less.
         """
         free = shutil.disk_usage(self.folder).free
         if needed + SPARE_BYTES > free:
@@ -133,15 +133,7 @@ class WorkFolder:
         return self.folder / f"{name}.safetensors"
 
     def _write_bytes(self, name: str, content: bytes) -> None:
-        """Write a file that is there whole or not at all.
-
-        Args:
-            name: Of the file, with its suffix, within the folder.
-            content: What it holds.
-
-        Raises:
-            CalibrationError: The disk is full.
-        """
+        """Write a file atomically; a full disk is a `CalibrationError`."""
         file = self.folder / name
         try:
             write_whole(file, content)
@@ -194,7 +186,7 @@ class WorkFolder:
 
 @contextmanager
 def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
-    """The work folder in `output_dir`, which outlives a failure, or a temporary one, which does not."""
+    """The work folder in `output_dir`, which a failed run leaves for the next one, or a temporary one."""
     if output_dir is not None:
         folder = Path(output_dir) / NAME
         folder.mkdir(parents=True, exist_ok=True)

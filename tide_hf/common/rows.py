@@ -1,4 +1,4 @@
-"""Rows of local files: .txt, and what the datasets library reads."""
+"""Rows of local files: .txt, .csv, .json, .jsonl and .parquet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from ..common.errors import CalibrationError, MissingPackageError, describe
 
-# By suffix, the builder of the datasets library that reads such a file; None: it is read here, without that library.
+# The builder of the datasets library by suffix; None is read without that library.
 FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 def read_rows(path: Path) -> Iterator[object]:
-    """Yield the rows of a file, or of all files below a folder in the order of their names.
+    """Yield the rows of a file, or of all files below a folder sorted by name.
 
     Args:
-        path: It exists. In a folder, files of other kinds are passed over.
+        path: An existing file or folder. Files of other kinds in a folder are ignored.
 
     Raises:
         CalibrationError: There is no file of a known kind, or one cannot be read.
@@ -29,7 +29,7 @@ def read_rows(path: Path) -> Iterator[object]:
         builder = FORMATS[file.suffix.lower()]
         try:
             yield from _documents(file) if builder is None else _rows(file, builder)
-        except (OSError, ValueError, RuntimeError) as error:  # ValueError: what does not decode, parse, or fit
+        except (OSError, ValueError, RuntimeError) as error:
             raise CalibrationError(
                 describe(
                     f"cannot read {file}",
@@ -41,11 +41,11 @@ def read_rows(path: Path) -> Iterator[object]:
 
 
 def import_extra(name: str, purpose: str) -> Any:
-    """Import a module that the `calibrate` extra brings.
+    """Import a module of the `calibrate` extra.
 
     Args:
-        name: Of the module.
-        purpose: What it is needed for, to go after "to".
+        name: Name of the module.
+        purpose: What it is needed for, as in "a package is missing to {purpose}".
 
     Raises:
         MissingPackageError: It is not installed.
@@ -80,7 +80,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _documents(file: Path) -> Iterator[str]:
-    """Split a text at blank lines; where there are none, every line is a document."""
+    """Split a text at blank lines, or into lines if there are none."""
     text = file.read_text(encoding="utf-8-sig").strip()
     if not text:
         return

@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 60  # in a log
 
 
 class Steps:
-    """One progress bar a step; where there is neither a terminal nor a notebook, lines for a log.
+    """One progress bar per step; log lines if there is neither a terminal nor a notebook.
 
     Args:
         enabled: Whether to show anything.
@@ -36,14 +36,14 @@ class Steps:
         self._progress.stop()
 
     def begin(self, description: str, total: int) -> Callable[[int], None]:
-        """Start a step of `total` units; the result is to be called with the number of units done."""
+        """Start a step of `total` units; call the result with the number of units done since."""
         if self._is_log:
             return _LogLines(self._console, description, total)
         task = self._progress.add_task(description, total=total)
         return lambda count: self._progress.update(task, advance=count)
 
     def track(self, description: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield `items` and move the bar after each."""
+        """Yield `items`, and advance the bar after each."""
         advance = self.begin(description, total)
         for item in items:
             yield item
@@ -51,7 +51,7 @@ class Steps:
 
 
 class _LogLines:
-    """Tells a log that a step begins, and once a minute how far it is."""
+    """Logs the start of a step, and once a minute its progress."""
 
     def __init__(self, console: Console, description: str, total: int) -> None:
         self._console, self._description, self._total = console, description, total
@@ -59,7 +59,7 @@ class _LogLines:
         self._tell()
 
     def __call__(self, count: int) -> None:
-        """So many units more are done."""
+        """Advance by `count` units."""
         self._num_done += count
         now = perf_counter()
         if now - self._told >= SECONDS_BETWEEN_LINES:
