@@ -1,4 +1,4 @@
-"""Compiled steps: the base model's tokens in every family, few graphs, and layer by layer where it cannot be otherwise.
+"""Compiled steps: the base model's tokens in every family, few graphs, and eager calls where there can be none.
 
 Most tests run what was traced as it is, which takes no compiler.
 """

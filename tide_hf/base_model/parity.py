@@ -103,6 +103,6 @@ def _no_parity(model: PreTrainedModel, got: str, expected: str) -> UnsupportedMo
             f"the logits of {type(model).__name__} cannot be reproduced from its last decoder layer",
             got=got,
             expected=expected,
-            do="Teach tide_hf the family: see 'Add a model family' in the README.",
+            do="Teach tide_hf the family: see 'Add a model family' in CONTRIBUTING.md.",
         )
     )

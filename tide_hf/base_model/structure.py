@@ -322,6 +322,6 @@ def _unsupported(model: object, found: str) -> UnsupportedModelError:
             got=found,
             expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
             f"{looked_for}; and an output head",
-            do="Pass an AutoModelForCausalLM, or add the family as the README's 'Add a model family' describes.",
+            do="Pass an AutoModelForCausalLM, or add the family as CONTRIBUTING.md describes.",
         )
     )

@@ -132,6 +132,6 @@ def _check_difference(model: PreTrainedModel, difference: float, tolerance: floa
                 f"{type(model).__name__} has other logits in a pass over several tokens than token by token",
                 got=f"a difference of {difference:.2f} times the spread of the logits, within {length} tokens",
                 expected=f"at most {tolerance}",
-                do="Decode by transformers alone, or teach tide_hf its limit, by the README's 'Add a model family'.",
+                do="Decode by transformers alone, or teach tide_hf its limit, as CONTRIBUTING.md describes.",
             )
         )

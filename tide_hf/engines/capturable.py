@@ -1,4 +1,4 @@
-"""Whether a call can run on captured steps, and if not, why."""
+"""Whether a call can run on steps of fixed shape, and if not, why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTENTION = ("eager", "sdpa")
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What decides whether a call can run on captured steps.
+    """What decides whether a call can run on steps of fixed shape.
 
     Attributes:
         rows: Sequences.

@@ -1,7 +1,7 @@
 """Whether a model runs the fused kernels of `hub_kernels/tide-kernels`, and how they are loaded.
 
 [`Ops`] holds the kernels of one model, where they were loaded. Callers ask `run_on` before they call one, and have a
-plain path of their own for where it says no. `reference_ops` has each op in plain PyTorch.
+plain path of their own for where it says no. `reference` has each op in plain PyTorch.
 """
 
 from __future__ import annotations

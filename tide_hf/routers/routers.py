@@ -240,7 +240,7 @@ class TIDERouters(PreTrainedModel):
         revision: str | None = None,
         token: str | bool | None = None,
     ) -> CommitInfo:
-        """Upload config, weights and the card that `model_card.write_model_card` writes, in one commit.
+        """Upload config, weights and the card that `card.write_model_card` writes, in one commit.
 
         Args:
             repo_id: Hub repository, such as `"org/name"`; made where it does not exist.

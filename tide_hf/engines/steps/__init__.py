@@ -1,4 +1,4 @@
-"""Steps of fixed shape, made ready once and run again: compiled on CPUs, CUDA graphs on GPUs.
+"""Steps of fixed shape, made ready once and run again: compiled, and on GPUs captured as CUDA graphs.
 
 `fixed_cache` and `step_buffers` are the tensors that steps read and write, and `row_map` says which row is whose.
 `step_store` keeps the steps. `compiled_steps` compiles them, and `compiled_prompts` what reads a prompt on a CPU. On a

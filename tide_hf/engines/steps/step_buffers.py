@@ -1,4 +1,4 @@
-"""The tensors of captured steps, which stay where they are, and what a draft step and a verify pass do with them.
+"""The tensors of steps, which stay where they are, and what a draft step and a verify pass do with them.
 
 A step runs the model's own forward on fixed K/V (`fixed_cache`). What changes from round to round (tokens, slots,
 positions) is in tensors on the device, written by one copy. A draft step puts its token where the next step looks for
