@@ -37,9 +37,9 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 from tide_hf import TIDERouters  # noqa: E402
 from tide_hf.cli.demo_model import load_demo_model  # noqa: E402
 from tide_hf.cli.main import main  # noqa: E402
-from tide_hf.kernels.cpu import compiled as kernels  # noqa: E402
-from tide_hf.kernels.cpu.compiled import load_op  # noqa: E402
-from tide_hf.kernels.cpu.form_choice import _fastest_form  # noqa: E402
+from tide_hf.kernels.cpu import cpp_kernels as kernels  # noqa: E402
+from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
+from tide_hf.kernels.cpu.layout_choice import _fastest_layout  # noqa: E402
 from tide_hf.kernels.ops import KERNELS_REPO  # noqa: E402
 
 NUM_BYTES = 256
@@ -68,7 +68,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def _forms_are_chosen_anew():
     """What one test has measured, or said to be the faster, is no other test's."""
-    _fastest_form.cache_clear()
+    _fastest_layout.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def _no_kernels_are_kept():
     The patch is not `monkeypatch`'s, which a test may undo: their ops loaded twice would abort the process.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "kept_path", lambda *_: Path(os.devnull) / "kernels")
+        patch.setattr(kernels, "cached_path", lambda *_: Path(os.devnull) / "kernels")
         yield
 
 
@@ -97,7 +97,7 @@ def fresh_kernels():
         yield
     for (name, dtype), kernel in kernels._loaded.items():  # which ops do not call any more
         if kernel is not None:
-            kernels._use(name, dtype, kernel)
+            kernels._register(name, dtype, kernel)
     load_op.cache_clear()
 
 

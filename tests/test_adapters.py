@@ -17,7 +17,7 @@ from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, cali
 from tide_hf.calibration import work_folder
 from tide_hf.common.errors import CalibrationError, UnsupportedModelError, UnsupportedOptionError
 from tide_hf.depth.linear_gate import linear_gates
-from tide_hf.kernels.cpu.weight_forms import PackedWeight, can_pack
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, can_pack
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
@@ -77,12 +77,12 @@ def test_other_kinds_of_adapters_inside_the_layers():
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch has no oneDNN")
 def test_merged_it_stays_attached_and_says_the_same(tmp_path, monkeypatch):
-    let_pay(monkeypatch, order=(PackedWeight, None))  # and merging changes the weights
+    let_pay(monkeypatch, order=(PrepackedWeight, None))  # and merging changes the weights
     model = adapted()
     short = prompt(repeats=1)
     expected = model.generate(short, **OPTIONS)
     attached(model).generate(short, **OPTIONS)
-    assert any(PackedWeight in gate.kept for gate in linear_gates(model._tide.structure))
+    assert any(PrepackedWeight in gate.kept for gate in linear_gates(model._tide.structure))
     merged = model.merge_and_unload()
     assert isinstance(merged, TIDEModelForCausalLM)
     assert not isinstance(merged, PeftModel)

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.errors import UnsupportedModelError
 from tide_hf.depth import linear_gate
-from tide_hf.kernels.cpu.weight_forms import PackedWeight, StoredWeight
+from tide_hf.kernels.cpu.weight_layouts import PlainWeight, PrepackedWeight
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SHIFT = 3 * torch.randn(32, generator=torch.Generator().manual_seed(0))
@@ -69,11 +69,11 @@ def write_through_numpy(weight):
     weight.detach().numpy()[7] = 0
 
 
-@pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
+@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
 @pytest.mark.parametrize("write", [zero_a_row, zero_a_column, replace, write_through_numpy])
-def test_weights_that_are_written_to_behind_pytorchs_back(monkeypatch, form, write):
-    monkeypatch.setattr(linear_gate, "fastest_form", lambda *_: form)
-    monkeypatch.setattr("tide_hf.kernels.cpu.weight_forms.stored_product_of", lambda _: stored_product)
+def test_weights_that_are_written_to_behind_pytorchs_back(monkeypatch, layout, write):
+    monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
+    monkeypatch.setattr("tide_hf.kernels.cpu.weight_layouts.skinny_gemm_for", lambda _: stored_product)
     model, other = tiny_model("llama"), tiny_model("llama")
     TIDEModelForCausalLM.attach(model)
     before = answer(model)
@@ -90,9 +90,9 @@ def stored_product(input, stored, bias):
 
 def test_a_layer_that_was_moved_to_another_device_is_left_to_pytorch():
     gate = linear_gate.LinearGate(torch.nn.Linear(4, 4))
-    assert gate.keep(PackedWeight) is not None
+    assert gate.keep(PrepackedWeight) is not None
     gate.module.to("meta")
-    assert gate.prepare(1, linear_gate.COMPILED) is None
+    assert gate.prepare(1, linear_gate.KERNEL_LAYOUTS) is None
     gate.release_if_changed()
     assert not gate.kept
 

@@ -176,7 +176,7 @@ def test_all_that_is_compiled_goes_there(home, monkeypatch, fresh_kernels):
     for name in ("load_async", "load"):
         monkeypatch.setattr(CppCodeCache, name, load)
     monkeypatch.setattr(kernels, "_ops", None)
-    assert not kernels.compiled("stored_rows", torch.float32)
+    assert not kernels.compile_kernel("skinny_gemm", torch.float32)
     assert len(places) == 1
     monkeypatch.setattr(step_graphs, "inductor_compile", lambda graph, fakes, options: backend(graph, fakes))
     compile_graph(traced(torch.sin, torch.ones(3)), [torch.ones(3)])

@@ -18,7 +18,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps import compiled_prompts
 from tide_hf.engines.steps.compiled_prompts import MOST_GRAPHS
-from tide_hf.kernels.cpu.many_queries import LEAST_QUERIES
+from tide_hf.kernels.cpu.prefill_attention import MIN_QUERIES
 
 
 def prompts(length, rows=1, pads=0):
@@ -81,7 +81,7 @@ def test_one_row_and_several_have_graphs_of_their_own(tiny_llama):
 
 
 def test_what_was_asked_of_the_length_bounds_what_a_graph_serves(tiny_llama):
-    lengths = (LEAST_QUERIES - 1, LEAST_QUERIES, LEAST_QUERIES + 20, LEAST_QUERIES - 2, 5)
+    lengths = (MIN_QUERIES - 1, MIN_QUERIES, MIN_QUERIES + 20, MIN_QUERIES - 2, 5)
     prompts_of, counts = check(tiny_llama(), [prompts(length) for length in lengths])
     assert counts == [1, 1, 0, 0, 0]
     assert prompts_of.num_compiled == 3 * LAYERS
@@ -109,7 +109,7 @@ def test_making_graphs_is_part_of_the_warm_up(tiny_llama):
     model = tiny_llama()
     attach(model)
     seconds = []
-    for length in (9, 9, LEAST_QUERIES, LEAST_QUERIES):
+    for length in (9, 9, MIN_QUERIES, MIN_QUERIES):
         model.generate(**prompts(length), **OPTIONS)
         seconds.append(model.last_exit_stats.warm_up_s)
     assert [second > 0 for second in seconds] == [True, False, True, False]
@@ -118,7 +118,7 @@ def test_making_graphs_is_part_of_the_warm_up(tiny_llama):
 def test_there_are_so_many_graphs_of_a_layer_at_most(tiny_llama, monkeypatch):
     monkeypatch.setattr(compiled_prompts, "MOST_GRAPHS", 1)
     assert MOST_GRAPHS > 1
-    prompts_of, counts = check(tiny_llama(), [prompts(length) for length in (9, LEAST_QUERIES, LEAST_QUERIES, 9)])
+    prompts_of, counts = check(tiny_llama(), [prompts(length) for length in (9, MIN_QUERIES, MIN_QUERIES, 9)])
     assert counts == [1, 0, 0, 0]
     assert prompts_of.num_compiled == LAYERS
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from tide_hf.base_model.unembed import unembed_hash
-from tide_hf.kernels.cpu import many_queries
-from tide_hf.kernels.cpu.compiled import load_op
-from tide_hf.kernels.cpu.form_choice import _measure
-from tide_hf.kernels.cpu.weight_forms import PackedWeight
+from tide_hf.kernels.cpu import prefill_attention
+from tide_hf.kernels.cpu.cpp_kernels import load_op
+from tide_hf.kernels.cpu.layout_choice import _measure
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight
 from tide_hf.kernels.reference import which_norm
 
 ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read from it
@@ -17,18 +17,18 @@ ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read fro
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 def test_forms_of_weights_are_measured_on_the_cpu():
     with ELSEWHERE:
-        assert _measure(PackedWeight, torch.float32, 1) > 0
+        assert _measure(PrepackedWeight, torch.float32, 1) > 0
 
 
 @pytest.mark.usefixtures("fresh_kernels")
 def test_attention_is_measured_on_the_cpu(monkeypatch):
-    devices, attended = [], many_queries._attended
-    assert load_op("many_queries", torch.float32, many_queries._like) is not None
+    devices, attended = [], prefill_attention._attended
+    assert load_op("prefill_attention", torch.float32, prefill_attention._like) is not None
     monkeypatch.setattr(
-        many_queries, "_attended", lambda query, *rest: devices.append(query.device.type) or attended(query, *rest)
+        prefill_attention, "_attended", lambda query, *rest: devices.append(query.device.type) or attended(query, *rest)
     )
     with ELSEWHERE:
-        many_queries._measure(torch.float32)
+        prefill_attention._measure(torch.float32)
     assert set(devices) == {"cpu"}
 
 

@@ -14,10 +14,10 @@ from test_linear_gate import let_pay
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines import shared_heads
 from tide_hf.engines.eager import LONG_PROMPT
-from tide_hf.kernels.cpu import compiled as kernels
-from tide_hf.kernels.cpu import many_queries, weight_forms
-from tide_hf.kernels.cpu.compiled import EAGER_KERNELS, compiled, is_loaded
-from tide_hf.kernels.cpu.weight_forms import StoredWeight
+from tide_hf.kernels.cpu import cpp_kernels as kernels
+from tide_hf.kernels.cpu import prefill_attention, weight_layouts
+from tide_hf.kernels.cpu.cpp_kernels import EAGER_KERNELS, compile_kernel, is_loaded
+from tide_hf.kernels.cpu.weight_layouts import PlainWeight
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 @pytest.fixture(autouse=True)
 def _they_pay(monkeypatch):
     """Whatever this machine is, the kernels are the faster ones."""
-    let_pay(monkeypatch, kernels.VALUES, order=(StoredWeight, None, *weight_forms.FORMS[:2]))
-    monkeypatch.setattr(many_queries, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
+    let_pay(monkeypatch, kernels.VALUES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
+    monkeypatch.setattr(prefill_attention, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
 
 
 @pytest.fixture
 def there(fresh_kernels):
     """The kernels are there already."""
     for name in EAGER_KERNELS:
-        compiled(name, torch.float32)
+        compile_kernel(name, torch.float32)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def attended(monkeypatch):
 
 
 def kept_forms(model):
-    return {form for gate in model._tide.gates() for form in gate.kept}
+    return {layout for gate in model._tide.gates() for layout in gate.kept}
 
 
 @pytest.mark.usefixtures("there")
@@ -65,7 +65,7 @@ def test_every_familys_tokens_are_the_base_models(family, rows):
     for kind in ("right", "wrong at the last position"):
         use_drafter(model, kind, expected.tolist(), width=4)
         assert torch.equal(model.generate(**batch, **OPTIONS), sequences)
-    assert kept_forms(model) <= {StoredWeight}
+    assert kept_forms(model) <= {PlainWeight}
     gates = model._tide.gates()
     assert bool(kept_forms(model)) == any(type(gate.module) is torch.nn.Linear for gate in gates)
 
@@ -75,24 +75,24 @@ def test_the_other_modes_use_them_as_well(tiny_llama, there, mode):
     model = tiny_llama()
     TIDEModelForCausalLM.attach(model, linear_heads(model), mode=mode)
     model.generate(**prompts(), **OPTIONS)
-    assert kept_forms(model) == {StoredWeight}
+    assert kept_forms(model) == {PlainWeight}
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_kernels": False}, {"pack_weights": False}])
 def test_nothing_is_compiled_and_nothing_is_used_that_is_not_wanted(tiny_llama, monkeypatch, settings):
     monkeypatch.setattr(kernels, "_compile", pytest.fail)
     if settings:
-        monkeypatch.setattr(kernels, "_loaded", {("stored_rows", torch.float32): True})
+        monkeypatch.setattr(kernels, "_loaded", {("skinny_gemm", torch.float32): True})
     model = TIDEModelForCausalLM.attach(tiny_llama(), **settings)
     for batch in (prompts(), prompts(2, pads=1), prompts(length=LONG_PROMPT)):
         model.generate(**batch, **OPTIONS)
-    assert StoredWeight not in kept_forms(model)
+    assert PlainWeight not in kept_forms(model)
 
 
 @pytest.mark.parametrize("use_kernels", ["auto", False])
 def test_rows_that_share_heads_use_kernels_only_where_they_may(tiny_llama, there, monkeypatch, attended, use_kernels):
     asked = []
-    monkeypatch.setattr(shared_heads, "attend_many", lambda *given: asked.append(given))
+    monkeypatch.setattr(shared_heads, "prefill_sdpa", lambda *given: asked.append(given))
     model = TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=use_kernels)
     model.generate(**prompts(2, pads=1, length=LONG_PROMPT), **OPTIONS)
     assert LONG_PROMPT in attended
@@ -146,20 +146,20 @@ def test_a_call_in_another_thread_does_not_take_the_attention_away(tiny_llama):
 
 def test_no_call_waits_while_another_thread_compiles(tiny_llama):
     with kernels._loading:
-        assert not is_loaded("stored_rows", torch.float32)
+        assert not is_loaded("skinny_gemm", torch.float32)
 
 
 def test_warming_up_compiles_what_eager_calls_use(tiny_llama, monkeypatch):
-    together, compile_all = [], kernels._compile_all
+    together, compile_all = [], kernels._compile_missing
     monkeypatch.setattr(
-        kernels, "_compile_all", lambda names, dtype: together.append(names) or compile_all(names, dtype)
+        kernels, "_compile_missing", lambda names, dtype: together.append(names) or compile_all(names, dtype)
     )
     model = TIDEModelForCausalLM.attach(tiny_llama())
     assert model.tide_warm_up() > 0.0
     assert all(names == set(EAGER_KERNELS) for names in together)
     assert all(is_loaded(name, torch.float32) for name in EAGER_KERNELS)
     model.generate(**prompts(), **OPTIONS)
-    assert kept_forms(model) == {StoredWeight}
+    assert kept_forms(model) == {PlainWeight}
     assert model.tide_warm_up() == 0.0
 
 
@@ -183,6 +183,6 @@ def test_the_real_models_tokens_stay(smollm2):
         TIDEModelForCausalLM.attach(model, SHIPPED)
         try:
             assert torch.equal(model.generate(**inputs, **options), expected)
-            assert kept_forms(model) == {StoredWeight}
+            assert kept_forms(model) == {PlainWeight}
         finally:
             TIDEModelForCausalLM.detach(model)

@@ -1,4 +1,4 @@
-"""A base model's own passes over weights in another form, as calibration makes them: the same numbers."""
+"""A base model's own passes over weights in another layout, as calibration makes them: the same numbers."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from torch import nn
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.depth import linear_gate
-from tide_hf.depth.linear_gate import LinearGate, OneFormGate, faster_passes
-from tide_hf.kernels.cpu import form_choice, weight_forms
-from tide_hf.kernels.cpu.form_choice import clearly_faster_form
-from tide_hf.kernels.cpu.weight_forms import PackedWeight, WidenedWeight
+from tide_hf.depth.linear_gate import LinearGate, SingleLayoutGate, faster_passes
+from tide_hf.kernels.cpu import layout_choice, weight_layouts
+from tide_hf.kernels.cpu.layout_choice import clearly_faster_layout
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, UpcastWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 IDS = torch.arange(60).view(3, 20)
@@ -18,8 +18,8 @@ IDS = torch.arange(60).view(3, 20)
 
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
-    forms = {torch.float32: PackedWeight, torch.float16: WidenedWeight}
-    monkeypatch.setattr(linear_gate, "clearly_faster_form", forms.get)
+    layouts = {torch.float32: PrepackedWeight, torch.float16: UpcastWeight}
+    monkeypatch.setattr(linear_gate, "clearly_faster_layout", layouts.get)
 
 
 def forwards(model):
@@ -32,9 +32,9 @@ def num_linears(model):
 
 @pytest.mark.parametrize("is_attached", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "form", "tolerance"), [(torch.float32, PackedWeight, 1e-5), (torch.float16, WidenedWeight, 2e-2)]
+    ("dtype", "layout", "tolerance"), [(torch.float32, PrepackedWeight, 1e-5), (torch.float16, UpcastWeight, 2e-2)]
 )
-def test_numbers_are_the_same_and_gates_go_again(tiny_llama, is_attached, dtype, form, tolerance):
+def test_numbers_are_the_same_and_gates_go_again(tiny_llama, is_attached, dtype, layout, tolerance):
     model = tiny_llama().to(dtype)
     with torch.no_grad():
         expected = model(IDS).logits
@@ -43,9 +43,9 @@ def test_numbers_are_the_same_and_gates_go_again(tiny_llama, is_attached, dtype,
     before = forwards(model)
     with torch.no_grad(), faster_passes(find_structure(model)):
         torch.testing.assert_close(model(IDS).logits, expected, atol=tolerance, rtol=tolerance)
-        gates = [gate for gate in forwards(model).values() if isinstance(gate, OneFormGate)]
+        gates = [gate for gate in forwards(model).values() if isinstance(gate, SingleLayoutGate)]
     assert len(gates) == num_linears(model)
-    assert all(list(gate.kept) == [form] for gate in gates)
+    assert all(list(gate.kept) == [layout] for gate in gates)
     assert forwards(model) == before
     with pytest.raises(RuntimeError), faster_passes(find_structure(model)):
         model(IDS.float())
@@ -69,22 +69,22 @@ def test_weights_stay_as_they_are_where_that_has_no_gain_or_no_room(tiny_llama, 
         assert forwards(model)
 
 
-@pytest.mark.parametrize("form", [PackedWeight, WidenedWeight])
+@pytest.mark.parametrize("layout", [PrepackedWeight, UpcastWeight])
 @pytest.mark.parametrize(("seconds", "gains"), [(1.0, True), (1.9, True), (2.1, False), (4.0, False)])
-def test_only_a_clear_gain_counts(monkeypatch, form, seconds, gains):
-    monkeypatch.setattr(weight_forms, "can_pack", lambda _: form is PackedWeight)
-    monkeypatch.setattr(form_choice, "_seconds_of", lambda form, *_: 3.0 if form is None else seconds)
-    assert clearly_faster_form(torch.bfloat16) is (form if gains else None)
+def test_only_a_clear_gain_counts(monkeypatch, layout, seconds, gains):
+    monkeypatch.setattr(weight_layouts, "can_pack", lambda _: layout is PrepackedWeight)
+    monkeypatch.setattr(layout_choice, "_seconds_of", lambda layout, *_: 3.0 if layout is None else seconds)
+    assert clearly_faster_layout(torch.bfloat16) is (layout if gains else None)
 
 
 def test_dtypes_that_have_no_other_form_stay_as_they_are():
-    assert clearly_faster_form(torch.float64) is None
+    assert clearly_faster_layout(torch.float64) is None
 
 
 def test_calibration_makes_them(tiny_llama, tiny_tokenizer, monkeypatch):
     used = set()
     monkeypatch.setattr(
-        OneFormGate, "prepare", lambda self, rows, forms: used.add(self.module) or self.keep(PackedWeight)
+        SingleLayoutGate, "prepare", lambda self, rows, layouts: used.add(self.module) or self.keep(PrepackedWeight)
     )
     model = tiny_llama()
     options = {"samples": 20, "max_length": 8, "exit_layers": [1, 2], "batch_size": 8, "progress": False}

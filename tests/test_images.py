@@ -21,7 +21,7 @@ from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.depth.block_drafting import block_run
 from tide_hf.engines import eager
 from tide_hf.engines.eager import LONG_PROMPT
-from tide_hf.kernels.cpu.many_queries import has_kernel
+from tide_hf.kernels.cpu.prefill_attention import has_kernel
 from tide_hf.speculation.attachment import hybrid_drafter
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

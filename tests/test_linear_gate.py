@@ -12,25 +12,33 @@ from torch.nn.utils import parametrizations, parametrize
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import linear_gate
 from tide_hf.depth.gates import LayerRun, active
-from tide_hf.depth.linear_gate import COMPILED, ROUNDED, LinearGate, linear_gates, reading
-from tide_hf.kernels.cpu import form_choice, weight_forms
-from tide_hf.kernels.cpu.form_choice import PROBED_ROWS
-from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, WidenedWeight
+from tide_hf.depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, linear_gates
+from tide_hf.kernels.cpu import layout_choice, weight_layouts
+from tide_hf.kernels.cpu.layout_choice import PROBED_ROWS
+from tide_hf.kernels.cpu.weight_layouts import (
+    WEIGHT_LAYOUTS,
+    PlainWeight,
+    PrepackedWeight,
+    QuantizedWeight,
+    UpcastWeight,
+)
 
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_forms.can_pack(dtype)]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_layouts.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
-def let_pay(monkeypatch, dtypes=(torch.float32,), but=None, order=(RoundedWeight, PackedWeight, None, StoredWeight)):
-    """Have measured which forms are the faster ones, the fastest first; `but` one number of rows, where none is."""
+def let_pay(
+    monkeypatch, dtypes=(torch.float32,), but=None, order=(QuantizedWeight, PrepackedWeight, None, PlainWeight)
+):
+    """Have measured which layouts are the faster ones, the fastest first; `but` one number of rows, where none is."""
     threads = torch.get_num_threads()
-    order = (*order, *(form for form in FORMS if form not in order))
+    order = (*order, *(layout for layout in WEIGHT_LAYOUTS if layout not in order))
     seconds = {
-        (form, dtype, threads, rows): 0.0 if form is None and rows == but else 1.0 + place
-        for (place, form), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
+        (layout, dtype, threads, rows): 0.0 if layout is None and rows == but else 1.0 + place
+        for (place, layout), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
     }
-    monkeypatch.setattr(form_choice, "_measured", seconds)
-    form_choice._fastest_form.cache_clear()
+    monkeypatch.setattr(layout_choice, "_measured", seconds)
+    layout_choice._fastest_layout.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -73,31 +81,31 @@ def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
-def test_where_things_are_compiled_weights_are_read_as_stored(attached, size_in, size_out, bias, dtype, monkeypatch):
-    let_pay(monkeypatch, DTYPES, order=(StoredWeight, PackedWeight, None))
+def test_with_kernels_plain_weights_are_read(attached, size_in, size_out, bias, dtype, monkeypatch):
+    let_pay(monkeypatch, DTYPES, order=(PlainWeight, PrepackedWeight, None))
     linear = make_linear(size_in, size_out, bias).to(dtype)
     linear.forward.may_copy = False
     for rows in (1, 2, 300):
         state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]  # with gaps
-        with reading(COMPILED):
+        with allowed_layouts(KERNEL_LAYOUTS):
             found = linear(state)
         native = linear.forward.native(state)
         assert found.shape == native.shape
         torch.testing.assert_close(found, native, atol=1e-2, rtol=1e-2)
-    assert list(linear.forward.kept) == [StoredWeight]
-    assert linear.forward.kept[StoredWeight]._stored[0].data_ptr() == linear.weight.data_ptr()
-    with reading(ROUNDED):  # copies are not allowed
+    assert list(linear.forward.kept) == [PlainWeight]
+    assert linear.forward.kept[PlainWeight]._plain[0].data_ptr() == linear.weight.data_ptr()
+    with allowed_layouts(DRAFT_LAYOUTS):  # copies are not allowed
         linear(torch.randn(1, size_in).to(dtype))
-    assert list(linear.forward.kept) == [StoredWeight]
+    assert list(linear.forward.kept) == [PlainWeight]
 
 
 def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(attached, monkeypatch):
-    let_pay(monkeypatch, order=(StoredWeight, PackedWeight, None))
+    let_pay(monkeypatch, order=(PlainWeight, PrepackedWeight, None))
     linear, state = make_linear(32, 32, bias=False), torch.randn(2, 32)
-    with reading(COMPILED):
+    with allowed_layouts(KERNEL_LAYOUTS):
         before = linear(state)
         linear.weight.data = torch.randn(32, 32)  # the old values have no other owner
-        torch.testing.assert_close(linear.forward.kept[StoredWeight].apply(state, None), before)
+        torch.testing.assert_close(linear.forward.kept[PlainWeight].apply(state, None), before)
         linear.forward.release_if_changed()
         torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
 
@@ -105,9 +113,9 @@ def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(att
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_onednn", [True, False])
 def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(attached, dtype, has_onednn, monkeypatch):
-    let_pay(monkeypatch, [dtype], order=(WidenedWeight, None))
-    monkeypatch.setattr(weight_forms, "WIDENED_VALUES", 100)
-    monkeypatch.setattr(weight_forms, "can_pack", lambda dtype: has_onednn and dtype is torch.float32)
+    let_pay(monkeypatch, [dtype], order=(UpcastWeight, None))
+    monkeypatch.setattr(weight_layouts, "UPCAST_CHUNK", 100)
+    monkeypatch.setattr(weight_layouts, "can_pack", lambda dtype: has_onednn and dtype is torch.float32)
     for size_in, size_out, bias in [(16, 3, True), (112, 65, False), (30, 33, True)]:
         linear = make_linear(size_in, size_out, bias).to(dtype)
         for rows in (1, 3, 70):
@@ -116,22 +124,22 @@ def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(att
             found = linear(state)
             assert found.dtype is dtype
             torch.testing.assert_close(found, exact.to(dtype), atol=1e-2, rtol=1e-2)
-        assert list(linear.forward.kept) == [WidenedWeight]
+        assert list(linear.forward.kept) == [UpcastWeight]
         pair = [torch.randn(size, size_in).to(dtype) for size in (9, 4)]
-        together = WidenedWeight(*pair).apply(state, None)
+        together = UpcastWeight(*pair).apply(state, None)
         torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
-def test_in_drafts_weights_are_rounded(attached, size_in, size_out, bias, dtype):
+def test_in_drafts_weights_are_quantized(attached, size_in, size_out, bias, dtype):
     linear = make_linear(size_in, size_out, bias).to(dtype)
     with torch.no_grad():
         linear.weight[-1] = 0.0
     state = torch.randn(2, 1, size_in).to(dtype)
-    with reading(ROUNDED):
+    with allowed_layouts(DRAFT_LAYOUTS):
         found = linear(state)
-    assert list(linear.forward.kept) == [RoundedWeight]
+    assert list(linear.forward.kept) == [QuantizedWeight]
     assert found.dtype is dtype
     native = linear.forward.native(state)
     assert found.shape == native.shape
@@ -139,9 +147,9 @@ def test_in_drafts_weights_are_rounded(attached, size_in, size_out, bias, dtype)
     largest = 0.5 / 63 * linear.weight.abs().amax() * state.abs().sum(dim=-1).amax()
     tolerance = float(largest + 0.02 * native.abs().max())
     assert 0 < float((found - native).abs().max()) <= tolerance
-    with reading(COMPILED):
+    with allowed_layouts(KERNEL_LAYOUTS):
         torch.testing.assert_close(linear(state), native, atol=1e-2, rtol=1e-2)
-    assert set(linear.forward.kept) == {RoundedWeight, PackedWeight}
+    assert set(linear.forward.kept) == {QuantizedWeight, PrepackedWeight}
 
 
 def test_models_that_share_a_weight_share_what_is_packed(attached):
@@ -151,7 +159,7 @@ def test_models_that_share_a_weight_share_what_is_packed(attached):
     other.forward = LinearGate(other)
     state = torch.randn(5, 32)
     assert torch.equal(linear(state), other(state))
-    assert isinstance(linear.forward.kept[PackedWeight], PackedWeight)
+    assert isinstance(linear.forward.kept[PrepackedWeight], PrepackedWeight)
     assert linear.forward.kept == other.forward.kept
     linear.forward.release()
     assert torch.equal(other(state), linear(state))
@@ -163,15 +171,15 @@ def test_models_that_share_a_weight_share_what_is_packed(attached):
 def test_the_op_without_weights_in_a_form_is_the_plain_one():
     state, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
     plain = nn.functional.linear(state, weight, bias)
-    for form in range(len(FORMS)):
-        assert torch.equal(torch.ops.tide_hf.linear(state, weight, bias, form), plain)
-        assert torch.equal(torch.ops.tide_hf.joined_linear(state, [weight], bias, form), plain)
+    for layout in range(len(WEIGHT_LAYOUTS)):
+        assert torch.equal(torch.ops.tide_hf.linear(state, weight, bias, layout), plain)
+        assert torch.equal(torch.ops.tide_hf.fused_linear(state, [weight], bias, layout), plain)
 
 
 def test_only_what_may_be_traced_goes_by_the_op(attached, monkeypatch):
     linear, state, by_op = make_linear(32, 32, bias=True), torch.randn(5, 32), []
     linear(state)  # which measures, and packs
-    run = weight_forms._one_linear
+    run = weight_layouts._one_linear
     monkeypatch.setattr(
         torch.ops.tide_hf.linear, "default", lambda *args: by_op.append(args) or run(*args), raising=False
     )
@@ -242,7 +250,7 @@ def test_changed_weights_are_packed_anew(attached, change):
 
 def test_what_a_layer_chose_is_for_tides_passes_without_gradients(attached):
     linear, state = make_linear(16, 16, bias=True), torch.randn(5, 16)
-    with reading(COMPILED, chosen_once=True):
+    with allowed_layouts(KERNEL_LAYOUTS, cache_choice=True):
         with Recording():
             linear(state)
         assert not linear_gate._products.get()
@@ -255,7 +263,7 @@ def test_what_a_layer_chose_is_for_tides_passes_without_gradients(attached):
             linear(state)
         with torch.enable_grad():
             linear(state)
-        with reading(ROUNDED):
+        with allowed_layouts(DRAFT_LAYOUTS):
             assert linear_gate._products.get() is None  # steps, which are traced
 
 

@@ -61,9 +61,9 @@ def test_generate_notices_an_adapter_that_was_merged(tiny_llama):
 def test_a_layer_chooses_once_a_call_for_each_number_of_rows(tiny_llama, monkeypatch, tide_mode):
     asked, prepare = Counter(), LinearGate.prepare
 
-    def counting(gate, rows, forms):
+    def counting(gate, rows, layouts):
         asked[gate, rows] += 1
-        return prepare(gate, rows, forms)
+        return prepare(gate, rows, layouts)
 
     monkeypatch.setattr(LinearGate, "prepare", counting)
     model = tiny_llama()

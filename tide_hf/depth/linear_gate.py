@@ -1,7 +1,7 @@
-"""Linear layers on a CPU that read their weights in the form that is the fastest (see `form_choice`).
+"""Linear layers on a CPU that read their weights in the fastest layout (see `layout_choice`).
 
-A draft step does little else than read weights, and what it finds is verified. So it may read them in 7 bits, with a
-scale for each 64 (compare LLM.int8(), arXiv 2208.07339), which no pass that verifies ever does.
+A draft step is bound by reading weights, and its tokens are verified. So draft steps may read group-wise quantised
+weights (compare LLM.int8(), arXiv 2208.07339), and verify passes never do.
 """
 
 from __future__ import annotations
@@ -20,58 +20,65 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..base_model.structure import DecoderStructure
 from ..common.errors import UnsupportedOptionError, describe
-from ..kernels.cpu.compiled import VALUES
-from ..kernels.cpu.form_choice import clearly_faster_form, fastest_form
-from ..kernels.cpu.weight_forms import UNCOMPILED, RoundedWeight, StoredWeight, WeightForm, can_pack, in_form
+from ..kernels.cpu.cpp_kernels import VALUES
+from ..kernels.cpu.layout_choice import clearly_faster_layout, fastest_layout
+from ..kernels.cpu.weight_layouts import (
+    PYTORCH_LAYOUTS,
+    PlainWeight,
+    QuantizedWeight,
+    WeightLayout,
+    can_pack,
+    in_layout,
+)
 from .gates import Gate, active_run
 
-MEMORY_SHARE = 0.25  # of the free memory that copies of weights may fill
+MEMORY_SHARE = 0.25  # of the free memory, which copies of weights may take
 
-Forms = tuple[type[WeightForm], ...]
+Layouts = tuple[type[WeightLayout], ...]
 
-COMPILED: Forms = (StoredWeight, *UNCOMPILED)  # where kernels are compiled, or were
-ROUNDED: Forms = (RoundedWeight, *COMPILED)  # where what is found is verified as well
+KERNEL_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # with compiled kernels
+DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
 Product = Callable[[Tensor], Tensor]
 
-_forms: ContextVar[Forms] = ContextVar("tide_hf_forms", default=UNCOMPILED)
-# By gate and values of the input; none where weights may change meanwhile, or somebody traces.
+_layouts: ContextVar[Layouts] = ContextVar("tide_hf_forms", default=PYTORCH_LAYOUTS)
+# Choices by gate and input size; `None` while weights may change or a trace runs.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
 
 
 @contextmanager
-def reading(forms: Forms, chosen_once: bool = False) -> Iterator[None]:
-    """The forms in which linear layers with gates may read their weights; else in one that needs no compiler.
+def allowed_layouts(layouts: Layouts, cache_choice: bool = False) -> Iterator[None]:
+    """Set the layouts in which gated linear layers may read their weights; the default needs no compiler.
 
     Args:
-        forms: They.
-        chosen_once: Whether a layer may stay with what it chose for so many rows, since no weight changes: to ask once
-            more took 9% of a pass over one token, 211 products in all.
+        layouts: The layouts.
+        cache_choice: Whether a layer may keep its choice per number of rows, since no weight changes meanwhile.
+            Choosing at each of the 211 products took 9% of a pass over one token.
     """
-    forms_before, products_before = _forms.set(forms), _products.set({} if chosen_once else None)
+    forms_before, products_before = _layouts.set(layouts), _products.set({} if cache_choice else None)
     try:
         yield
     finally:
         _products.reset(products_before)
-        _forms.reset(forms_before)
+        _layouts.reset(forms_before)
 
 
 class LinearGate(Gate):
-    """Stands in for the `forward` of one `nn.Linear`; it has weights in another form when it first has use for them.
+    """Replaces the `forward` of one `nn.Linear`; weights are converted to another layout at first use.
 
     Args:
         linear: The layer.
-        may_copy: Whether there may be copies of the weights.
-        anywhere: Whether it is one of TIDE's own, which runs in nothing but TIDE's passes.
+        may_copy: Whether the weights may be copied.
+        anywhere: Whether the gate also acts outside an active run, for layers of TIDE's own.
     """
 
     def __init__(self, linear: nn.Linear, may_copy: bool = True, anywhere: bool = False) -> None:
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
-        self.kept: dict[type[WeightForm], WeightForm] = {}
+        self.kept: dict[type[WeightLayout], WeightLayout] = {}
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
-        """Run the layer; natively outside TIDE's passes and for numbers of rows for which that is the fastest."""
+        """Run the layer; natively outside TIDE's passes, and where that is the fastest."""
         run = active_run()
         if run is None and not self._anywhere:
             return self.native(input)
@@ -93,42 +100,42 @@ class LinearGate(Gate):
 
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
         weight, bias = self._weight, self._bias
-        kept = self.prepare(input.numel() // self._size, _forms.get())  # last, since it measures at first
+        kept = self.prepare(input.numel() // self._size, _layouts.get())  # last, since it may have to measure
         product: Product
         if kept is None:
             product = partial(functional.linear, weight=weight, bias=bias) if self.replaced is None else self.native
         elif type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
-            product = partial(kept.apply, bias=bias)  # an op takes microseconds more, 4% of a small model's pass
+            product = partial(kept.apply, bias=bias)  # dispatching an op takes microseconds, 4% of a small model's pass
         else:
             return torch.ops.tide_hf.linear.default(input, weight, bias, kept.number)
         if products is not None:
             products[self, input.numel()] = product
         return product(input)
 
-    def prepare(self, rows: int, forms: Forms) -> WeightForm | None:
-        """Have the weights in the fastest of `forms` that they may have, for so many rows.
+    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
+        """Convert the weights to the fastest of the allowed `layouts` for a number of rows.
 
         Returns:
-            They in that form; `None` where PyTorch's own linear is the fastest.
+            The converted weights; `None` where PyTorch's own linear is the fastest.
         """
-        if not _is_plain(self._weight):  # moved to a GPU since, say
+        if not _is_plain(self._weight):  # moved to a GPU since, for example
             return None
         if not self.may_copy:
-            forms = tuple(form for form in forms if not form.is_copy)
-        form = fastest_form(self._weight.dtype, rows, forms)
-        return None if form is None else self.keep(form)
+            layouts = tuple(layout for layout in layouts if not layout.is_copy)
+        layout = fastest_layout(self._weight.dtype, rows, layouts)
+        return None if layout is None else self.keep(layout)
 
-    def keep(self, form: type[WeightForm]) -> WeightForm:
-        """Have the weights in a form."""
-        kept, weight = self.kept.get(form), self._weight
+    def keep(self, layout: type[WeightLayout]) -> WeightLayout:
+        """Convert the weights to a layout and keep them."""
+        kept, weight = self.kept.get(layout), self._weight
         if kept is None or not kept.is_of(weight):
-            self.kept[form] = kept = in_form(form, weight)
+            self.kept[layout] = kept = in_layout(layout, weight)
         return kept
 
-    # A module's attributes take ten times as long to get, at every product of every pass.
+    # Lookups in `_parameters` are ten times faster than attributes of a module, and run at every product.
     @property
     def _weight(self) -> Any:
-        return self.module._parameters.get("weight")  # none where it is computed
+        return self.module._parameters.get("weight")  # none where it is computed (parametrised)
 
     @property
     def _bias(self) -> Any:
@@ -138,43 +145,47 @@ class LinearGate(Gate):
         return self.module.bias
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles have forms of their own weights."""
+        """Leave converted weights out of copies and pickles, which convert their own."""
         return {**self.__dict__, "kept": {}}
 
     def release(self) -> None:
-        """Give the memory of the other forms back."""
+        """Free the converted weights."""
         self.kept = {}
 
     def release_if_changed(self) -> None:
-        """Forget forms of weights that were replaced or written to, also by way of `.data`."""
+        """Free converted weights whose source was replaced or written to, including through `.data`."""
         if not all(kept.is_of(self._weight, sampled=True) for kept in self.kept.values()):
             self.release()
 
 
-class OneFormGate(LinearGate):
-    """Stands in for the `forward` of one `nn.Linear` that reads one form in all passes, so that all compute alike."""
+class SingleLayoutGate(LinearGate):
+    """Replaces the `forward` of one `nn.Linear`; reads one layout in all passes, so that all round alike."""
 
-    def __init__(self, linear: nn.Linear, form: type[WeightForm]) -> None:
+    def __init__(self, linear: nn.Linear, layout: type[WeightLayout]) -> None:
         super().__init__(linear, anywhere=True)
-        self.form = form
+        self.layout = layout
 
-    def prepare(self, rows: int, forms: Forms) -> WeightForm:
-        """Have the weights in it, whatever the number of rows."""
-        return self.keep(self.form)
+    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout:
+        """Convert the weights to that layout, for any number of rows."""
+        return self.keep(self.layout)
 
 
 @contextmanager
 def faster_passes(structure: DecoderStructure) -> Iterator[None]:
-    """Let a base model's own passes read weights in another form, on a CPU that is clearly faster with it.
+    """Run a base model's own passes with another weight layout, on a CPU that is clearly faster with it.
 
-    Where that is a copy, it is taken for that time, if it takes at most a quarter of the free memory.
+    A layout that copies the weights is used only if the copy takes at most a quarter of the free memory.
 
     Args:
         structure: The base model's structure.
     """
     linears, may_copy = linears_to_gate(structure, "auto")
-    forms = {linear: clearly_faster_form(linear.weight.dtype) for linear in linears}
-    gates = [OneFormGate(linear, form) for linear, form in forms.items() if form and (may_copy or not form.is_copy)]
+    layouts = {linear: clearly_faster_layout(linear.weight.dtype) for linear in linears}
+    gates = [
+        SingleLayoutGate(linear, layout)
+        for linear, layout in layouts.items()
+        if layout and (may_copy or not layout.is_copy)
+    ]
     try:
         for gate in gates:
             gate.open()
@@ -185,18 +196,18 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
 
 
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:
-    """The linear layers of the decoder and its head that may read their weights in another form.
+    """Find the linear layers of the decoder and its head whose weights may be read in another layout.
 
     Args:
         structure: The base model's structure.
-        pack_weights: Whether there may be copies of the weights: `True`; `False`, which leaves all layers as they are;
-            or `"auto"`: where they take at most a quarter of the free memory.
+        pack_weights: Whether the weights may be copied: `True`; `False`, which leaves all layers as they are; or
+            `"auto"`, if copies take at most a quarter of the free memory.
 
     Returns:
-        The layers, and whether there may be copies.
+        The layers, and whether their weights may be copied.
 
     Raises:
-        UnsupportedOptionError: `True`, and the model or this build of PyTorch cannot.
+        UnsupportedOptionError: `True`, but the model or this build of PyTorch does not support it.
     """
     if pack_weights is False:
         return [], False
@@ -215,20 +226,20 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
 
 
 def copies_fit(linears: Iterable[Any]) -> bool:
-    """Whether a copy of the weights of linear layers takes at most a quarter of the free memory."""
+    """Whether a copy of the layers' weights takes at most a quarter of the free memory."""
     return sum(linear.weight.nbytes for linear in linears) <= psutil.virtual_memory().available * MEMORY_SHARE
 
 
 def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool = False) -> None:
-    """Put a gate in front of each linear layer that has none; `may_copy` and `anywhere` as of [`LinearGate`]."""
+    """Install a gate on each linear layer that has none; `may_copy` and `anywhere` as of [`LinearGate`]."""
     for linear in linears:
-        if isinstance(linear.__dict__.get("forward"), LinearGate):  # of routers that two models share
+        if isinstance(linear.__dict__.get("forward"), LinearGate):  # routers may be shared by two models
             continue
         LinearGate(linear, may_copy, anywhere).open()
 
 
 def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
-    """The gates that are in place in the decoder, its head and `others`, such as a block head."""
+    """The installed gates of the decoder, its head and `others`, such as a block head."""
     for module in _modules(structure, *others):
         gate = module.__dict__.get("forward")
         if isinstance(gate, LinearGate):
@@ -236,20 +247,20 @@ def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iter
 
 
 def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
-    """The dtypes of the weights behind gates; not of those that are computed."""
+    """The dtypes of gated weights, computed ones left out."""
     return {weight.dtype for gate in gates if (weight := gate._weight) is not None}
 
 
 def remove_linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> None:
-    """Take the gates away, and other forms of the weights with them."""
+    """Remove the gates, and the converted weights with them."""
     for gate in list(linear_gates(structure, *others)):
         gate.remove()
 
 
 def linears_in(*modules: nn.Module) -> list[nn.Linear]:
-    """The linear layers among `modules` whose weights can be read in other forms.
+    """The linear layers among `modules` whose weights can be read in other layouts.
 
-    Those of other layers may not stay where they are; accelerate puts its own forward on what it moves.
+    Layers with a replaced forward are left out: accelerate replaces it to move offloaded weights.
     """
     kinds = (LinearGate, type(None))
     stay = [module for module in modules if isinstance(module.__dict__.get("forward"), kinds)]
@@ -262,6 +273,6 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether all can read it: quantised and distributed weights are subclasses of `Parameter`, or of `Tensor`."""
+    """Whether it is a plain CPU parameter; quantised and distributed weights are subclasses."""
     is_readable = weight.is_cpu and weight.dtype in VALUES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

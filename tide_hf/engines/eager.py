@@ -18,7 +18,7 @@ from ..depth.block_drafting import block_run
 from ..depth.cache_slots import CacheSlots
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.kv_cache import cache_is_returned, crop, last_slot, start_recording, stop_recording
-from ..kernels.cpu.many_queries import has_kernel
+from ..kernels.cpu.prefill_attention import has_kernel
 from ..speculation.attachment import Attachment
 from ..speculation.costs import CostTable
 from ..speculation.prompt_groups import read_prompts

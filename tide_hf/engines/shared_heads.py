@@ -24,8 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..kernels.cpu.few_queries import attend_few
-from ..kernels.cpu.many_queries import attend_many
+from ..kernels.cpu.decode_attention import decode_sdpa
+from ..kernels.cpu.prefill_attention import prefill_sdpa
 from ..routers.block_head import BlockHead
 
 NAME = "tide_shared_heads"
@@ -118,7 +118,7 @@ def attend(
         scale, end, is_masked = kwargs.get("scaling"), _filled.get(), attention_mask is not None
         may_be_many = end is None and _may_use_kernels.get() and (is_masked or _sees_back(module, kwargs))
         if may_be_many and not _is_watched(query, key, value):
-            found = attend_many(query, key, value, attention_mask, scale)
+            found = prefill_sdpa(query, key, value, attention_mask, scale)
         if found is None and attention_mask is not None:
             found = attend_joined(query, key, value, attention_mask, scale, end)
     if found is None:
@@ -180,7 +180,7 @@ def _attended(
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if mask.dtype is torch.bool:  # or each call would make it into numbers once more
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-    found = attend_few(query, key, value, mask, end, scale)
+    found = decode_sdpa(query, key, value, mask, end, scale)
     return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale) if found is None else found
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..depth.linear_gate import COMPILED, reading
-from ..kernels.cpu.compiled import load_op
-from ..kernels.cpu.many_queries import LEAST_QUERIES, is_faster
-from ..kernels.cpu.products import stored_product_of
+from ..depth.linear_gate import KERNEL_LAYOUTS, allowed_layouts
+from ..kernels.cpu.cpp_kernels import load_op
+from ..kernels.cpu.gemm import skinny_gemm_for
+from ..kernels.cpu.prefill_attention import MIN_QUERIES, is_faster
 from ..speculation.costs import CostTable, step_width
 from ..speculation.engine import Engine
 from .capturable import why_not_behind_prompt
@@ -290,13 +290,13 @@ class StaticEngine:
     def _use_kernels(self, prompt: ExitStack) -> None:
         """Have the prompt read by compiled layers and kernels; compiling these is part of the warm-up."""
         dtype, start, compiled_before = self.prompt.model.dtype, perf_counter(), load_op.cache_info().misses
-        stored_product_of(dtype)
-        if self.prompt.input_ids.shape[1] >= LEAST_QUERIES:
+        skinny_gemm_for(dtype)
+        if self.prompt.input_ids.shape[1] >= MIN_QUERIES:
             is_faster(dtype)  # measured here, outside of any trace
         if load_op.cache_info().misses > compiled_before:
             self.steps.warm_up.add(0, perf_counter() - start)
         prompt.enter_context(shared_heads(self.prompt.model))
-        prompt.enter_context(reading(COMPILED))
+        prompt.enter_context(allowed_layouts(KERNEL_LAYOUTS))
         self.prompt.run.execute_layer = self.steps.prompts.run
         prompt.callback(setattr, self.prompt.run, "execute_layer", None)
 

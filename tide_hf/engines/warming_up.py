@@ -12,7 +12,7 @@ import torch
 
 from ..common.errors import ConfigurationError, describe, short
 from ..depth.linear_gate import weight_dtypes
-from ..kernels.cpu.compiled import EAGER_KERNELS, VALUES, compiled, is_loaded
+from ..kernels.cpu.cpp_kernels import EAGER_KERNELS, VALUES, compile_kernel, is_loaded
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.costs import CostTable
 from ..speculation.drafters import UNREAD, Draft, Drafter
@@ -104,7 +104,7 @@ def compile_kernels(attachment: Attachment) -> float:
     with counter.shown(is_due=bool(missing)):
         for name, dtype in missing:
             begin = perf_counter()
-            counter.add(int(compiled(name, dtype, EAGER_KERNELS)), perf_counter() - begin)
+            counter.add(int(compile_kernel(name, dtype, EAGER_KERNELS)), perf_counter() - begin)
     return counter.seconds
 
 

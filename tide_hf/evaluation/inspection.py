@@ -18,7 +18,7 @@ from ..calibration.states import StateReader, full_depth
 from ..common.choices import MODES
 from ..common.errors import CalibrationError, UnsupportedModelError, describe
 from ..depth.linear_gate import linears_to_gate
-from ..kernels.cpu.weight_forms import can_pack
+from ..kernels.cpu.weight_layouts import can_pack
 from ..kernels.ops import kernel_facts, load_kernels
 from ..routers.config import NEVER_EXIT
 from ..routers.routers import TIDERouters

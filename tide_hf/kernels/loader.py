@@ -1,4 +1,4 @@
-"""Fetch the fused kernels with the `kernels` client, or say why that cannot be."""
+"""Load the fused GPU kernels with the `kernels` package, or report why they cannot be used."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HTTPError  # of httpx, which huggingface_hub renamed once
+from huggingface_hub.errors import HTTPError  # the name in httpx has changed before
 from packaging.version import Version
 
-OLDEST_CAPABILITY = (7, 5)  # Turing
-OLDEST_CLIENT = "0.17"  # whose every call can be told which repository is trusted
+MIN_CAPABILITY = (7, 5)  # Turing
+MIN_CLIENT = "0.17"  # the first in which every call takes the trusted repositories
 DIGEST = "sha256"
 
 
 @dataclass(frozen=True)
 class LoadedKernels:
-    """Kernels that are ready to run.
+    """A loaded build of the kernels.
 
     Attributes:
         module: The kernel's module.
         variant: The build that was chosen, such as `torch-cuda`.
-        implementations: What each op is written in, `"triton"` or `"cuda"`.
+        implementations: The backend of each op, `"triton"` or `"cuda"`.
     """
 
     module: ModuleType
@@ -39,42 +39,42 @@ class LoadedKernels:
 
 
 def obstacle(device: torch.device, in_interpreter: bool) -> str | None:
-    """Why kernels cannot run on `device`; `None` where they can.
+    """The reason why the kernels cannot run on `device`, or `None`.
 
     Args:
-        device: Where the model is.
-        in_interpreter: Whether Triton's interpreter will do, which runs kernels on a CPU, slowly, for tests.
+        device: The model's device.
+        in_interpreter: Whether Triton's interpreter counts, which runs kernels on a CPU, slowly, for tests.
     """
     if device.type == "cpu" and in_interpreter and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the model is on {'an AMD GPU' if device.type == 'cuda' else device.type}, and they need an NVIDIA GPU"
-    if (device.index or 0) >= torch.cuda.device_count():  # such as where a model from another machine is unpickled
+    if (device.index or 0) >= torch.cuda.device_count():  # a model unpickled on another machine
         return f"PyTorch finds no {device} on this machine"
     capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
-        name, needed = torch.cuda.get_device_name(device), ".".join(map(str, OLDEST_CAPABILITY))
+    if capability < MIN_CAPABILITY:
+        name, needed = torch.cuda.get_device_name(device), ".".join(map(str, MIN_CAPABILITY))
         return f"{name} has compute capability {'.'.join(map(str, capability))}, and they need {needed} or later"
     return None
 
 
 def fetch(repo: str, revision: str | None) -> LoadedKernels | str:
-    """Load the build that fits this machine, from where `LOCAL_KERNELS` says or from the Hub.
+    """Load the build for this machine from the folder in `LOCAL_KERNELS`, or from the Hub.
 
     Args:
-        repo: The kernel repository. No other is trusted, not even one that it depends on.
+        repo: The kernel repository, the only trusted one: its dependencies are not.
         revision: The commit to fetch; not needed for a local folder.
 
     Returns:
-        The kernels, or why there are none.
+        The kernels, or the reason why there are none.
     """
     try:
         kernels: Any = import_module("kernels")
     except ImportError:
         return "the package kernels is not installed (pip install 'tide-hf[kernels]')"
     try:
-        if Version(found := version("kernels")) < Version(OLDEST_CLIENT):
-            needed = f"{OLDEST_CLIENT} or later is needed (pip install -U 'tide-hf[kernels]')"
+        if Version(found := version("kernels")) < Version(MIN_CLIENT):
+            needed = f"{MIN_CLIENT} or later is needed (pip install -U 'tide-hf[kernels]')"
             return f"the package kernels is {found}, and {needed}"
         local = _local_folder(repo)
         if local is None:
@@ -97,10 +97,10 @@ def fetch(repo: str, revision: str | None) -> LoadedKernels | str:
 
 
 def check_files(variant: Path) -> None:
-    """Refuse a build whose files are not those that its metadata lists, before any of it runs.
+    """Verify the checksums of a build against its metadata, before any of its code runs.
 
     Raises:
-        ValueError: They are not, or the metadata cannot be read.
+        ValueError: A file does not match, or the metadata cannot be read.
     """
     path = variant / "metadata.json"
     try:

@@ -1,7 +1,7 @@
-"""Whether a model runs the fused kernels of `hub_kernels/tide-kernels`, and how they are loaded.
+"""The fused kernels of `hub_kernels/tide-kernels` that a model runs.
 
-[`Ops`] holds the kernels of one model, where they were loaded. Callers ask `run_on` before they call one, and have a
-plain path of their own for where it says no. `reference` has each op in plain PyTorch.
+[`Ops`] holds the loaded kernels of one model. Callers check `run_on` before they call a kernel, and otherwise run their
+own plain PyTorch path. `reference` implements each op in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.errors import KernelError, describe
 from .loader import LoadedKernels, fetch, obstacle
 
 KERNELS_REPO = "tide-hf/tide-kernels"
-# Commit of the published kernels. A name alone is nothing to run code from, so without it nothing is fetched.
+# Commit of the published kernels. Branches and tags can move, so without a pinned commit nothing is fetched.
 KERNELS_REVISION: str | None = None
 USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,16 +28,16 @@ _logged: set[str] = set()
 
 
 class Ops:
-    """The kernels that one model runs, if any.
+    """The kernels of one model, if any.
 
     Args:
         kernels: The kernels; `None` for plain PyTorch.
-        reason: Why it is the one or the other.
-        request: The arguments of [`load_kernels`] that led here, by which a copy of the model asks again.
+        reason: Why kernels or plain PyTorch are used.
+        request: Arguments of [`load_kernels`] with which an unpickled copy of the model loads its own.
 
     Attributes:
-        kernels: As above.
-        reason: As above.
+        kernels: The kernels; `None` for plain PyTorch.
+        reason: Why kernels or plain PyTorch are used.
     """
 
     def __init__(self, kernels: LoadedKernels | None, reason: str, request: tuple[Any, ...] = ()) -> None:
@@ -46,7 +46,7 @@ class Ops:
         self._request = request
 
     def run_on(self, *tensors: Tensor | None) -> bool:
-        """Whether kernels take tensors like these: all on one GPU, the first in a dtype that they know."""
+        """Whether the kernels support these tensors: all on one GPU, the first in a supported dtype."""
         if self.kernels is None or tensors[0] is None or tensors[0].dtype not in KERNEL_DTYPES:
             return False
         device = tensors[0].device
@@ -54,13 +54,13 @@ class Ops:
         return fits and (device.type == "cuda" or self.kernels.variant == "torch-cpu")
 
     def __getattr__(self, name: str) -> Any:
-        """The kernel of that name. Ask [`run_on`] first."""
+        """The kernel of that name. Check [`run_on`] first."""
         if name not in OPS or self.kernels is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.kernels.module, name)
 
     def implementations(self) -> dict[str, str]:
-        """What runs, by op: `"cuda"`, `"triton"` or `"torch"`."""
+        """The backend of each op: `"cuda"`, `"triton"` or `"torch"`."""
         known = self.kernels.implementations if self.kernels is not None else {}
         return {name: known.get(name, "torch") for name in OPS}
 
@@ -68,8 +68,8 @@ class Ops:
         return self
 
     def __reduce__(self) -> tuple:
-        """Pickle the request: kernels are loaded, or not, where it is unpickled."""
-        return _asked_again, self._request
+        """Pickle the request alone, since whether kernels can be loaded depends on the machine."""
+        return _reload, self._request
 
 
 PLAIN = Ops(None, "use_kernels=False")
@@ -81,23 +81,23 @@ def load_kernels(
     use_kernels: bool | str = "auto",
     device: torch.device | str | None = None,
 ) -> Ops:
-    """Decide what a model runs, and load the kernels if it is them. The log says which, and why, once.
+    """Load the kernels for a model, or choose plain PyTorch. The choice and its reason are logged once.
 
-    `LOCAL_KERNELS="org/name=folder"` in the environment takes them from a folder instead of the Hub.
+    The environment variable `LOCAL_KERNELS="org/name=folder"` loads them from a folder instead of the Hub.
 
     Args:
-        repo: Hub repository of the kernels, the only one whose code may run.
+        repo: Hub repository of the kernels, the only one that is trusted.
         revision: Its commit, 40 hexadecimal digits; default: the one that this version of tide_hf was tested with.
-        use_kernels: `"auto"`: on an NVIDIA GPU from Turing on, where the kernels can be had. `True`: or fail.
-            `False`: plain PyTorch.
-        device: Where the model is; default: the GPU, if there is one.
+        use_kernels: `"auto"`: on an NVIDIA GPU from Turing on, if the kernels can be loaded. `True`: raise if they
+            cannot. `False`: plain PyTorch.
+        device: The model's device; default: the GPU, if there is one.
 
     Returns:
         The kernels, or none.
 
     Raises:
-        ConfigurationError: `use_kernels` is none of these.
-        KernelError: `use_kernels=True`, and the kernels cannot be had. The message says why.
+        ConfigurationError: `use_kernels` has another value.
+        KernelError: `use_kernels=True`, and the kernels cannot be loaded.
     """
     if check_choice("use_kernels", use_kernels, USE_KERNELS) is False:
         return PLAIN
@@ -117,7 +117,7 @@ def load_kernels(
                 "fused kernels cannot be used",
                 got=found,
                 expected="an NVIDIA GPU of compute capability 7.5 or later and a build of the kernels for it",
-                do="Pass use_kernels='auto' for plain PyTorch where they cannot be had.",
+                do="Pass use_kernels='auto' to fall back to plain PyTorch.",
             )
         )
     _log_once(f"plain PyTorch, no fused kernels: {found}")
@@ -125,7 +125,7 @@ def load_kernels(
 
 
 def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What runs for a model on `device` in `dtype`, ready for JSON.
+    """Describe the ops of a model on `device` in `dtype`, ready for JSON.
 
     Returns:
         `gpu` (its name, or `None`), `dtype`, `variant` (the build of the kernels, or `None`), `reason`, and `ops`: by
@@ -141,7 +141,7 @@ def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str
     }
 
 
-def _asked_again(*request: Any) -> Ops:
+def _reload(*request: Any) -> Ops:
     return load_kernels(request[0], request[1], "auto", request[2]) if request else PLAIN
 
 

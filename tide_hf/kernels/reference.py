@@ -1,6 +1,6 @@
-"""The ops that kernels fuse, in plain PyTorch.
+"""Reference implementations of the fused ops, in plain PyTorch.
 
-Each has a kernel of the same name and meaning in `hub_kernels/tide-kernels`.
+Each has a kernel of the same name and semantics in `hub_kernels/tide-kernels`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ NORMS = ("rms", "rms_float32", "rms_one_plus", "layer")
 def normalize(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, norm: str = "rms"
 ) -> Tensor:
-    """A norm over the last dimension, rounded where models of this kind round.
+    """Normalise the last dimension, rounding to the dtype at the point where models with this norm do.
 
     Args:
         hidden_states: (..., D).
         weight: (D,).
         bias: (D,), for `norm="layer"`; `None` for none.
         eps: Added to the variance.
-        norm: `"rms"` rounds the normalised state before the weight comes in (Llama and most others); `"rms_float32"`
-            after it (OLMo 2, gpt-oss); `"rms_one_plus"` likewise, with a weight of `1 + weight` (Gemma); `"layer"` is
+        norm: `"rms"` rounds before the multiplication by the weight (Llama and most others); `"rms_float32"` after
+            it (OLMo 2, gpt-oss); `"rms_one_plus"` after it, with a weight of `1 + weight` (Gemma); `"layer"` is
             LayerNorm.
 
     Returns:
@@ -33,11 +33,11 @@ def normalize(
     """
     if norm == "layer":
         return functional.layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps)
-    wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    upcast = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    scaled = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + eps)
     if norm == "rms":
         return weight * scaled.to(hidden_states.dtype)
-    factor = weight.to(wide.dtype)
+    factor = weight.to(upcast.dtype)
     return (scaled * (1.0 + factor if norm == "rms_one_plus" else factor)).to(hidden_states.dtype)
 
 
@@ -54,17 +54,17 @@ def norm_route(
     exit_threshold: float,
     norm: str = "rms",
 ) -> tuple[Tensor, Tensor]:
-    """Final norm, router MLP, sigmoid and threshold.
+    """Apply the final norm, the router MLP, the sigmoid and the threshold.
 
     Args:
         hidden_states: (N, D), before the norm.
         norm_weight: (D,).
         norm_bias: (D,) or `None`.
-        down_weight: (R, D) of the router's first linear layer, float32.
+        down_weight: (R, D) float32, of the router's first linear layer.
         down_bias: (R,) float32 or `None`.
-        up_weight: (1, R) of its second, float32.
+        up_weight: (1, R) float32, of its second linear layer.
         up_bias: (1,) float32 or `None`.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
         exit_threshold: A row exits where its score is at least this.
         norm: As in [`normalize`].
 
@@ -78,14 +78,14 @@ def norm_route(
 
 
 def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that stay first, then those that exit, each in their old order.
+    """Sort the rows stably: those that continue first, then those that exit.
 
     Args:
         hidden_states: (N, D).
         exit_mask: (N,) bool, true where a row exits.
 
     Returns:
-        (N, D) rows; (N,) int64 place each came from; (2,) int32 numbers of rows that stay and that exit, on the device.
+        (N, D) rows; (N,) int64 source index of each; (2,) int32 counts of continuing and exiting rows, on the device.
     """
     indices = torch.argsort(exit_mask.to(torch.uint8), stable=True)
     exiting = exit_mask.sum(dtype=torch.int32)
@@ -97,9 +97,9 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
 
     Args:
         rows: (M, D).
-        indices: (M,) int64, no place twice.
-        out: (N, D) of the same dtype; written to.
-        limit: (1,) int32 on the device: only the first so many rows. `None` for all.
+        indices: (M,) int64, without duplicates.
+        out: (N, D) of the same dtype; changed in place.
+        limit: (1,) int32 on the device, the number of rows to write; `None` for all.
 
     Returns:
         `out`.
@@ -111,14 +111,14 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
 
 
 def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Slot `order[row, i]` of every head becomes slot `i`.
+    """Gather the slots of a KV cache: slot `order[row, i]` of every head becomes slot `i`.
 
-    The kernel moves the slots in place; this makes new tensors.
+    The kernel moves the slots in place; the reference returns new tensors.
 
     Args:
         keys: (rows, heads, slots, key size).
         values: (rows, heads, slots, value size).
-        order: (rows, kept) int64, ascending along each row, but for -1 where a slot is of no account.
+        order: (rows, kept) int64, ascending along each row; -1 where the slot's contents do not matter.
 
     Returns:
         Keys and values of the kept slots.
@@ -130,7 +130,7 @@ def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Ten
 
 
 def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The head's top token of each row, and its log-probability.
+    """Return the head's top-1 token of each row and its log-probability.
 
     Args:
         hidden_states: (N, D), after the final norm.
@@ -146,11 +146,11 @@ def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | N
 
 
 def accept_drafts(drafts: Tensor, verified: Tensor) -> tuple[Tensor, Tensor]:
-    """The longest prefix of each row's drafts that equals what the full model chose, and the token behind it.
+    """Return the number of accepted draft tokens per row (greedy: the longest matching prefix) and the bonus token.
 
     Args:
-        drafts: (rows, K) int64 draft tokens; -1, which equals none, behind a shorter draft.
-        verified: (rows, K + 1) int64 tokens of the full model.
+        drafts: (rows, K) int64 draft tokens, shorter drafts padded with -1, which matches no token.
+        verified: (rows, K + 1) int64 tokens of the verify pass.
 
     Returns:
         (rows,) int64 `n_matches` and (rows,) int64 `bonus_token`.
@@ -160,14 +160,14 @@ def accept_drafts(drafts: Tensor, verified: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def which_norm(norm: Any, hidden_states: Tensor) -> tuple[str, float] | None:
-    """Tell by its output what [`normalize`] calls a norm.
+    """Identify the variant of [`normalize`] that a norm module computes, by its output.
 
     Args:
         norm: A module with a weight.
-        hidden_states: (..., D), for shape, dtype and device.
+        hidden_states: (..., D), whose size, dtype and device the probe takes.
 
     Returns:
-        The name and eps of the norm that comes closest; `None` where none comes within rounding.
+        The name and eps of the closest variant; `None` if none matches up to rounding.
     """
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if eps is None:

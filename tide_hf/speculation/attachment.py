@@ -14,17 +14,17 @@ from ..base_model.structure import DecoderStructure, check_layers
 from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe, problem_of
 from ..depth.linear_gate import (
-    COMPILED,
-    Forms,
+    KERNEL_LAYOUTS,
+    Layouts,
     LinearGate,
+    allowed_layouts,
     linear_gates,
     linears_in,
     open_linear_gates,
-    reading,
     weight_dtypes,
 )
-from ..kernels.cpu.products import has_stored_product
-from ..kernels.cpu.weight_forms import UNCOMPILED
+from ..kernels.cpu.gemm import has_skinny_gemm
+from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS
 from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
 from ..routers.exit_points import ExitPoint
@@ -104,17 +104,17 @@ class Attachment:
             engine: Of the call.
             gates: Those of the model.
         """
-        with self.engines[engine].showing_warm_up(), reading(self._eager_forms(gates), chosen_once=True):
+        with self.engines[engine].showing_warm_up(), allowed_layouts(self._eager_layouts(gates), cache_choice=True):
             yield
 
     def gates(self) -> list[LinearGate]:
         """Those in front of linear layers."""
         return list(linear_gates(self.structure, self.block_head))
 
-    def _eager_forms(self, gates: list[LinearGate]) -> Forms:
+    def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
         """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
-        may_use_kernels = self.use_kernels is not False and all(map(has_stored_product, weight_dtypes(gates)))
-        return COMPILED if may_use_kernels else UNCOMPILED
+        may_use_kernels = self.use_kernels is not False and all(map(has_skinny_gemm, weight_dtypes(gates)))
+        return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""

@@ -4,6 +4,6 @@
 `step_store` keeps the steps. `compiled_steps` compiles them, and `compiled_prompts` what reads a prompt on a CPU. On a
 GPU `captured_steps` has `replay` capture them besides, with the model's forward as `capturable_forward` has it run.
 `layer_graphs` makes graphs of layers: `operation_log` finds those that do the same, `step_graphs` traces them and has
-Inductor compile them, `joined_linears` gives them the kernels of `kernels/cpu/`. `module_facts` is what graphs of a
+Inductor compile them, `fused_linears` gives them the kernels of `kernels/cpu/`. `module_facts` is what graphs of a
 module depend on, and `warm_up` counts what all of that takes.
 """

@@ -61,7 +61,7 @@ class CompiledPrompts:
             return gate.native(*args, **kwargs)
         inputs = [tensor.contiguous() for tensor in arguments.tensors]
         kinds = tuple((tensor.ndim, tensor.dtype) for tensor in inputs)
-        key = (gate.layer_idx, arguments.place, arguments.layout, *others, *kinds)
+        key = (gate.layer_idx, arguments.place, arguments.tree_spec, *others, *kinds)
         known = self._graphs[key]
         graph = next((graph for sizes, graph in known if sizes.hold(inputs)), None)
         if graph is not None:

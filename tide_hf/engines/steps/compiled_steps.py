@@ -19,12 +19,12 @@ from torch import Tensor, fx
 
 from ...common.errors import first_line
 from ...depth.gates import LayerGate
-from ...depth.linear_gate import COMPILED, ROUNDED, LinearGate, copies_fit, linear_gates, reading
+from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.compile_cache import compiling
-from ...kernels.cpu.weight_forms import WeightForm
+from ...kernels.cpu.weight_layouts import WeightLayout
 from ..shared_heads import filled_up_to, shared_heads
 from .compiled_prompts import CompiledPrompts
-from .joined_linears import call_kernels, forms_of, held_by
+from .fused_linears import call_kernels, layouts_of, quantized_tensors
 from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs, layer_on_fixed_cache
 from .replay import Replay, restorer
 from .step_buffers import Parts, StepBuffers
@@ -97,7 +97,7 @@ class StepCompiler:
                 return gate.native(*args, **kwargs)
             state = torch.ops.tide_hf.layer(_inputs_of(LayerArguments(args, kwargs), gate), region.number)
             return gate.with_state(None, state)
-        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have their weights' forms
+        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have their weights' layouts
         if self._regions is not None:
             self._regions.append(self._region_of(gate, args, kwargs, gate.state_of(output)))
         return output
@@ -115,8 +115,8 @@ class StepCompiler:
                 regions = self._learn(function)
                 put_back()
                 graph, lifted = lift_constants(self._trace(function, regions))
-                rounded = forms_of(call_kernels(graph, lifted), lifted)
-                constants = [*(tensor.detach() for tensor in lifted), *held_by(rounded)]
+                quantized = layouts_of(call_kernels(graph, lifted), lifted)
+                constants = [*(tensor.detach() for tensor in lifted), *quantized_tensors(quantized)]
                 compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self.compile_graph)
                 compiled(*constants)
         # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
@@ -130,7 +130,7 @@ class StepCompiler:
             with torch.inference_mode(False), torch.no_grad():
                 return compiled(*constants)
 
-        return Replay(run, kept=(regions, rounded))
+        return Replay(run, kept=(regions, quantized))
 
     def _learn(self, function: Callable[[], Any]) -> list[Region | None]:
         regions: list[Region | None] = []
@@ -195,12 +195,12 @@ class CompiledSteps(StepStore):
     def release(self) -> None:
         """Give buffers and graphs back."""
         super().release()
-        self._kept: dict[tuple[LinearGate, type[WeightForm]], WeightForm] = {}
+        self._kept: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
         self.prompts = CompiledPrompts(self._compile_graph, self.warm_up)
 
     def refresh(self, parts: Callable[[], Parts]) -> None:
-        """As `StepStore.refresh`; graphs with forms of weights that have changed are forgotten as well."""
-        if any(gate.kept.get(form) is not kept for (gate, form), kept in self._kept.items()):
+        """As `StepStore.refresh`; graphs with layouts of weights that have changed are forgotten as well."""
+        if any(gate.kept.get(layout) is not kept for (gate, layout), kept in self._kept.items()):
             self.release()
         super().refresh(parts)
 
@@ -211,10 +211,10 @@ class CompiledSteps(StepStore):
         if not self._kept:  # else it was asked before, and the copies made then have taken memory
             may_copy = all(gate.may_copy for gate in gates)
             self.layers.graphs.has_room = may_copy and copies_fit(gate.module for gate in gates)
-        forms = ROUNDED if kind == "draft" and self.layers.graphs.has_room else COMPILED
-        with shared_heads(parts.model, block), reading(forms):
+        layouts = DRAFT_LAYOUTS if kind == "draft" and self.layers.graphs.has_room else KERNEL_LAYOUTS
+        with shared_heads(parts.model, block), allowed_layouts(layouts):
             replay = self.layers.replay_of(function, buffers.state())
-        self._kept = {(gate, form): kept for gate in gates for form, kept in gate.kept.items()}
+        self._kept = {(gate, layout): kept for gate in gates for layout, kept in gate.kept.items()}
         return replay
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
 from ...depth.gates import LayerGate
-from .joined_linears import Product, call_kernels, forms_of, held_by, join_linears
+from .fused_linears import LinearWeights, call_kernels, fuse_linears, layouts_of, quantized_tensors
 from .operation_log import OperationLog
 from .step_graphs import lift_constants, traced
 
@@ -27,7 +27,7 @@ class LayerArguments:
         cache: The cache.
         tensors: Those among the arguments.
         leaves: All arguments but the cache, tensors where they stand.
-        layout: How the leaves are nested.
+        tree_spec: How the leaves are nested.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -35,14 +35,14 @@ class LayerArguments:
         without = (args, kwargs)
         if self.place is not None:
             self.cache, without = cache_at(self.place, args, kwargs), placed(None, self.place, args, kwargs)
-        self.leaves, self.layout = tree_flatten(without)
+        self.leaves, self.tree_spec = tree_flatten(without)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def rebuilt(self, tensors: Sequence[Tensor], cache: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other tensors, and another cache."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.layout)
+        args, kwargs = tree_unflatten(leaves, self.tree_spec)
         return placed(cache, self.place, args, kwargs)
 
 
@@ -52,16 +52,20 @@ class LayerGraph:
     Args:
         function: Takes inputs and `constants`, and returns a tuple.
         constants: Weights, K/V and what else stays where it is.
-        joined: Products of several layers' weights, which are among the constants.
-        rounded: Those by rounded weights, which `function` takes behind the constants.
+        fused: Products of several layers' weights, which are among the constants.
+        quantized: Those by quantized weights, which `function` takes behind the constants.
     """
 
     def __init__(
-        self, function: Callable[..., Any], constants: list[Tensor], joined: list[Product], rounded: list[Product]
+        self,
+        function: Callable[..., Any],
+        constants: list[Tensor],
+        fused: list[LinearWeights],
+        quantized: list[LinearWeights],
     ) -> None:
         self.function = function
-        self.forms = forms_of(joined, constants), forms_of(rounded, constants)
-        self.constants = [*(tensor.detach() for tensor in constants), *held_by(self.forms[1])]
+        self.layouts = layouts_of(fused, constants), layouts_of(quantized, constants)
+        self.constants = [*(tensor.detach() for tensor in constants), *quantized_tensors(self.layouts[1])]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the layer."""
@@ -87,8 +91,8 @@ class LayerGraphs:
     ) -> None:
         self._compile, self._trace = compile_graph, trace
         self._compiled: dict[tuple, Callable[..., Any]] = {}
-        # Compiled, which constants it takes, and which of those are joined, and rounded.
-        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[Product], list[Product]]] = {}
+        # Compiled, which constants it takes, and which of those are fused, and quantized.
+        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[LinearWeights], list[LinearWeights]]] = {}
         self.has_room = False
 
     @property
@@ -110,17 +114,17 @@ class LayerGraphs:
             compiled, order, *products = self._alike[operations]
             return LayerGraph(compiled, [log.constants[i] for i in order], *products)
         graph, constants = lift_constants(self._trace(function, *inputs))
-        joined = join_linears(graph, constants, self.has_room)
-        rounded = call_kernels(graph, constants)
-        taken = [*inputs, *constants, *held_by(forms_of(rounded, constants))]
+        fused = fuse_linears(graph, constants, self.has_room)
+        quantized = call_kernels(graph, constants)
+        taken = [*inputs, *constants, *quantized_tensors(layouts_of(quantized, constants))]
         kind = (graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
         if kind not in self._compiled:
             self._compiled[kind] = self._compile(graph, taken)
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):
             order = [known[id(tensor)] for tensor in constants]
-            self._alike[operations] = self._compiled[kind], order, joined, rounded
-        return LayerGraph(self._compiled[kind], constants, joined, rounded)
+            self._alike[operations] = self._compiled[kind], order, fused, quantized
+        return LayerGraph(self._compiled[kind], constants, fused, quantized)
 
 
 class _FixedLayerCache:

@@ -1,6 +1,6 @@
-"""What makes passes over few tokens, and over prompts, fast on CPUs.
+"""CPU kernels for decode, verify and prefill.
 
-`compiled` builds what is in C++ and keeps it on disk: `products`, by weights as they are stored or quantised, and
-attention, in `few_queries` and `many_queries`. `weight_forms` are the layouts that weights can be read in, and
-`form_choice` measures which is the fastest.
+`cpp_kernels` compiles the C++ kernels and caches them on disk. `gemm` holds the matrix products, over weights as the
+model stores them or quantised; `decode_attention` and `prefill_attention` hold attention. `weight_layouts` are the
+layouts in which a linear layer can read its weights, and `layout_choice` measures which of them is the fastest.
 """

@@ -1,7 +1,7 @@
-// softmax(scale * q.k + mask).v for a few queries of each head. See values.h for `Value`.
+// Decode attention, softmax(scale * q.k + mask).v, for few queries per head. See vectorized.h for `Value`.
 //
-// Threads take blocks of queries. A block reads the keys once and the values once, in order. All sums are in float, and
-// in the same order whatever the number of queries is, and of slots that the mask hides behind the last.
+// Threads share the blocks of queries. A block streams the keys once and the values once. Sums are in float, in an
+// order that depends neither on the number of queries nor on masked slots at the end.
 
 #include <limits>
 #include <vector>
@@ -9,9 +9,9 @@
 namespace {
 
 constexpr int64_t kSize = Floats::size();
-constexpr int kWide = 2;  // registers of a value at a time, so that sums do not wait for each other
+constexpr int kWide = 2;  // registers per accumulation step, to hide the latency of fused multiply-add
 
-// Of `count` values, of which a register takes those that it has room for.
+// Load up to a register of `count` remaining values.
 inline Floats load(const Value* values, int64_t count) { return to_floats(values, std::clamp<int64_t>(count, 0, kSize)); }
 
 inline void store(const Floats& sums, Value* values, int64_t count) {
@@ -26,14 +26,14 @@ inline float total(const Floats& sum) {
 
 inline int64_t rounded_up(int64_t slots) { return (slots + Floats::size() - 1) / Floats::size() * Floats::size(); }
 
-// Scores to weights that add up to 1; to zeros where the mask hides everything. `size` is a multiple of a register.
+// Softmax in place; all zeros where everything is masked. `size` is a multiple of the register size.
 inline void softmax(float* scores, int64_t size) {
-  const float nothing = -std::numeric_limits<float>::infinity();
-  Floats highest(nothing), sums(0.0f);
+  const float kMasked = -std::numeric_limits<float>::infinity();
+  Floats highest(kMasked), sums(0.0f);
   for (int64_t s = 0; s < size; s += Floats::size()) highest = at::vec::maximum(highest, Floats::loadu(scores + s));
   const float largest =
       at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return at::vec::maximum(a, b); }, highest);
-  if (largest == nothing) return std::fill(scores, scores + size, 0.0f);
+  if (largest == kMasked) return std::fill(scores, scores + size, 0.0f);
   for (int64_t s = 0; s < size; s += Floats::size()) {
     const Floats weights = (Floats::loadu(scores + s) - Floats(largest)).exp();
     weights.store(scores + s);
@@ -43,7 +43,7 @@ inline void softmax(float* scores, int64_t size) {
   for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) * share).store(scores + s);
 }
 
-// For `kQueries` queries of one head; each has `rounded_up(size)` floats in `q`. See calls.h for the others.
+// Attention of `kQueries` queries of one head, each padded to `rounded_up(size)` floats. See arguments.h.
 template <int kQueries>
 void attend(const float* q, const Value* k, const Value* v, const Value* mask, Value* y, float* scores, int64_t slots,
             int64_t all_slots, int64_t size, float scale) {
@@ -79,33 +79,33 @@ void attend(const float* q, const Value* k, const Value* v, const Value* mask, V
 }
 
 constexpr decltype(&attend<1>) kByQueries[] = {attend<1>, attend<2>, attend<3>, attend<4>};
-constexpr int64_t kMostQueries = 4;
+constexpr int64_t kMaxQueries = 4;
 
-constexpr int64_t kLeastPerThread = 8192;  // values of the keys, times queries; for fewer, another thread is slower
+constexpr int64_t kMinWorkPerThread = 8192;  // multiply-adds; for fewer, another thread costs more than it saves
 
 }  // namespace
 
-extern "C" void run(const FewQueries& call) {
+extern "C" void run(const DecodeAttention& call) {
   const int64_t heads = call.heads, queries = call.queries, size = call.size, slots = call.slots;
-  const int64_t blocks = (queries + kMostQueries - 1) / kMostQueries, all = call.rows * heads * blocks;
+  const int64_t blocks = (queries + kMaxQueries - 1) / kMaxQueries, all = call.rows * heads * blocks;
   const int64_t products = call.rows * heads * queries * size * slots;
-  const int64_t threads = std::min(call.threads, 1 + products / kLeastPerThread);
+  const int64_t threads = std::min(call.threads, 1 + products / kMinWorkPerThread);
   const auto *q = static_cast<const Value*>(call.query), *k = static_cast<const Value*>(call.key);
   const auto *v = static_cast<const Value*>(call.value), *mask = static_cast<const Value*>(call.mask);
   auto* y = static_cast<Value*>(call.output);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scores(kMostQueries * rounded_up(slots)), floats(kMostQueries * rounded_up(size));
+    std::vector<float> scores(kMaxQueries * rounded_up(slots)), floats(kMaxQueries * rounded_up(size));
 #pragma omp for
     for (int64_t block = 0; block < all; ++block) {
-      const int64_t head = block / blocks, first = block % blocks * kMostQueries;
-      const int64_t count = std::min(kMostQueries, queries - first), at = (head * queries + first) * size;
-      const int64_t row = call.mask_of_rows ? head / heads * queries + first : first;
-      for (int64_t m = 0; m < count; ++m)  // once, and not anew for each slot
+      const int64_t head = block / blocks, first = block % blocks * kMaxQueries;
+      const int64_t count = std::min(kMaxQueries, queries - first), at = (head * queries + first) * size;
+      const int64_t row = call.has_row_masks ? head / heads * queries + first : first;
+      for (int64_t m = 0; m < count; ++m)  // upcast once rather than for each slot
         for (int64_t d = 0; d < size; d += kSize)
           load(q + at + m * size + d, size - d).store(floats.data() + m * rounded_up(size) + d);
-      const int64_t stored = head * call.all_slots * size;
-      kByQueries[count - 1](floats.data(), k + stored, v + stored, mask + row * call.all_slots, y + at, scores.data(),
+      const int64_t kv = head * call.all_slots * size;
+      kByQueries[count - 1](floats.data(), k + kv, v + kv, mask + row * call.all_slots, y + at, scores.data(),
                             slots, call.all_slots, size, call.scale);
     }
   }

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tide_hf.kernels.cpu.compiled import VALUES
-from tide_hf.kernels.cpu.few_queries import attend_few
+from tide_hf.kernels.cpu.cpp_kernels import VALUES
+from tide_hf.kernels.cpu.decode_attention import decode_sdpa
 
 # Rows, heads, queries, size, all slots and filled ones.
 SHAPES = [
@@ -35,7 +35,7 @@ def test_it_is_that_of_pytorch(on_some_cpu, dtype):
     for shape in SHAPES:
         for rows_of_mask, scale in product((None, 1), (None, 0.3)):
             query, key, value, mask, filled = tensors(shape, dtype, rows_of_mask)
-            found = attend_few(query, key, value, mask, torch.tensor(filled), scale)
+            found = decode_sdpa(query, key, value, mask, torch.tensor(filled), scale)
             exact = scaled_dot_product_attention(
                 *(tensor.double() for tensor in (query, key[:, :, :filled], value[:, :, :filled])),
                 attn_mask=mask[..., :filled].double(),
@@ -51,18 +51,18 @@ def test_a_query_gives_the_same_whatever_stands_beside_it(on_some_cpu, dtype):
         query, key, value, mask, filled = tensors(shape, dtype)
         mask[..., filled - 1 :] = -torch.inf
         mask[..., 0] = 0.0
-        found = attend_few(query, key, value, mask, torch.tensor(filled), None)
+        found = decode_sdpa(query, key, value, mask, torch.tensor(filled), None)
         last = max(1, filled - 1)
         for i in range(query.shape[2]):
             one = query[:, :, i : i + 1].contiguous(), key, value, mask[:, :, i : i + 1].contiguous()
-            alone = attend_few(*one, torch.tensor(last), None)  # nor does what a mask hides at the end matter
+            alone = decode_sdpa(*one, torch.tensor(last), None)  # nor does what a mask hides at the end matter
             assert torch.equal(alone, found[:, :, i : i + 1])
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
     query, key, value, mask, filled = tensors(SHAPES[0], torch.float32)
     mask[:, :, 2] = -torch.inf
-    found = attend_few(query, key, value, mask, torch.tensor(filled), None)
+    found = decode_sdpa(query, key, value, mask, torch.tensor(filled), None)
     assert torch.equal(found[:, :, 2], torch.zeros_like(found[:, :, 2]))
     assert bool(found.isfinite().all())
 
@@ -78,4 +78,4 @@ def test_what_it_is_not_for_is_left_to_pytorch(what):
         value = value.transpose(2, 3).contiguous().transpose(2, 3)
     elif what == "mask":
         mask = mask[:, :, :1]
-    assert attend_few(query, key, value, mask, torch.tensor(filled), None) is None
+    assert decode_sdpa(query, key, value, mask, torch.tensor(filled), None) is None

@@ -1,5 +1,5 @@
-// Values as a model stores them, of type `Value`: float, at::BFloat16 or at::Half. Kernels compute with them as floats,
-// a register of `Floats` at a time.
+// SIMD loads of a model's values, of type `Value`: float, at::BFloat16 or at::Half. Kernels compute in float, one
+// `Floats` register at a time.
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -11,7 +11,7 @@ namespace {
 
 using Floats = at::vec::Vectorized<float>;
 
-// A register of values; of `count` ones at most, with zeros behind them.
+// Load a register, or its first `count` values and zeros.
 inline Floats to_floats(const float* values) { return Floats::loadu(values); }
 
 template <class Stored>

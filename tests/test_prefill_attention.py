@@ -9,11 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf.engines.shared_heads import shared_heads
-from tide_hf.kernels.cpu import many_queries
-from tide_hf.kernels.cpu.compiled import VALUES, compiled, load_op
-from tide_hf.kernels.cpu.many_queries import LEAST_QUERIES, attend_many, is_faster
+from tide_hf.kernels.cpu import prefill_attention
+from tide_hf.kernels.cpu.cpp_kernels import VALUES, compile_kernel, load_op
+from tide_hf.kernels.cpu.prefill_attention import MIN_QUERIES, is_faster, prefill_sdpa
 
-measure = many_queries._measure
+measure = prefill_attention._measure
 # Rows, heads, shared heads, queries, slots, size.
 SHAPES = [
     (1, 9, 3, 48, 48, 64),
@@ -28,17 +28,17 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def _it_is_faster(monkeypatch, fresh_kernels):
     """Whatever this machine is, the kernel is the faster one, and it is there."""
-    compiled("many_queries", torch.float32)
-    monkeypatch.setattr(many_queries, "_measure", lambda _dtype: True)
-    monkeypatch.setattr(many_queries, "_is_faster", {})
+    compile_kernel("prefill_attention", torch.float32)
+    monkeypatch.setattr(prefill_attention, "_measure", lambda _dtype: True)
+    monkeypatch.setattr(prefill_attention, "_is_faster", {})
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """What was given to the kernel."""
     made = []
-    attended = many_queries._attended
-    monkeypatch.setattr(many_queries, "_attended", lambda *given: made.append(given) or attended(*given))
+    attended = prefill_attention._attended
+    monkeypatch.setattr(prefill_attention, "_attended", lambda *given: made.append(given) or attended(*given))
     return made
 
 
@@ -64,11 +64,11 @@ def masks(shape):
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("dtype", VALUES)
 def test_it_is_that_of_pytorch(on_some_cpu, dtype, scale):
-    compiled("many_queries", dtype)
+    compile_kernel("prefill_attention", dtype)
     for shape in SHAPES:
         query, key, value = tensors(shape, dtype)
         for mask in masks(shape):
-            found = attend_many(query, key, value, mask, scale)
+            found = prefill_sdpa(query, key, value, mask, scale)
             exact = scaled_dot_product_attention(
                 *(tensor.double() for tensor in (query, key, value)),
                 attn_mask=mask,
@@ -85,14 +85,14 @@ def test_a_query_that_sees_nothing_gives_zeros():
     shape = (1, 2, 1, 70, 70, 16)
     mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
     mask[:, :, 3], mask[:, :, :, 5] = False, False
-    found = attend_many(*tensors(shape), mask, None)
+    found = prefill_sdpa(*tensors(shape), mask, None)
     assert torch.equal(found[:, 3], torch.zeros_like(found[:, 3]))
     assert bool(found.isfinite().all())
 
 
 def test_scores_of_any_size_give_finite_weights():
     query, key, value = tensors((1, 2, 1, 130, 130, 16))
-    found = attend_many(query * 1e4, key * 1e4, value, None, None)
+    found = prefill_sdpa(query * 1e4, key * 1e4, value, None, None)
     exact = scaled_dot_product_attention(query * 1e4, key * 1e4, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found.transpose(1, 2), exact)
 
@@ -107,7 +107,7 @@ def test_what_it_is_not_for_is_left_to_pytorch(what, monkeypatch):
     if what == "other dtypes":
         value = value.bfloat16()
     elif what == "few":
-        query, mask = query[:, :, 1 - LEAST_QUERIES :], mask[:, :, 1 - LEAST_QUERIES :]
+        query, mask = query[:, :, 1 - MIN_QUERIES :], mask[:, :, 1 - MIN_QUERIES :]
     elif what == "heads":
         query = query[:, :3]
     elif what == "values":
@@ -121,19 +121,19 @@ def test_what_it_is_not_for_is_left_to_pytorch(what, monkeypatch):
     elif what == "mask of heads":
         mask = mask.expand(1, 4, 40, 40)
     elif what == "slower":
-        monkeypatch.setattr(many_queries, "_measure", lambda _dtype: False)
-    assert attend_many(query, key, value, mask, None) is None
+        monkeypatch.setattr(prefill_attention, "_measure", lambda _dtype: False)
+    assert prefill_sdpa(query, key, value, mask, None) is None
 
 
 def test_what_is_not_on_the_cpu_is_left_to_pytorch():
     shape = (1, 4, 2, 40, 40, 16)
-    assert attend_many(*tensors(shape), None, None) is not None
-    assert attend_many(*(tensor.to("meta") for tensor in tensors(shape)), None, None) is None
+    assert prefill_sdpa(*tensors(shape), None, None) is not None
+    assert prefill_sdpa(*(tensor.to("meta") for tensor in tensors(shape)), None, None) is None
 
 
 def test_which_one_is_faster_is_measured_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(many_queries, "_measure", lambda dtype: asked.append(dtype) or True)
+    monkeypatch.setattr(prefill_attention, "_measure", lambda dtype: asked.append(dtype) or True)
     assert [is_faster(torch.float32), is_faster(torch.float32)] == [True, True]
     assert asked == [torch.float32]
     assert not is_faster(torch.float64)  # there is no kernel
@@ -142,14 +142,14 @@ def test_which_one_is_faster_is_measured_once(monkeypatch):
 
 @pytest.mark.parametrize(("by_pytorch", "by_kernel"), [(2.0, 1.0), (1.0, 2.0)])
 def test_measuring_runs_both_and_compares(monkeypatch, calls, by_pytorch, by_kernel):
-    monkeypatch.setattr(many_queries, "PROBED_SHAPE", (1, 2, 64, 16))
+    monkeypatch.setattr(prefill_attention, "PROBED_SHAPE", (1, 2, 64, 16))
 
     def seconds(function, _repeats):
         before = len(calls)
         function()
         return by_kernel if len(calls) > before else by_pytorch
 
-    monkeypatch.setattr(many_queries, "least_seconds", seconds)
+    monkeypatch.setattr(prefill_attention, "least_seconds", seconds)
     assert measure(torch.float32) == (by_kernel < by_pytorch)
     assert len(calls) == 1
 
@@ -208,7 +208,7 @@ def prompt(length):
     return {"input_ids": torch.arange(3, 3 + length)[None], "attention_mask": torch.ones(1, length, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("length", [LEAST_QUERIES - 1, LEAST_QUERIES])
+@pytest.mark.parametrize("length", [MIN_QUERIES - 1, MIN_QUERIES])
 def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
     model = tiny_llama()
     inputs = prompt(length)
@@ -216,7 +216,7 @@ def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
     steps = attach(model)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     # Each layer as it is, and to see which are alike, and one in a trace.
-    assert len(calls) == (2 * model.config.num_hidden_layers + 1 if length == LEAST_QUERIES else 0)
+    assert len(calls) == (2 * model.config.num_hidden_layers + 1 if length == MIN_QUERIES else 0)
     assert model.config._attn_implementation == "sdpa"
     calls.clear()
     with steps.lock:  # as another thread's call would hold it: the model's attention is not ours to change
@@ -224,7 +224,7 @@ def test_compiled_steps_read_long_prompts_by_it(tiny_llama, calls, length):
     assert not calls
 
 
-@pytest.mark.parametrize("length", [4, LEAST_QUERIES])
+@pytest.mark.parametrize("length", [4, MIN_QUERIES])
 def test_compiling_kernels_is_part_of_the_warm_up(tiny_llama, length):
     model = tiny_llama()
     attach(model)
@@ -232,6 +232,6 @@ def test_compiling_kernels_is_part_of_the_warm_up(tiny_llama, length):
     model.generate(**prompt(length), **OPTIONS)
     assert model.last_exit_stats.warm_up_s == 0.0
     load_op.cache_clear()
-    many_queries._is_faster.clear()
+    prefill_attention._is_faster.clear()
     model.generate(**prompt(length), **OPTIONS)
     assert model.last_exit_stats.warm_up_s > 0.0

@@ -11,10 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import linear_gate
-from tide_hf.engines.steps.joined_linears import JOINED, ONE, call_kernels, join_linears
-from tide_hf.kernels.cpu import weight_forms
-from tide_hf.kernels.cpu.products import MOST_ROUNDED_ROWS, rounded_product_of, stored_product_of
-from tide_hf.kernels.cpu.weight_forms import FORMS, PackedWeight, RoundedWeight, StoredWeight, in_form
+from tide_hf.engines.steps.fused_linears import FUSED, LINEAR, call_kernels, fuse_linears
+from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
+from tide_hf.kernels.cpu.weight_layouts import WEIGHT_LAYOUTS, PlainWeight, PrepackedWeight, QuantizedWeight, in_layout
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
@@ -35,8 +35,8 @@ class Graphs:
     def __call__(self, graph, _inputs):
         ops = [node for node in graph.graph.nodes if getattr(node.target, "namespace", None) == "tide_hf"]
         self.ops |= {node.target for node in ops}
-        joined = [len(node.args[1]) for node in ops if node.target is JOINED or "stored_rows" in node.target.name()]
-        self.products += [count for count in joined if count > 1]
+        fused = [len(node.args[1]) for node in ops if node.target is FUSED or "skinny_gemm" in node.target.name()]
+        self.products += [count for count in fused if count > 1]
         return as_traced(graph, _inputs)
 
 
@@ -99,24 +99,27 @@ def test_their_memory_is_given_back(tiny_llama):
     attach_packed(model)
     model.generate(**prompts(), **OPTIONS)
     weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
-    key = weight_forms._key_of(weights, PackedWeight)
-    assert weight_forms._known[key].is_of(*weights)
+    key = weight_layouts._key_of(weights, PrepackedWeight)
+    assert weight_layouts._known[key].is_of(*weights)
     model.tide_release()
-    assert key not in weight_forms._known
+    assert key not in weight_layouts._known
 
 
 @pytest.mark.parametrize("may_copy", [True, False])
-@pytest.mark.parametrize("form", [PackedWeight, StoredWeight])
-@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one rounded"])
-def test_layers_of_one_input_become_one_product(case, form, may_copy):
+@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
+@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one quantized"])
+def test_layers_of_one_input_become_one_product(case, layout, may_copy):
     weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
     if case in ("with biases", "one bias"):
         biases = [torch.randn(4), torch.randn(3) if case == "with biases" else None]
 
     def layers(state, *constants):
         inputs = [state, state + 1 if case == "two inputs" else state]
-        forms = [FORMS.index(form), FORMS.index(RoundedWeight if case == "one rounded" else form)]
-        found = [ONE(*call) for call in zip(inputs, constants[:2], constants[2:], forms, strict=True)]
+        layouts = [
+            WEIGHT_LAYOUTS.index(layout),
+            WEIGHT_LAYOUTS.index(QuantizedWeight if case == "one quantized" else layout),
+        ]
+        found = [LINEAR(*call) for call in zip(inputs, constants[:2], constants[2:], layouts, strict=True)]
         return torch.cat(found, dim=-1)
 
     state, constants = torch.randn(1, 2, 6), [*weights, *(bias for bias in biases if bias is not None)]
@@ -126,36 +129,36 @@ def test_layers_of_one_input_become_one_product(case, form, may_copy):
         return layers(state, *given[:2], *(bias if bias is None else next(rest) for bias in biases))
 
     graph = make_fx(function, tracing_mode="fake")(state, *constants)
-    joined = join_linears(graph, constants, may_copy)
-    is_joined = case in ("alike", "with biases") and (may_copy or form is StoredWeight)
-    assert joined == ([([0, 1], FORMS.index(form))] if is_joined else [])
-    assert sum(node.target is ONE for node in graph.graph.nodes) == (0 if joined else 2)
-    kept = in_form(form, *weights)
+    fused = fuse_linears(graph, constants, may_copy)
+    is_fused = case in ("alike", "with biases") and (may_copy or layout is PlainWeight)
+    assert fused == ([([0, 1], WEIGHT_LAYOUTS.index(layout))] if is_fused else [])
+    assert sum(node.target is LINEAR for node in graph.graph.nodes) == (0 if fused else 2)
+    kept = in_layout(layout, *weights)
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))
-    assert isinstance(kept, form)
+    assert isinstance(kept, layout)
     del kept
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products
 
 
-@pytest.mark.parametrize("case", ["stored", "joined", "packed", "turned", "made here", "rounded, many", "no kernel"])
-def test_the_kernel_is_called_where_weights_are_read_as_they_are_stored(case):
-    form = FORMS.index({"packed": PackedWeight, "rounded, many": RoundedWeight}.get(case, StoredWeight))
+@pytest.mark.parametrize("case", ["plain", "fused", "packed", "turned", "made here", "many rows", "no kernel"])
+def test_the_kernel_is_called_for_plain_weights(case):
+    layout = WEIGHT_LAYOUTS.index({"packed": PrepackedWeight, "many rows": QuantizedWeight}.get(case, PlainWeight))
     dtype = torch.float64 if case == "no kernel" else torch.float32
     weights = [torch.randn(6, size).t() if case == "turned" else torch.randn(size, 6) for size in (4, 3)]
-    inputs = [torch.randn(1, MOST_ROUNDED_ROWS + 1, 6), torch.randn(7), *weights]
+    inputs = [torch.randn(1, MAX_QUANTIZED_ROWS + 1, 6), torch.randn(7), *weights]
     inputs = [tensor.to(dtype) for tensor in inputs]
 
     def function(state, bias, *weights):
         used = [weight * 2.0 for weight in weights] if case == "made here" else list(weights)
-        if case == "joined":
-            return JOINED(state, used, bias, form)
-        return ONE(state, used[0], bias[:4], form) + ONE(state, used[0], None, form)
+        if case == "fused":
+            return FUSED(state, used, bias, layout)
+        return LINEAR(state, used[0], bias[:4], layout) + LINEAR(state, used[0], None, layout)
 
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     call_kernels(graph, inputs)
     targets = {node.target for node in graph.graph.nodes}
-    is_called = case in ("stored", "joined")
-    assert (stored_product_of(torch.float32) in targets) == is_called
-    assert rounded_product_of(torch.float32) not in targets
-    assert bool({ONE, JOINED} & targets) != is_called
+    is_called = case in ("plain", "fused")
+    assert (skinny_gemm_for(torch.float32) in targets) == is_called
+    assert groupwise_gemm_for(torch.float32) not in targets
+    assert bool({LINEAR, FUSED} & targets) != is_called
     torch.testing.assert_close(graph(*inputs), function(*inputs))

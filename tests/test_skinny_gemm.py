@@ -1,4 +1,4 @@
-"""Products by stored weights in C++: what PyTorch's linear gives, the same for a row whatever stands beside it."""
+"""Products by plain weights in C++: what PyTorch's linear gives, the same for a row whatever stands beside it."""
 
 import logging
 import platform
@@ -9,16 +9,16 @@ from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
 from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, draft_with_heads, new_tokens, prompts
 from on_steps import attach_compiled as attach
-from test_joined_linears import Graphs
+from test_fused_linears import Graphs
 from test_linear_gate import let_pay
 from torch._inductor.codecache import CppCodeCache
 
 from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import linear_gates
-from tide_hf.kernels.cpu import weight_forms
-from tide_hf.kernels.cpu.compiled import VALUES
-from tide_hf.kernels.cpu.products import stored_product_of
-from tide_hf.kernels.cpu.weight_forms import StoredWeight
+from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.cpp_kernels import VALUES
+from tide_hf.kernels.cpu.gemm import skinny_gemm_for
+from tide_hf.kernels.cpu.weight_layouts import PlainWeight
 
 ROWS = (*range(1, 10), 16, 21)
 ROUNDING = 1e-6 if platform.machine() not in ("aarch64", "arm64") else 2e-6  # whose vectors take longer sums
@@ -31,17 +31,17 @@ def test_the_product_is_that_of_linear(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in SIZES:
         weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
-        form = StoredWeight(*weights)
+        layout = PlainWeight(*weights)
         for rows in ROWS:
             state = torch.randn(rows, size).to(dtype)
             for bias in (None, torch.randn(sum(sizes)).to(dtype)):
                 exact = torch.nn.functional.linear(
                     state.double(), torch.cat(weights).double(), None if bias is None else bias.double()
                 )
-                found = form.apply(state, bias)
+                found = layout.apply(state, bias)
                 tolerance = (ROUNDING if dtype is torch.float32 else 6e-3) * float(exact.abs().max())
                 assert float((found.double() - exact).abs().max()) <= tolerance
-                alone = torch.cat([form.apply(row, bias) for row in state.split(1)])
+                alone = torch.cat([layout.apply(row, bias) for row in state.split(1)])
                 assert torch.equal(found, alone)
 
 
@@ -49,11 +49,11 @@ def test_the_product_is_that_of_linear(on_some_cpu, dtype):
 def test_threads_share_the_rows_of_all_weights(threads):
     before = torch.get_num_threads()
     weights = [torch.randn(size_out, 512) for size_out in (301, 1, 77)]
-    form, state = StoredWeight(*weights), torch.randn(5, 512)
-    expected = form.apply(state, None)
+    layout, state = PlainWeight(*weights), torch.randn(5, 512)
+    expected = layout.apply(state, None)
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(form.apply(state, None), expected)
+        assert torch.equal(layout.apply(state, None), expected)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(expected, torch.nn.functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
@@ -63,12 +63,14 @@ def test_threads_share_the_rows_of_all_weights(threads):
 def test_weights_need_not_stand_at_round_addresses(rows):
     stored = torch.randn(64 * 33 + 3)
     weight = stored[3:].view(64, 33)
-    form, state = StoredWeight(weight), torch.randn(rows, 2, 33)
-    torch.testing.assert_close(form.apply(state, None), torch.nn.functional.linear(state, weight), atol=1e-4, rtol=1e-5)
-    assert form._stored[0].data_ptr() == weight.data_ptr()
+    layout, state = PlainWeight(weight), torch.randn(rows, 2, 33)
+    torch.testing.assert_close(
+        layout.apply(state, None), torch.nn.functional.linear(state, weight), atol=1e-4, rtol=1e-5
+    )
+    assert layout._plain[0].data_ptr() == weight.data_ptr()
     turned = torch.randn(33, 64).t()
     torch.testing.assert_close(
-        StoredWeight(turned).apply(state, None), torch.nn.functional.linear(state, turned), atol=1e-4, rtol=1e-5
+        PlainWeight(turned).apply(state, None), torch.nn.functional.linear(state, turned), atol=1e-4, rtol=1e-5
     )
 
 
@@ -77,13 +79,13 @@ def test_without_a_compiler_there_is_none_and_it_is_said_once(monkeypatch, caplo
         raise RuntimeError("C++ compile error\nand much more")
 
     monkeypatch.setattr(CppCodeCache, "load", failing)
-    with caplog.at_level(logging.WARNING, logger="tide_hf.kernels.cpu.compiled"):
-        assert not StoredWeight.serves(torch.float32, 1)
-        assert stored_product_of(torch.float32) is None
+    with caplog.at_level(logging.WARNING, logger="tide_hf.kernels.cpu.cpp_kernels"):
+        assert not PlainWeight.serves(torch.float32, 1)
+        assert skinny_gemm_for(torch.float32) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "PyTorch's own operations do what stored_rows.cpp does, which cannot be compiled: C++ compile error"
+        "skinny_gemm.cpp cannot be compiled, so PyTorch's own operations are used: C++ compile error"
     ]
-    assert stored_product_of(torch.float64) is None
+    assert skinny_gemm_for(torch.float64) is None
 
 
 class TestInSteps:
@@ -92,7 +94,7 @@ class TestInSteps:
     @pytest.fixture(autouse=True)
     def _it_pays(self, monkeypatch):
         """Whatever this machine is, it is the fastest; and there is no memory for copies."""
-        let_pay(monkeypatch, order=(StoredWeight, None, *weight_forms.FORMS[:2]))
+        let_pay(monkeypatch, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
         monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
 
     @pytest.mark.parametrize("family", slow_but(FEW, [family for family in ATTENTION if family not in UNTRACED]))
@@ -108,7 +110,7 @@ class TestInSteps:
         )
         assert steps.refused is None
         gates = list(linear_gates(model._tide.structure))
-        assert all(set(gate.kept) <= {StoredWeight} for gate in gates)
+        assert all(set(gate.kept) <= {PlainWeight} for gate in gates)
         assert any(gate.kept for gate in gates) == any(type(gate.module) is torch.nn.Linear for gate in gates)
 
     def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(self, tiny_llama):
@@ -132,8 +134,8 @@ class TestInSteps:
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
         assert set(graphs.products) == {3, 2}
         names = {op.name() for op in graphs.ops}  # no Python between kernels
-        assert names == {f"tide_hf::{name}" for name in ("layer", "stored_rows", "few_queries")}
+        assert names == {f"tide_hf::{name}" for name in ("layer", "skinny_gemm", "decode_attention")}
         attention = model.model.layers[0].self_attn
         weights = [getattr(attention, f"{name}_proj").weight for name in "qkv"]
-        joined = weight_forms._known[weight_forms._key_of(weights, StoredWeight)]
-        assert [stored.data_ptr() for stored in joined._stored] == [weight.data_ptr() for weight in weights]
+        joined = weight_layouts._known[weight_layouts._key_of(weights, PlainWeight)]
+        assert [stored.data_ptr() for stored in joined._plain] == [weight.data_ptr() for weight in weights]

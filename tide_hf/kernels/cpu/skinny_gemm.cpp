@@ -1,7 +1,8 @@
-// y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as a model stores it. See values.h for `Value`.
+// Skinny GEMM: y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as the model stores it. See vectorized.h for
+// `Value`.
 //
-// Each row of the weights is read once from memory, in the order in which it stands, for all rows of the input. Sums
-// are made in the same order whatever the number of rows is.
+// The weights are streamed from memory once, sequentially, for all rows of the input. The order of summation does not
+// depend on the number of rows.
 
 #include <omp.h>
 
@@ -10,26 +11,26 @@
 
 namespace {
 
-constexpr int64_t kBytesAhead = 8192;     // of the weights, which memory is asked for before they are read
-constexpr int64_t kCachedBytes = 131072;  // of the weights, which a core's second cache holds beside other things
-constexpr int64_t kPanel = 96;            // rows of the weights at most, before the next rows of the input
-constexpr int64_t kMostRows = 256;        // of the input at a time, since they may have to be copied
-constexpr int64_t kLeastPerThread = 32768;  // multiplications; for fewer, waiting for another thread takes longer
+constexpr int64_t kPrefetchBytes = 8192;  // prefetch distance in the weights
+constexpr int64_t kCachedBytes = 131072;  // of weights that stay in a core's L2 cache
+constexpr int64_t kPanel = 96;            // most rows of weights per panel, which all rows of the input use in turn
+constexpr int64_t kMaxRows = 256;         // of the input at a time, which bounds its aligned copy
+constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synchronising another thread costs more
 
-// Sums that are not kept in registers take several times as long.
+// Without inlining the accumulators spill out of registers, which is several times slower.
 #if defined(__GNUC__)
 #define ALWAYS_INLINE __attribute__((always_inline))
 #else
 #define ALWAYS_INLINE
 #endif
 
-inline void ask_for(const void* address) {
+inline void prefetch(const void* address) {
 #if defined(__GNUC__)
-  __builtin_prefetch(static_cast<const char*>(address) + kBytesAhead);
+  __builtin_prefetch(static_cast<const char*>(address) + kPrefetchBytes);
 #endif
 }
 
-// How weights are read, and what rows of the input are kept as: by an instruction for products of bfloat16, or as floats.
+// Arithmetic: upcast to float, or bfloat16 dot products (AVX512-BF16). `Kept` is the dtype of the input's copy.
 struct AsFloats {
   static constexpr int64_t kSize = Floats::size();
   using Kept = float;
@@ -59,10 +60,9 @@ using Lanes = AsFloats;
 
 using Kept = Lanes::Kept;
 
-// Rows of the input, and of the weights, whose products are summed up in registers at a time: no more than there are
-// registers for, or sums take several times as long. A single row of the input takes one of the weights and few rows
-// two, since what they wait for is memory, which is read the more evenly. Few rows by one would wait for their sums: in
-// bfloat16 a pass of four tokens took a third longer.
+// Tile of accumulators: kTile rows of the input by kBlock rows of the weights, as many as fit into registers. Few rows
+// are bound by memory, which streams best with fewer rows of weights at a time: one for a single row of the input, two
+// for up to kFew. With one, those would stall on the latency of the sums: a third slower for four tokens in bfloat16.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kTile = 8, kFew = 4, kBlock = 3;
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -73,12 +73,12 @@ constexpr int kTile = 8, kFew = 4, kBlock = 2;
 constexpr int64_t kLanes = Lanes::kSize;
 constexpr int64_t kAligned = kLanes * sizeof(Value);
 
-// A row of weights in registers: one that is filled in part, `full` ones from an even address on, and another in part.
-// Loads that lie across two cache lines take twice as long, and files of weights seldom start at an even address.
-struct Cut {
+// How a row of weights splits into an unaligned head, `full` aligned registers and a tail. Loads across two cache lines
+// take twice as long, and weights in memory-mapped files are seldom aligned.
+struct Split {
   int64_t head, full, tail;
 
-  Cut(const Value* w, int64_t size) : head(0) {
+  Split(const Value* w, int64_t size) : head(0) {
     if (size % kLanes == 0) head = (kAligned - reinterpret_cast<uintptr_t>(w) % kAligned) % kAligned / sizeof(Value);
     full = (size - head) / kLanes;
     tail = size - head - full * kLanes;
@@ -86,23 +86,23 @@ struct Cut {
   int64_t registers() const { return (head > 0) + full + (tail > 0); }
 };
 
-// Rows of the input, cut as the weights are, with zeros where a register is filled in part.
+// Rows of the input, split as the weights are and zero-padded to whole registers; copied only if that changes them.
 class Input {
  public:
-  Input(const Value* x, int64_t rows, int64_t size, const Cut& cut)
+  Input(const Value* x, int64_t rows, int64_t size, const Split& split)
       : values_(reinterpret_cast<const Kept*>(x)), stride_(size) {
-    if (std::is_same_v<Value, Kept> && cut.head == 0 && cut.tail == 0) return;
+    if (std::is_same_v<Value, Kept> && split.head == 0 && split.tail == 0) return;
     constexpr int64_t kRegister = kLanes * sizeof(Kept);
     thread_local std::vector<Kept> kept;
-    stride_ = cut.registers() * kLanes;
+    stride_ = split.registers() * kLanes;
     kept.assign(rows * stride_ + kLanes, Kept(0.0f));
     const auto address = reinterpret_cast<uintptr_t>(kept.data());
     Kept* start = kept.data() + (kRegister - address % kRegister) % kRegister / sizeof(Kept);
     for (int64_t m = 0; m < rows; ++m) {
       const Value* row = x + m * size;
       Kept* to = start + m * stride_;
-      std::copy(row, row + cut.head, to);
-      std::copy(row + cut.head, row + size, to + (cut.head > 0 ? kLanes : 0));
+      std::copy(row, row + split.head, to);
+      std::copy(row + split.head, row + size, to + (split.head > 0 ? kLanes : 0));
     }
     values_ = start;
   }
@@ -113,9 +113,9 @@ class Input {
   int64_t stride_;
 };
 
-// The sum of what is in each of kBlock registers, at most four; in one order, whatever kBlock is.
+// Horizontal sums of up to four registers, in an order that does not depend on kBlock.
 template <int kBlock>
-ALWAYS_INLINE inline void add_up(const Floats* sums, float* found) {
+ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
 #if defined(CPU_CAPABILITY_AVX512)
   const auto halved = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
@@ -139,9 +139,9 @@ ALWAYS_INLINE inline void add_up(const Floats* sums, float* found) {
 #endif
 }
 
-// kRows rows of the input, from `first` on, by kBlock rows of the weights, `size` long and behind each other.
+// kRows rows of the input, from `first` on, by kBlock consecutive rows of the weights.
 template <int kRows, int kBlock>
-ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size,
+ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Split& split, const Value* w, int64_t size,
                                    float* found) {
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
@@ -164,32 +164,32 @@ ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Cut& cut
     for (int n = 0; n < kBlock; ++n) parts[n] = Lanes::load(from + n * size, count);
     add(parts);
   };
-  if (cut.head > 0) add_some(w, cut.head);
+  if (split.head > 0) add_some(w, split.head);
   const Value* next = w;
-  for (int64_t i = 0; i < cut.full; ++i) {
+  for (int64_t i = 0; i < split.full; ++i) {
     typename Lanes::Part parts[kBlock];
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n, next += kLanes) {
-      parts[n] = Lanes::load(w + n * size + cut.head + i * kLanes);
-      if (first == 0) ask_for(next);
+      parts[n] = Lanes::load(w + n * size + split.head + i * kLanes);
+      if (first == 0) prefetch(next);
     }
     add(parts);
   }
-  if (cut.tail > 0) add_some(w + size - cut.tail, cut.tail);
+  if (split.tail > 0) add_some(w + size - split.tail, split.tail);
 #pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) add_up<kBlock>(sums[m], found + m * kPanel);
+  for (int m = 0; m < kRows; ++m) horizontal_sums<kBlock>(sums[m], found + m * kPanel);
 }
 
-// kRows rows of the input, from `first` on, by `count` rows of the weights, at most a panel.
+// kRows rows of the input, from `first` on, by a panel of `count` rows of the weights.
 template <int kRows>
-void multiply_panel(const Input& x, int64_t first, const Cut& cut, const Value* w, int64_t size, const Value* bias,
+void multiply_panel(const Input& x, int64_t first, const Split& split, const Value* w, int64_t size, const Value* bias,
                     Value* y, int64_t size_out, int64_t count) {
   constexpr int kAtOnce = kRows == 1 ? 1 : kRows <= kFew ? 2 : kBlock;
   float found[kRows * kPanel];
   int64_t n = 0;
-  for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, cut, w + n * size, size, found + n);
-  if constexpr (kAtOnce > 1)  // some are left, and there would be the same once more to compile
-    for (; n < count; ++n) multiply<kRows, 1>(x, first, cut, w + n * size, size, found + n);
+  for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, split, w + n * size, size, found + n);
+  if constexpr (kAtOnce > 1)  // the remaining rows; for kAtOnce == 1 there are none
+    for (; n < count; ++n) multiply<kRows, 1>(x, first, split, w + n * size, size, found + n);
   for (int64_t m = 0; m < kRows; ++m) {
     float* row = found + m * kPanel;
     if (bias != nullptr)
@@ -204,28 +204,28 @@ constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
 }
 constexpr auto kByRows = by_rows(std::make_integer_sequence<int, kTile>());
 
-// All rows of the input by `count` rows of the weights, which a core's second cache holds a panel of.
+// All rows of the input by `count` rows of the weights, one L2-sized panel at a time.
 void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, const Value* bias, Value* y,
                    int64_t size_out, int64_t count) {
-  const Cut cut(w, size);
-  const Input input(x, rows, size, cut);
+  const Split split(w, size);
+  const Input input(x, rows, size, split);
   const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Value))) / kBlock * kBlock;
   const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel), tiles = (rows + kTile - 1) / kTile;
   for (int64_t n = 0; n < count; n += panel) {
     const Value* b = bias == nullptr ? bias : bias + n;
-    for (int64_t tile = 0; tile < tiles; ++tile) {  // of about as many rows each, since sums of a few wait for each other
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // balanced, since small tiles stall on latency
       const int64_t m = rows * tile / tiles, some = rows * (tile + 1) / tiles - m;
-      kByRows[some - 1](input, m, cut, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
+      kByRows[some - 1](input, m, split, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
     }
   }
 }
 
 }  // namespace
 
-// Threads share the rows of all weights.
-extern "C" void run(const StoredRows& call) {
+// Threads split the concatenated rows of all weights.
+extern "C" void run(const SkinnyGemm& call) {
   const int64_t rows = call.rows, size = call.size, size_out = call.size_out;
-  const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kLeastPerThread);
+  const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kMinWorkPerThread);
   const auto *x = static_cast<const Value*>(call.input), *b = static_cast<const Value*>(call.bias);
   auto* y = static_cast<Value*>(call.output);
 #pragma omp parallel num_threads(threads)
@@ -233,12 +233,12 @@ extern "C" void run(const StoredRows& call) {
     const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
     const int64_t start = size_out * thread / all, end = size_out * (thread + 1) / all;
     int64_t first = 0;
-    for (int64_t i = 0; i < call.count; first += call.rows_of[i++]) {
-      const int64_t from = std::max(start, first), to = std::min(end, first + call.rows_of[i]);
+    for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
+      const int64_t from = std::max(start, first), to = std::min(end, first + call.sizes_out[i]);
       if (from >= to) continue;
       const Value* w = static_cast<const Value*>(call.weights[i]) + (from - first) * size;
-      for (int64_t m = 0; m < rows; m += kMostRows)
-        multiply_rows(x + m * size, std::min(kMostRows, rows - m), w, size, b == nullptr ? b : b + from,
+      for (int64_t m = 0; m < rows; m += kMaxRows)
+        multiply_rows(x + m * size, std::min(kMaxRows, rows - m), w, size, b == nullptr ? b : b + from,
                       y + m * size_out + from, size_out, to - from);
     }
   }

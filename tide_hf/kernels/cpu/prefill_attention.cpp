@@ -1,9 +1,9 @@
-// softmax(scale * q.k + mask).v for many queries, such as a prompt's. See values.h for `Value`.
+// Prefill attention, softmax(scale * q.k + mask).v, for many queries. See vectorized.h for `Value`.
 //
-// Threads take blocks of queries, and go through keys and values block by block (online softmax: Milakov and
-// Gimelshein, arXiv 1805.02867; by blocks: Dao et al., arXiv 2205.14135). Registers lie along queries: scores and sums
-// are kept as (keys, queries) and (size, queries), so that keys and values are read as they are stored, one number at a
-// time for a row of registers, and nothing is added up across a register.
+// FlashAttention (Dao et al., arXiv 2205.14135) with an online softmax (Milakov and Gimelshein, arXiv 1805.02867):
+// threads share the blocks of queries and stream keys and values block by block. Registers are vectorised over queries:
+// scores are (keys, queries) and accumulators (size, queries), so that keys and values are read in memory order and
+// broadcast, and no sum goes across a register.
 
 #include <cstring>
 #include <limits>
@@ -11,10 +11,10 @@
 
 namespace {
 
-constexpr int64_t kQueries = 64, kKeys = 64;         // of a block
-constexpr int kWide = 2;                             // registers of a tile, side by side
-constexpr int kHigh = Floats::size() >= 16 ? 8 : 6;  // and one above the other: CPUs with longer ones have more of them
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr int64_t kQueries = 64, kKeys = 64;         // per block
+constexpr int kWide = 2;                             // registers per row of a tile
+constexpr int kHigh = Floats::size() >= 16 ? 8 : 6;  // rows of a tile: AVX-512 has more registers
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 static_assert(kQueries % (kWide * Floats::size()) == 0);
 
@@ -49,7 +49,7 @@ inline void multiply(const float* factors, int64_t by_row, int64_t by_step, cons
   for (; r < rows; ++r) tile<1>(factors + r * by_row, by_row, by_step, columns, count, out + r * kQueries, adds);
 }
 
-// Values of a block as floats: where they stand, or copied to `into`.
+// A block's values as floats: in place for float, otherwise upcast into `into`.
 inline const float* floats(const float* values, int64_t stride, int64_t, int64_t, std::vector<float>&, int64_t& step) {
   step = stride;
   return values;
@@ -73,27 +73,27 @@ struct Scratch {
       : query(size * kQueries), scores(kKeys * kQueries), sums(size * kQueries), keys(kKeys * size), values(kKeys * size) {}
 };
 
-// What a mask says of a block: nothing, something or everything of it is seen.
-enum class Seen { nothing, some, all };
+// How much of a block the mask lets queries attend to.
+enum class Visible { none, some, all };
 
-inline Seen seen(const bool* mask, int64_t stride, int64_t queries, int64_t keys) {
+inline Visible visible_part(const bool* mask, int64_t stride, int64_t queries, int64_t keys) {
   bool any = false, all = true;
   for (int64_t q = 0; q < queries; ++q) {
     const bool* row = mask + q * stride;
     any = any || std::memchr(row, 1, keys) != nullptr;
     all = all && std::memchr(row, 0, keys) == nullptr;
   }
-  return all ? Seen::all : any ? Seen::some : Seen::nothing;
+  return all ? Visible::all : any ? Visible::some : Visible::none;
 }
 
-// Scores (keys, kQueries) to weights; what is summed up so far is scaled to the new highest score.
-inline void weigh(Scratch& s, int64_t keys, int64_t size) {
+// One step of the online softmax: exponentiate the scores (keys, kQueries) and rescale the accumulators.
+inline void online_softmax(Scratch& s, int64_t keys, int64_t size) {
   for (int64_t q = 0; q < kQueries; q += Floats::size()) {
     const Floats before = Floats::loadu(s.highest + q);
     Floats highest = before;
     for (int64_t k = 0; k < keys; ++k) highest = at::vec::maximum(highest, Floats::loadu(s.scores.data() + k * kQueries + q));
     highest.store(s.highest + q);
-    const Floats base = Floats::blendv(highest, Floats(0.0f), highest == Floats(kNothing));  // not -inf - -inf
+    const Floats base = Floats::blendv(highest, Floats(0.0f), highest == Floats(kMasked));  // avoids -inf - -inf = NaN
     const Floats scale = (before - base).exp();
     Floats total = Floats::loadu(s.totals + q) * scale;
     for (int64_t k = 0; k < keys; ++k) {
@@ -110,76 +110,77 @@ inline void weigh(Scratch& s, int64_t keys, int64_t size) {
   }
 }
 
-// Queries of one head, and what they see.
+// A block of queries of one head, with all its keys and values.
 struct Block {
   const Value *query, *key, *value;
   int64_t q_token, k_token, v_token;  // strides
-  const bool* mask;                   // (count, slots) or none
+  const bool* mask;                   // (count, slots) or null
   int64_t count, slots, size;
-  int64_t ahead;  // keys that the first query sees beside its own, where there is no mask
+  int64_t past;  // cached keys before the first query, for the causal mask
 };
 
-// Sets scores to -inf where a query does not see a key; `here` is what the mask says of these keys.
-inline void hide(const Block& block, Seen here, int64_t from, int64_t keys, float* scores) {
+// Set the scores of masked keys to -inf.
+inline void apply_mask(const Block& block, Visible visible, int64_t from, int64_t keys, float* scores) {
   for (int64_t k = 0; k < keys; ++k, scores += kQueries) {
-    if (here == Seen::some)
+    if (visible == Visible::some)
       for (int64_t q = 0; q < block.count; ++q)
-        scores[q] = block.mask[q * block.slots + from + k] ? scores[q] : kNothing;
-    else if (block.mask == nullptr && from + k > block.ahead)
-      std::fill(scores, scores + std::min(kQueries, from + k - block.ahead), kNothing);
+        scores[q] = block.mask[q * block.slots + from + k] ? scores[q] : kMasked;
+    else if (block.mask == nullptr && from + k > block.past)
+      std::fill(scores, scores + std::min(kQueries, from + k - block.past), kMasked);
   }
 }
 
-// Leaves (size, kQueries) sums of weighted values, and what to divide them by, in `s`.
+// Leave the unnormalised outputs, (size, kQueries), and the softmax denominators in `s`.
 inline void attend(const Block& block, float scale, Scratch& s) {
   const int64_t size = block.size, count = block.count;
   for (int64_t d = 0; d < size; ++d)
     for (int64_t q = 0; q < kQueries; ++q)
       s.query[d * kQueries + q] = q < count ? static_cast<float>(block.query[q * block.q_token + d]) * scale : 0.0f;
   std::fill(s.sums.begin(), s.sums.end(), 0.0f);
-  std::fill(s.highest, s.highest + kQueries, kNothing);
+  std::fill(s.highest, s.highest + kQueries, kMasked);
   std::fill(s.totals, s.totals + kQueries, 0.0f);
-  const int64_t end = block.mask != nullptr ? block.slots : std::min(block.slots, block.ahead + count);
+  const int64_t end = block.mask != nullptr ? block.slots : std::min(block.slots, block.past + count);
   for (int64_t from = 0; from < end; from += kKeys) {
     const int64_t keys = std::min(kKeys, end - from);
-    const Seen here = block.mask != nullptr ? seen(block.mask + from, block.slots, count, keys) : Seen::all;
-    if (here == Seen::nothing) continue;
+    const Visible visible =
+        block.mask != nullptr ? visible_part(block.mask + from, block.slots, count, keys) : Visible::all;
+    if (visible == Visible::none) continue;
     int64_t step;
     const float* part = floats(block.key + from * block.k_token, block.k_token, keys, size, s.keys, step);
     multiply(part, step, 1, s.query.data(), keys, size, s.scores.data(), false);
-    hide(block, here, from, keys, s.scores.data());
-    weigh(s, keys, size);
+    apply_mask(block, visible, from, keys, s.scores.data());
+    online_softmax(s, keys, size);
     part = floats(block.value + from * block.v_token, block.v_token, keys, size, s.values, step);
     multiply(part, 1, step, s.scores.data(), size, keys, s.sums.data(), true);
   }
 }
 
-constexpr int64_t kLeastPerThread = 65536;  // products of a query and a key; for fewer, another thread is slower
+constexpr int64_t kMinWorkPerThread = 65536;  // query-key pairs; for fewer, another thread costs more than it saves
 
 }  // namespace
 
-extern "C" void run(const ManyQueries& call) {
+extern "C" void run(const PrefillAttention& call) {
   const int64_t rows = call.rows, heads = call.heads, queries = call.queries, size = call.size, slots = call.slots;
   const int64_t blocks = (queries + kQueries - 1) / kQueries;
   const auto part_of = [](const void* values, const int64_t* strides, int64_t row, int64_t head) {
     return static_cast<const Value*>(values) + row * strides[0] + head * strides[1];
   };
   auto* y = static_cast<Value*>(call.output);
-  const int64_t threads = std::min(call.threads, 1 + rows * heads * queries * slots / kLeastPerThread);
+  const int64_t threads = std::min(call.threads, 1 + rows * heads * queries * slots / kMinWorkPerThread);
 #pragma omp parallel num_threads(threads)
   {
     Scratch s(size);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < rows * heads * blocks; ++item) {
-      const int64_t row = item % (rows * heads) / heads, head = item % heads, shared = head * call.shared / heads;
-      const int64_t first = (blocks - 1 - item / (rows * heads)) * kQueries;  // the longest ones first
+      const int64_t row = item % (rows * heads) / heads, head = item % heads, kv_head = head * call.kv_heads / heads;
+      const int64_t first = (blocks - 1 - item / (rows * heads)) * kQueries;  // longest first, for load balance
       Block block{part_of(call.query, call.query_strides, row, head) + first * call.query_strides[2],
-                  part_of(call.key, call.key_strides, row, shared),
-                  part_of(call.value, call.value_strides, row, shared),
+                  part_of(call.key, call.key_strides, row, kv_head),
+                  part_of(call.value, call.value_strides, row, kv_head),
                   call.query_strides[2], call.key_strides[2], call.value_strides[2]};
       block.mask = call.mask == nullptr ? nullptr : call.mask + row * call.mask_stride + first * slots;
       block.count = std::min(kQueries, queries - first);
-      block.slots = slots, block.size = size, block.ahead = slots - queries + first;
+      block.slots = slots, block.size = size, block.past = slots - queries + first;
       attend(block, call.scale, s);
       for (int64_t q = 0; q < block.count; ++q) {
         Value* out = y + ((row * queries + first + q) * heads + head) * size;

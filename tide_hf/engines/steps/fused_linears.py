@@ -1,0 +1,130 @@
+"""Graph passes over linear layers.
+
+Layers that read the same input are fused into one product, such as QKV: fewer kernel starts and larger reads. Layers
+whose weights are plain or quantised call their kernel directly, without the Python of the op that looks up layouts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ...kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
+from ...kernels.cpu.weight_layouts import WEIGHT_LAYOUTS, PlainWeight, QuantizedWeight, WeightLayout, in_layout
+
+LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear.default
+
+
+class LinearWeights(NamedTuple):
+    """The weights of one product, fused or not.
+
+    Attributes:
+        indices: Indices of the weights among the graph's constants.
+        layout: Index of their layout in `WEIGHT_LAYOUTS`.
+    """
+
+    indices: list[int]
+    layout: int
+
+
+def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool) -> list[LinearWeights]:
+    """Fuse linear layers that read the same input in the same weight layout, such as QKV.
+
+    Args:
+        graph: The graph of a decoder layer; changed in place.
+        constants: The values of its last placeholders.
+        may_copy: Whether the weights may be copied.
+
+    Returns:
+        The fused products.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    indices = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
+    found: dict[tuple[fx.Node, bool, int], list[fx.Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        if node.target is LINEAR and node.args[1] in indices:
+            found[node.args[0], node.args[2] is None, _layout_of(node)].append(node)
+    products = []
+    for (_, _, layout), linears in found.items():
+        if len(linears) > 1 and (may_copy or not WEIGHT_LAYOUTS[layout].is_copy):
+            products.append(LinearWeights([indices[linear.args[1]] for linear in linears], layout))
+            _fuse(graph.graph, linears, [constants[place].shape[0] for place in products[-1].indices])
+    graph.recompile()
+    return products
+
+
+def _layout_of(linear: fx.Node) -> int:
+    layout: Any = linear.args[3] if len(linear.args) > 3 else 0  # graphs leave out default values
+    return layout
+
+
+def _fuse(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
+    inputs, weights, biases = ([linear.args[i] for linear in linears] for i in range(3))
+    with graph.inserting_before(linears[0]):
+        bias = None if biases[0] is None else graph.call_function(torch.ops.aten.cat.default, (biases,))
+        whole = graph.call_function(FUSED, (inputs[0], weights, bias, _layout_of(linears[0])))
+        end = 0
+        for linear, size in zip(linears, sizes, strict=True):
+            start, end = end, end + size
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (whole, -1, start, end))
+            linear.replace_all_uses_with(part)
+    for linear in linears:
+        graph.erase_node(linear)
+
+
+def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearWeights]:
+    """Call the GEMM kernels directly where weights are plain or quantised.
+
+    Args:
+        graph: The graph; changed in place.
+        constants: The values of its last placeholders.
+
+    Returns:
+        The quantised products. `packed` and `scales` of each become further inputs of the graph, its last ones.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    indices = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
+    quantized: list[LinearWeights] = []
+    for node in list(graph.graph.nodes):
+        if node.target not in (LINEAR, FUSED):
+            continue
+        weights: Any = node.args[1] if node.target is FUSED else [node.args[1]]
+        state, layout = node.args[0].meta.get("val"), _layout_of(node)
+        known = all(weight in indices and constants[indices[weight]].is_contiguous() for weight in weights)
+        if not known or state is None:
+            continue
+        if WEIGHT_LAYOUTS[layout] is PlainWeight and (product := skinny_gemm_for(state.dtype)) is not None:
+            node.target, node.args = product, (node.args[0], weights, node.args[2])
+        is_quantized = (
+            WEIGHT_LAYOUTS[layout] is QuantizedWeight and state.numel() <= MAX_QUANTIZED_ROWS * state.shape[-1]
+        )
+        if is_quantized and (product := groupwise_gemm_for(state.dtype)) is not None:
+            held = [_add_input(graph.graph, f"quantized_{len(quantized)}_{name}") for name in ("packed", "scales")]
+            node.target, node.args = product, (node.args[0], *held, node.args[2])
+            quantized.append(LinearWeights([indices[weight] for weight in weights], layout))
+    graph.recompile()
+    return quantized
+
+
+def _add_input(graph: fx.Graph, name: str) -> fx.Node:
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.placeholder(name)
+
+
+def layouts_of(products: list[LinearWeights], constants: list[Tensor]) -> list[WeightLayout]:
+    """The converted weights of products."""
+    return [in_layout(WEIGHT_LAYOUTS[layout], *(constants[place] for place in indices)) for indices, layout in products]
+
+
+def quantized_tensors(quantized: list[WeightLayout]) -> list[Tensor]:
+    """The further inputs that [`call_kernels`] adds for quantised weights."""
+    return [
+        tensor
+        for layout in quantized
+        if isinstance(layout, QuantizedWeight)
+        for tensor in (layout.packed, layout.scales)
+    ]

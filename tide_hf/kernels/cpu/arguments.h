@@ -1,0 +1,44 @@
+// Kernel arguments, as pointers and sizes. Kernels are compiled once per dtype, so they include none of PyTorch's
+// tensor headers, which take longer to compile than a kernel does. ops.cpp, compiled once, fills these structs in.
+//
+// Pointers without a type are to values of the kernel's dtype. Sizes and strides count values; tensors without strides
+// are contiguous. A kernel uses at most `threads` threads.
+
+#include <cstdint>
+
+struct SkinnyGemm {
+  static constexpr const char* kName = "skinny_gemm";  // of the op
+  const void *input, *const *weights, *bias;  // (rows, size), `count` times (sizes_out[i], size), (size_out) or null
+  void* output;                               // (rows, size_out)
+  const int64_t* sizes_out;
+  int64_t rows, size, count, size_out, threads;
+};
+
+struct GroupwiseGemm {
+  static constexpr const char* kName = "groupwise_gemm";  // of the op
+  const void* input;      // (rows, size)
+  const uint8_t* weight;  // (size_out, groups, 64)
+  const float* scales;    // (size_out, groups)
+  const void* bias;       // (size_out) or null
+  void* output;           // (rows, size_out)
+  int64_t rows, size, groups, size_out, threads;
+};
+
+struct DecodeAttention {
+  static constexpr const char* kName = "decode_attention";  // of the op
+  const void *query, *key, *value, *mask;  // (heads, queries, size), twice (heads, all_slots, size), (queries, all_slots)
+  void* output;                            // as `query`
+  int64_t rows, heads, queries, size, slots, all_slots, threads;  // `heads` per row
+  bool has_row_masks;                                             // else one mask for all rows
+  float scale;
+};
+
+struct PrefillAttention {
+  static constexpr const char* kName = "prefill_attention";  // of the op
+  const void *query, *key, *value;  // (rows, heads, tokens, size)
+  const bool* mask;                 // (queries, slots), per row unless mask_stride is 0; null for causal
+  void* output;                     // (rows, queries, heads, size)
+  int64_t query_strides[3], key_strides[3], value_strides[3], mask_stride;  // of row, head, token; of row
+  int64_t rows, heads, kv_heads, queries, size, slots, threads;
+  float scale;
+};

@@ -1,0 +1,244 @@
+"""Layouts in which linear layers on a CPU can read their weights, and the ops that use them.
+
+PyTorch's linear passes plain weights to MKL, or in bfloat16 to oneDNN. For more than a few rows both repack them into
+their own layout at every call, which doubles the cost of a verify pass; on some CPUs MKL is slow even for one row.
+
+- Prepacked weights are repacked once and kept, at the cost of a copy.
+- The skinny GEMM reads plain weights without a copy, at memory bandwidth for few rows.
+- On CPUs without bfloat16 or float16 instructions, PyTorch multiplies such weights several times slower than float32,
+  so they are upcast to float32, chunk by chunk, at each call.
+
+Results differ from PyTorch's by rounding alone, as those of a pass of another width do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
+
+UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
+# Weights that share a scale. With one scale per row the block head agreed 0.6% less often; with groups, as often.
+GROUP_SIZE = 64
+MAX_QUANTIZED, ZERO_POINT = 63, 64
+MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
+
+
+class WeightLayout:
+    """A weight in one layout, or the concatenated weights of linear layers that read the same input.
+
+    Args:
+        *weights: (out, in) each; kept alive.
+
+    Attributes:
+        is_copy: Whether the layout is a copy in memory of its own.
+    """
+
+    is_copy: ClassVar[bool] = True
+
+    def __init__(self, *weights: Tensor) -> None:
+        self.weights = weights
+        self.versions = [_version(weight) for weight in weights]
+        is_copy = self.is_copy or not all(weight.is_contiguous() for weight in weights)
+        self.samples = [_sample(weight).clone() for weight in weights] if is_copy else []
+        self._convert([weight.detach() for weight in weights])
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether this layout works here for the dtype and number of rows; by default, where oneDNN has the dtype."""
+        return can_pack(dtype)
+
+    @property
+    def number(self) -> int:
+        """The index of this class in `WEIGHT_LAYOUTS`, which ops take as an argument."""
+        return WEIGHT_LAYOUTS.index(type(self))
+
+    def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
+        """Whether the weights are these, unchanged; `sampled` compares values too, as `.data` changes no version."""
+        for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
+            if weight is not known or _version(weight) != version:
+                return False
+        return not (sampled and self.samples) or all(map(torch.equal, self.samples, map(_sample, weights)))
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        raise NotImplementedError
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class PrepackedWeight(WeightLayout):
+    """Prepacked in oneDNN's layout."""
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        if bias is not None:
+            bias = bias.contiguous()  # the op ignores strides
+        return self._product(input, self._packed, bias, "none", [], "")
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        self._product: Any = torch.ops.mkldnn._linear_pointwise.default
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(_concatenated(weights), None)
+
+
+class UpcastWeight(WeightLayout):
+    """In bfloat16 or float16 as the model stores it, upcast to float32 chunk by chunk at each call."""
+
+    is_copy = False
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Half precision that oneDNN does not support here."""
+        return dtype in (torch.bfloat16, torch.float16) and not can_pack(dtype)
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        wide, end = input.float(), 0
+        found: list[Tensor] = []
+        for weight in self._plain:
+            for piece in weight.split(max(1, UPCAST_CHUNK // weight.shape[1])):
+                start, end = end, end + len(piece)
+                part_of_bias = None if bias is None else bias[start:end].float()
+                found.append(_float_linear(wide, piece.float(), part_of_bias).to(input.dtype))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        self._plain = weights
+
+
+class QuantizedWeight(WeightLayout):
+    """Group-wise quantised to 7 bits, one scale per `GROUP_SIZE` weights. Lossy, so it is for drafts alone.
+
+    Attributes:
+        packed: (out, groups, GROUP_SIZE) uint8, the last group padded with zeros.
+        scales: (out, groups) float32.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Few rows, where the kernel can be compiled."""
+        return rows <= MAX_QUANTIZED_ROWS and groupwise_gemm_for(dtype) is not None
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        if input.numel() > MAX_QUANTIZED_ROWS * input.shape[-1]:  # a layer may multiply more than the pass's tokens
+            return functional.linear(input, _concatenated([weight.detach() for weight in self.weights]), bias)
+        return self._product(input, self.packed, self.scales, bias)
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        self._product: Any = groupwise_gemm_for(weights[0].dtype)
+        weight = _concatenated(weights).float().contiguous()
+        groups = functional.pad(weight, (0, -weight.shape[1] % GROUP_SIZE)).view(weight.shape[0], -1, GROUP_SIZE)
+        self.scales = (groups.abs().amax(dim=-1) / MAX_QUANTIZED).clamp_min(MIN_SCALE)
+        quantized = (groups / self.scales[..., None]).round().clamp(-MAX_QUANTIZED, MAX_QUANTIZED)
+        self.packed = (quantized + ZERO_POINT).to(torch.uint8)
+
+
+class PlainWeight(WeightLayout):
+    """The plain layout, as the model stores it, read by the skinny GEMM without a copy."""
+
+    is_copy = False
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Any number of rows, where the kernel can be compiled."""
+        return skinny_gemm_for(dtype) is not None
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self._product(input, self._plain, bias)
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        self._product: Any = skinny_gemm_for(weights[0].dtype)
+        self._plain = [weight.contiguous() for weight in weights]  # keeps the values alive when `.data` is replaced
+
+
+WEIGHT_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)
+PYTORCH_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, UpcastWeight)
+
+# By layout class, and by address, shape and stride of the weights; models may share weights.
+_known: WeakValueDictionary[tuple[Any, ...], WeightLayout] = WeakValueDictionary()
+
+
+def in_layout(layout: type[WeightLayout], *weights: Tensor) -> WeightLayout:
+    """Convert weights to a layout together, or return the existing conversion of the same weights."""
+    key = _key_of(weights, layout)
+    known = _known.get(key)
+    if known is None or not known.is_of(*weights, sampled=True):
+        _known[key] = known = layout(*weights)
+    return known
+
+
+def _key_of(weights: Sequence[Tensor], layout: type[WeightLayout]) -> tuple[Any, ...]:
+    """A key with shapes and strides, since views of one weight may share its address (rows, or a transpose)."""
+    return (layout, *[(weight.data_ptr(), weight.shape, weight.stride()) for weight in weights])
+
+
+def _one_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layout: int = 0) -> Tensor:
+    return _fused_linear(input, [weight], bias, layout)
+
+
+def _fused_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, layout: int = 0) -> Tensor:
+    known = _known.get(_key_of(weights, WEIGHT_LAYOUTS[layout]))
+    return functional.linear(input, _concatenated(weights), bias) if known is None else known.apply(input, bias)
+
+
+# Ops that look up the converted weights by the plain ones: a graph cannot take oneDNN's packed tensors as inputs.
+_ops = torch.library.Library("tide_hf", "DEF")
+_ops.define("linear(Tensor input, Tensor weight, Tensor? bias, int layout=0) -> Tensor")
+_ops.impl("linear", _one_linear, "CompositeExplicitAutograd")
+_ops.define("fused_linear(Tensor input, Tensor[] weights, Tensor? bias, int layout=0) -> Tensor")
+_ops.impl("fused_linear", _fused_linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::linear", lib=_ops)
+def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None, layout: int = 0) -> Tensor:
+    return _fused_linear_fake(input, [weight], bias, layout)
+
+
+@torch.library.register_fake("tide_hf::fused_linear", lib=_ops)
+def _fused_linear_fake(input: Tensor, weights: list[Tensor], _bias: Tensor | None, _layout: int = 0) -> Tensor:
+    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
+@lru_cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN supports this dtype on this CPU."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _float_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not can_pack(torch.float32):
+        return functional.linear(input, weight, bias)
+    product: Any = torch.ops.mkldnn._linear_pointwise.default  # accepts weights that are not packed, too
+    return product(input, weight, bias, "none", [], "")
+
+
+def _concatenated(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _version(weight: Tensor) -> tuple[int, int]:
+    """A version that changes with the weight, unless it is written through `.data` or by another library."""
+    return weight._version, weight.data_ptr()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """One value per row, on a diagonal, so that a write to any row or column is noticed."""
+    step, weight = max(1, weight.shape[-1] - 1), weight.detach()
+    if weight.is_contiguous():  # one operation, since every call of `generate` samples all weights
+        return weight.as_strided((-(-weight.numel() // step),), (step,))
+    return weight.reshape(-1)[::step]
