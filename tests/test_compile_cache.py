@@ -20,7 +20,7 @@ from tide_hf.engines.steps import step_graphs
 from tide_hf.engines.steps.step_graphs import compile_graph, traced
 from tide_hf.kernels import compile_cache
 from tide_hf.kernels.compile_cache import VARIABLE, compile_cache_folder, compiling
-from tide_hf.kernels.cpu import compiled as kernels
+from tide_hf.kernels.cpu import cpp_kernels as kernels
 
 _opened: list[str] = []
 
