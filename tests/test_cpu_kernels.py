@@ -166,7 +166,10 @@ class TestKept:
         text.write_text("int foreign(void) { return 1; }")
         subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "foreign.so", text], check=True)
         path = keep(foreign, torch.float32 if foreign != OPS else None, (tmp_path / "foreign.so").read_bytes())
-        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="tide_hf.cpu.kernels"):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            caplog.at_level(logging.INFO, logger="tide_hf.kernels.cpu.cpp_kernels"),
+        ):
             if foreign == OPS:  # which this process would not look for again
                 patch.setattr(kernels, "_ops", None)
             assert not is_loaded("skinny_gemm", torch.float32)
@@ -227,7 +230,7 @@ class TestKept:
         monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "file"))
         with caplog.at_level(logging.INFO, logger="tide_hf.kernels.cpu.cpp_kernels"):
             assert compile_kernel("skinny_gemm", torch.float32)
-        assert "is not kept for later processes" in caplog.text
+        assert "is not cached for later processes" in caplog.text
 
     def test_one_that_can_neither_be_loaded_nor_removed_is_done_without(self, monkeypatch):
         def refusing(*_args, **_kwargs):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from loopback_hub import TOKEN
-from repository import ROOT
+from repository import ROOT, SNIPPETS
 from test_auto_classes import OPTIONS, PROMPT, plain_answer
-from test_readme import SNIPPETS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, __version__

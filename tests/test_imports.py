@@ -75,6 +75,13 @@ def test_nothing_is_a_kind_of_the_loop_or_of_an_engine():
     assert [node.name for node in classes for base in node.bases if ast.unparse(base).split(".")[-1] in whole] == []
 
 
+def test_the_architecture_lists_the_rooms_in_their_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| room | what is in it |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert tuple(name for cell in cells for name in re.findall(r"`(\w+)/?`", cell)) == ORDER
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_says_what_each_of_its_modules_is_for(room):
     said = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))

@@ -7,7 +7,7 @@ import re
 import shlex
 
 import pytest
-from repository import ROOT, SHIPPED
+from repository import GUIDES, PAGES, ROOT, SHIPPED, SNIPPETS
 from transformers import GenerationConfig
 
 from tide_hf import TIDEConfig, TIDEModelForCausalLM
@@ -16,14 +16,6 @@ from tide_hf.cli.main import main
 from tide_hf.cli.parser import COMMANDS
 from tide_hf.generation import OPTIONS
 
-GUIDES = ROOT / "examples" / "guides"
-# In the order in which they are read: the snippets of a page go on where those of the page before ended.
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", GUIDES / "calibration.md", GUIDES / "hub.md"]
-SNIPPETS = [
-    snippet
-    for page in PAGES
-    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-]
 LINKED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "hub_kernels/README.md")),
     *sorted((ROOT / "examples").glob("*.md")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import wraps
 from typing import Any
@@ -28,8 +27,6 @@ from .speculation.attachment import Attachment
 from .speculation.loop import decoder_of
 from .speculation.requirements import check_call
 from .speculation.rows import max_length_of
-
-logger = logging.getLogger(__name__)
 
 OPTIONS_OF_EXITS = ("exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *OPTIONS_OF_EXITS)
@@ -116,7 +113,7 @@ class TIDEGenerationMixin:
         for gate in gates:
             gate.release_if_changed()
         if mode != "self_speculative" and engine != EAGER:
-            logger.info("engine=%r runs eagerly: tide_mode=%r decides layer by layer", engine, mode)
+            attachment.engines[engine].log_eager(f"tide_mode={mode!r} decides layer by layer")
             engine = EAGER
         kind = attachment.engines[engine]
         warm_up_seconds = kind.warm_up_seconds

@@ -42,6 +42,9 @@ class EagerKind:
         """The engine of one call; see `EngineKind.engine`."""
         return EagerEngine(model, attachment, input_ids, generation_config, model_kwargs)
 
+    def log_eager(self, reason: str) -> None:
+        """Log nothing: all its calls do."""
+
     def release(self) -> None:
         """Do nothing: nothing is kept."""
 

@@ -37,6 +37,9 @@ class EngineKind(Protocol):
             model_kwargs: What `generate` prepared.
         """
 
+    def log_eager(self, reason: str) -> None:
+        """Log that a call which asked for this engine runs eagerly, as a warning at the first of each reason."""
+
     def release(self) -> None:
         """Give back the memory that is kept between calls."""
 
