@@ -111,7 +111,7 @@ def test_a_threshold_that_is_no_number(threshold):
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [("mode", "'self_speculative', 'early_exit', 'post_hoc'"), ("engine", "'eager', 'compiled', 'compiled'")],
+    [("mode", "'self_speculative', 'early_exit', 'post_hoc'"), ("engine", "'eager', 'compiled'")],
 )
 def test_an_unknown_mode_or_engine_is_refused_by_the_name_that_the_user_wrote(name, choices):
     model = tiny_model("llama")

@@ -1,4 +1,4 @@
-"""A comparison of ways to decode, for people: a progress bar while it is measured, then a table and how to read it."""
+"""Comparison of decoding methods in the terminal: a progress bar, then a table with notes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .model_arguments import NO_ROUTERS, Loaded
 
 
 def setting(loaded: Loaded, engine: str) -> dict[str, Any]:
-    """What is measured, and where, ready for JSON."""
+    """Model, routers, engine and machine, ready for JSON."""
     num_layers = loaded.model.config.get_text_config().num_hidden_layers
     facts = {"routers": loaded.routers_origin, "engine": engine, "num_hidden_layers": num_layers}
     return provenance(loaded.model) | facts
 
 
 def print_setting(record: dict[str, Any], console: Console) -> None:
-    """Print the part of `setting` that people need."""
+    """Print the main part of `setting`."""
     threads = record["torch_threads"]
     lines = (
         f"model    {record['model']}, {record['dtype']}, from {record['weights_origin']}",
@@ -93,7 +93,7 @@ def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
 
 
 def _speedup(result: Result) -> tuple[str, str]:
-    """Overall, and the span over the prompts; none where a lossless mode was not."""
+    """Overall speed-up and its range over prompts; none if a lossless mode's tokens differ."""
     if result.speedup is None:
         return "differs", ""
     per_prompt = [prompt.speedup for prompt in result.prompts]
@@ -107,7 +107,7 @@ def _equality(result: Result) -> str:
 
 
 def notes(results: Sequence[Result], max_new_tokens: int, repeats: int) -> list[str]:
-    """What has to be known to read the table."""
+    """Notes to the table."""
     runs = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
     lines = [
         f"Tokens per second: at most {max_new_tokens} new tokens, the prompt's own pass included, {runs} "

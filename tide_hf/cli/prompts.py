@@ -1,6 +1,6 @@
-"""Where the prompts of a command come from: an argument, standard input, a file, or this library.
+"""Prompts of a command: from an argument, standard input, a file, or the built-in ones.
 
-Nothing here imports torch before there is a prompt, so an empty one is refused at once.
+Nothing here imports torch, so that an empty prompt is refused at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import ConfigurationError, describe
+from ..common.rows import read_rows
 
 PROMPTS = (
     "What can I do to sleep better? Give me a few tips.",
@@ -87,8 +88,6 @@ def read_prompts(file: Path) -> list[str]:
         CalibrationError: The file cannot be read.
         MissingPackageError: A file other than .txt is to be read, and the datasets library is not installed.
     """
-    from ..common.rows import read_rows  # noqa: PLC0415 - imports torch
-
     if not file.is_file():
         raise ConfigurationError(
             describe("the prompts cannot be read", got=f"no file at {file}", expected="a file", do="Check --prompts.")

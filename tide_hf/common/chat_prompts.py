@@ -1,4 +1,4 @@
-"""What a user says, as tokens: through the tokenizer's chat template where it has one."""
+"""Prompts and chats as token ids, through the tokenizer's chat template if it has one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .padding import left_padded
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
-    """The tokens of one user's message.
+    """Token ids of one user message.
 
     Args:
-        tokenizer: The base model's.
+        tokenizer: The base model's tokenizer.
         prompt: The message.
-        raw: Whether to leave the chat template out, where there is one.
+        raw: Whether to skip the chat template.
     """
     if raw or not getattr(tokenizer, "chat_template", None):
         return tokenizer(prompt)["input_ids"]
@@ -28,12 +28,12 @@ def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int
 def message_tokens(
     tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """The tokens of a chat.
+    """Token ids of a chat.
 
     Args:
-        tokenizer: The base model's; it has a chat template.
+        tokenizer: The base model's tokenizer, with a chat template.
         messages: Each with "role" and "content".
-        add_generation_prompt: Whether the assistant is to speak next.
+        add_generation_prompt: Whether to open the assistant's turn.
 
     Raises:
         ChatTemplateError: As in `chat_text`.
@@ -50,7 +50,7 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generat
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except (TemplateError, TypeError, ValueError, LookupError) as error:  # the template is anybody's program
+    except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise anything of these
         reason = first_line(error)
         raise ChatTemplateError(
             describe(
@@ -69,5 +69,5 @@ def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> dict[str
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> dict[str, Tensor]:
-    """[`message_tokens`] as `generate` takes them, with the start of the answer that is to come."""
+    """[`message_tokens`] as `generate` takes them, with the assistant's turn opened."""
     return left_padded([message_tokens(tokenizer, messages)])

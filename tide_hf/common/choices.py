@@ -1,4 +1,4 @@
-"""Words that settings may take. The command line needs them before torch and transformers are loaded."""
+"""Values that settings may take, and checks of arguments. Imports neither torch nor transformers, for a quick CLI."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
 
 
 def check_share(name: str, value: object, *, usual: float) -> None:
-    """Refuse a tolerance or confidence outside (0, 1); `usual` is one to pass instead."""
+    """Refuse a tolerance or confidence outside (0, 1); the error suggests `usual`."""
     if not isinstance(value, (int, float)) or not 0 < value < 1:
         raise _makes_no_sense(name, value, "a number between 0 and 1", usual)
 
 
 def check_counts(**counts: object) -> None:
-    """Refuse numbers of documents or tokens that are none."""
+    """Refuse counts that are not positive integers."""
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise _makes_no_sense(name, value, "a whole number of at least 1", 60)
 
 
 def check_minutes(max_minutes: object) -> None:
-    """Refuse a time that is none."""
+    """Refuse a time budget that is not positive."""
     is_number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool)
     if max_minutes is not None and not (is_number and max_minutes > 0):  # type: ignore[operator]
         raise _makes_no_sense("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)

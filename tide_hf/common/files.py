@@ -1,4 +1,4 @@
-"""Where this library keeps what it makes, and how it writes it there."""
+"""The cache folder, and atomic writes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-UNFINISHED = ".unfinished"  # what files end in before they are whole
+UNFINISHED = ".unfinished"  # suffix of files while they are written
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-ABANDONED_AFTER = 3600  # seconds, of which writing a file takes a few
+ABANDONED_AFTER = 3600  # seconds; writing takes a few
 
 
 def cache_folder() -> Path:
@@ -66,11 +66,11 @@ def make_private_folder(folder: Path, mode: int = 0o700) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, for all who may read its folder, which is made if it has to be.
+    """Write a file atomically, with the folder's default permissions.
 
     Args:
-        file: Where it goes; what is there is replaced, also where that is a link.
-        content: What it holds.
+        file: Its path; an existing file or link is replaced, a missing folder created.
+        content: Its content.
 
     Raises:
         OSError: The disk is full, or the folder takes no file.
@@ -79,10 +79,10 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def write_all_whole(contents: dict[Path, bytes]) -> None:
-    """Write files as [`write_whole`] does; none takes its place, one after the other, before all are on the disk.
+    """Write files as [`write_whole`] does; the first is put in place only after all are on the disk.
 
     Args:
-        contents: What each file holds.
+        contents: Content by path.
 
     Raises:
         OSError: The disk is full, or a folder takes no file.
@@ -95,7 +95,7 @@ def write_all_whole(contents: dict[Path, bytes]) -> None:
             with unfinished[file].open("xb") as stream:  # which fails where a link of that name is waiting
                 stream.write(content)
                 stream.flush()
-                os.fsync(stream.fileno())  # else a power cut could leave the name without the content
+                os.fsync(stream.fileno())  # or a power cut could leave the name without the content
         for file, whole in unfinished.items():
             os.replace(whole, file)
     finally:
@@ -104,9 +104,9 @@ def write_all_whole(contents: dict[Path, bytes]) -> None:
 
 
 def remove_abandoned(file: Path) -> None:
-    """Remove what processes that were killed in [`write_whole`] have left beside a file.
+    """Remove unfinished files that killed processes left beside a file.
 
-    Files of the last hour stay, since another process may be writing them.
+    Those of the last hour stay, because another process may be writing them.
     """
     for path in file.parent.glob(f"{file.name}.*{UNFINISHED}"):
         if not re.fullmatch(rf"\.\d+{re.escape(UNFINISHED)}", path.name.removeprefix(file.name)):

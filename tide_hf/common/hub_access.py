@@ -1,4 +1,4 @@
-"""Whether the Hub can be asked for a repository: one short try, where transformers retries for most of a minute."""
+"""Whether the Hub can be reached: one short request, where transformers would retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from huggingface_hub.utils import HFValidationError
 
 from .errors import TIDEError, quoted
 
-REACH_TIMEOUT = 5.0  # seconds that the Hub has to answer
+REACH_TIMEOUT = 5.0  # seconds
 
 
 def hub_options(
@@ -22,15 +22,15 @@ def hub_options(
     options: Mapping[str, Any],
     not_found: Callable[[str | os.PathLike[str], str], TIDEError],
 ) -> dict[str, Any]:
-    """What `from_pretrained` has to be told besides, so that a Hub out of reach costs no retries.
+    """Further options for `from_pretrained`, so that an unreachable Hub causes no retries.
 
     Args:
         name: Folder or Hub repository.
-        options: Of `from_pretrained`, from which `token`, `cache_dir` and their like are read.
-        not_found: Makes the error, of the name and of what was found in its place.
+        options: Options of `from_pretrained`, of which `token`, `cache_dir` and the like are used.
+        not_found: Makes the error from the name and the reason.
 
     Returns:
-        `local_files_only`, where the Hub cannot be asked about what was fetched from it earlier; else nothing.
+        `local_files_only` if the Hub cannot be reached and the repository is in the cache; else nothing.
 
     Raises:
         TIDEError: There is no such folder, and the Hub cannot be reached or has no repository of that name.
@@ -41,7 +41,7 @@ def hub_options(
         kept = is_kept_only(os.fspath(name), token=options.get("token"), cache_dir=options.get("cache_dir"))
     except (HTTPError, OSError, HFValidationError) as error:
         if isinstance(error, HfHubHTTPError) and type(error) is not RepositoryNotFoundError:
-            return {}  # the Hub has answered, and transformers says what
+            return {}  # the Hub has answered; transformers will report its answer
         raise not_found(name, f"no such folder, and {why_not_found(error)}") from error
     return {"local_files_only": True} if kept else {}
 
@@ -49,16 +49,16 @@ def hub_options(
 def is_kept_only(
     name: str, *, token: str | bool | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> bool:
-    """Whether the Hub cannot be asked about a repository that was fetched from it earlier.
+    """Whether the Hub cannot be reached and the repository is in the cache.
 
     Args:
-        name: Of the repository.
+        name: Name of the repository.
         token: As in huggingface_hub.
-        cache_dir: Where what was fetched is kept; default: the Hub's own cache.
+        cache_dir: The cache; default: the Hub's own.
 
     Raises:
-        HTTPError, OSError: It cannot be asked, and nothing was fetched; or it has no such repository.
-        HFValidationError: It cannot have one of that name.
+        HTTPError, OSError: The Hub cannot be reached and the cache is empty, or there is no such repository.
+        HFValidationError: The name is not valid.
     """
     try:
         HfApi(token=token).model_info(name, timeout=REACH_TIMEOUT)
@@ -70,7 +70,7 @@ def is_kept_only(
 
 
 def why_not_found(error: Exception) -> str:
-    """What an error of `is_kept_only`, or of loading, says, in one line."""
+    """The reason in an error of `is_kept_only` or of loading, in one line."""
     if isinstance(error, HFValidationError):
         return "no name that a repository could have"
     if type(error) is RepositoryNotFoundError:
@@ -81,6 +81,6 @@ def why_not_found(error: Exception) -> str:
 
 
 def _is_kept(name: str, cache_dir: str | os.PathLike[str] | None) -> bool:
-    """Whether any file of the repository, at any revision, was fetched."""
+    """Whether the cache has any file of the repository, at any revision."""
     folder = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
     return any(folder.glob("snapshots/*/*"))

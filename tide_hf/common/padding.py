@@ -1,4 +1,4 @@
-"""Prompts and answers of different lengths in one batch."""
+"""Padding and end-of-sequence tokens of batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 def left_padded(
     prompts: Sequence[Sequence[int]], *, pad: int = 0, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """Lay prompts side by side so that all end in the last column, where the answers begin.
+    """Left-pad prompts into one batch.
 
     Args:
-        prompts: Their tokens.
-        pad: The token in front of the shorter ones; any will do, since the mask hides it.
-        device: Where to put the tensors.
+        prompts: Token ids of each prompt.
+        pad: Padding token; any will do, since it is masked.
+        device: Device of the tensors.
 
     Returns:
         `input_ids` and `attention_mask`, (rows, longest) int64 each.
@@ -32,25 +32,25 @@ def left_padded(
 
 
 def pad_token(tokenizer: Any) -> int:
-    """The tokenizer's padding token, or one to use in its place: any can pad, since every use goes with a mask."""
+    """The tokenizer's padding token, or a substitute; any will do, since padding is masked."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
 
 
 def end_tokens(eos_token_id: int | Sequence[int] | None) -> set[int]:
-    """The tokens that end an answer, by what a generation config says."""
+    """The end-of-sequence tokens of a generation config, as a set."""
     if eos_token_id is None:
         return set()
     return {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
 
 
 def up_to_end(tokens: list[int], ends: set[int], *, with_end: bool = True) -> list[int]:
-    """An answer without what stands behind its end.
+    """Truncate an answer at its end-of-sequence token.
 
     Args:
-        tokens: The answer, and padding where others are longer.
-        ends: The tokens that end it.
-        with_end: Whether the token that ends it is kept.
+        tokens: The answer, maybe padded.
+        ends: End-of-sequence tokens.
+        with_end: Whether that token is kept.
     """
     end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: end + with_end]

@@ -1,4 +1,4 @@
-"""How long something short takes on this machine."""
+"""Timing of short functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import perf_counter
 
 
 def least_seconds(function: Callable[[], object], repeats: int) -> float:
-    """The least that calling `function` took in so many repeats; a first call before them is not counted."""
+    """The shortest time of calling `function` in `repeats` repeats, after one warm-up call."""
     function()
     found = []
     for _ in range(repeats):

@@ -17,13 +17,13 @@ from ..routers.config import NEVER_EXIT, check_exit_threshold
 from ..routers.routers import TIDERouters
 from .benchmark import DecodingMethod, timed_run
 
-DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, where the calibrated threshold never exits
-TRIAL_TOKENS = 8  # enough for a draft and its verification
+DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold never exits
+TRIAL_TOKENS = 8  # enough for one draft and verify round
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def weight_sharing_copy(model: nn.Module) -> Any:
-    """Copy a model's modules but not its tensors, so that attaching to one leaves the other as it is.
+    """Copy a model's modules but not its tensors, so that attaching to one leaves the other unchanged.
 
     Args:
         model: The model, not attached.
@@ -36,10 +36,10 @@ def weight_sharing_copy(model: nn.Module) -> Any:
 
 
 def check_plain(model: Any) -> None:
-    """Refuse a model with TIDE attached, which is not what others can be compared with.
+    """Refuse a model with TIDE attached as the baseline.
 
     Raises:
-        ConfigurationError: It has.
+        ConfigurationError: TIDE is attached.
     """
     if isinstance(model, TIDEModelForCausalLM):
         raise ConfigurationError(
@@ -63,11 +63,11 @@ def tide_methods(
     """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
 
     Args:
-        model: The base model, not attached. It is not touched, so its `generate` runs no code of this library.
-        routers: Its routers; `None` leaves `self_speculative` alone.
+        model: The base model, not attached. It stays so; its `generate` runs no code of this library.
+        routers: Its routers; without any only `self_speculative` can run.
         modes: The modes.
-        exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 where that never exits.
-        engine: What runs the layers in all modes.
+        exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 if that never exits.
+        engine: Engine of all modes.
 
     Returns:
         The methods, plain `generate` first.
@@ -79,7 +79,7 @@ def tide_methods(
 
 
 def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMethod:
-    """An attached model decoding in `mode`, at `exit_threshold` where the mode has one."""
+    """An attached model decoding in `mode`, at `exit_threshold` if the mode is approximate."""
     if mode == "self_speculative":
         return DecodingMethod(mode, attached, {"tide_mode": mode})
     options = {"tide_mode": mode, "exit_threshold": exit_threshold}
@@ -87,7 +87,7 @@ def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMeth
 
 
 def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
-    """The threshold for the approximate modes: the one asked for, the calibrated one, or one at which tokens exit."""
+    """The threshold for the approximate modes: given, calibrated, or the default if the calibrated one never exits."""
     if exit_threshold is not None:
         return check_exit_threshold(exit_threshold)
     calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
@@ -95,12 +95,12 @@ def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) 
 
 
 def prompt_lookup(model: Any) -> DecodingMethod:
-    """Drafts that are looked up in the text so far."""
+    """Prompt lookup decoding of transformers."""
     return DecodingMethod("prompt_lookup_num_tokens=10", model, {"prompt_lookup_num_tokens": 10})
 
 
 def assistant_early_exit(model: Any) -> DecodingMethod:
-    """Drafts by the lower half of the layers."""
+    """LayerSkip decoding of transformers, which drafts with the lower half of the layers."""
     layers = max(1, model.config.get_text_config().num_hidden_layers // 2)
     return DecodingMethod(f"assistant_early_exit={layers}", model, {"assistant_early_exit": layers})
 
@@ -108,20 +108,20 @@ def assistant_early_exit(model: Any) -> DecodingMethod:
 def those_that_run(
     methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
 ) -> tuple[list[DecodingMethod], dict[str, str]]:
-    """Try each method for a few tokens, since not every model can decode in every way.
+    """Try each method for a few tokens, since not every model supports every method.
 
     Args:
-        methods: Not attached models.
+        methods: Methods of transformers on a model that is not attached.
         inputs: Keyword arguments of `generate`.
 
     Returns:
-        Those that run, and why the others do not, by name.
+        The methods that run, and the errors of the others by name.
     """
     running, failing = [], {}
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns, once, of how its own assistants call its generate
+    transformers_logging.set_verbosity_error()  # transformers warns about its own assistants
     for one in methods:
-        # A copy, since a call of assistant_early_exit that fails leaves the config with too few layers.
+        # A copy, because a failing assistant_early_exit leaves too few layers in the config.
         trial = DecodingMethod(one.name, weight_sharing_copy(one.model), one.options)
         try:
             timed_run(trial, inputs, TRIAL_TOKENS)

@@ -1,7 +1,7 @@
-"""Measure ways of decoding against the base model's own ``generate``: same weights, prompts, dtype and process.
+"""Benchmark of decoding methods against the base model's ``generate``: same weights, prompts, dtype and process.
 
-The runs are interleaved, prompt by prompt, so that whatever else the machine does falls on all of them alike, and
-tokens are compared between runs that were timed.
+Runs are interleaved prompt by prompt, so that other load on the machine affects all methods alike. Tokens of the timed
+runs are compared.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..base_model.structure import input_device
 from ..common.stats import ExitStats
 from ..speculation.prefix_cache import num_shared
 
-MOST_WARM_UPS = 6  # runs in a row that make something ready: other answers of a prompt take other passes
+MAX_WARM_UPS = 6  # repeats of a run that compiles, since other tokens take other pass widths
 
 
 @dataclass(frozen=True)
 class DecodingMethod:
-    """One way of decoding.
+    """A method of decoding to compare: a model and options of its `generate`.
 
     Attributes:
-        name: What to call it.
+        name: Name in tables.
         model: The model whose `generate` is called.
-        options: Keyword arguments that make `generate` decode this way.
+        options: Keyword arguments of `generate`.
         lossless: Whether it claims the plain model's own tokens.
-        exit_threshold: The threshold it runs with, where it has one.
+        exit_threshold: Its exit threshold, if it has one.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second, the prompt's pass included."""
+        """New tokens per second, prefill included."""
         return len(self.new_tokens) / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class PromptResult:
 
     Attributes:
         runs: Its runs, one per repeat.
-        equal: Whether its tokens were the plain model's in every repeat; where not, its speed is one of other work.
-        same_start: Share of the plain model's tokens up to the first that differs, the least of all repeats.
+        equal: Whether its tokens were the plain model's in every repeat.
+        same_start: Share of the plain model's tokens before the first difference, minimum over repeats.
         speedup: Median tokens per second over the plain model's.
     """
 
@@ -87,10 +87,10 @@ class Result:
     """One method on all prompts.
 
     Attributes:
-        method: Who.
+        method: The method.
         prompts: Its result per prompt.
-        speedup: Tokens per second over the plain model's; `None` where it claims to be lossless and is not.
-        warm_up_s: Seconds of making an engine ready, in runs that were made again for it.
+        speedup: Tokens per second over the plain model's; `None` if it claims to be lossless and is not.
+        warm_up_s: Seconds of engine warm-up, in runs that were then repeated.
     """
 
     method: DecodingMethod
@@ -112,19 +112,19 @@ class Result:
 
     @property
     def same_start(self) -> float:
-        """Mean share of the plain model's tokens up to the first that differs."""
+        """Mean share of the plain model's tokens before the first difference."""
         return sum(prompt.same_start for prompt in self.prompts) / len(self.prompts)
 
     @property
     def layers_per_token(self) -> float | None:
-        """Decoder layers executed per new token, over all runs; `None` for plain decoding, which counts nothing."""
+        """Decoder layers executed per new token, over all runs; `None` for methods without TIDE."""
         stats = self._stats()
         tokens = sum(one.total_tokens for one in stats)
         return sum(one.layers_executed for one in stats) / tokens if tokens else None
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the draft tokens that were accepted, over all runs; `None` where nothing was drafted."""
+        """Share of the draft tokens that were accepted, over all runs; `None` if nothing was drafted."""
         stats = self._stats()
         drafted = sum(one.drafted for one in stats)
         return sum(one.accepted for one in stats) / drafted if drafted else None
@@ -166,10 +166,10 @@ def compare(
     repeats: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Run all methods on all prompts, greedily where their options say nothing else.
+    """Run all methods on all prompts, greedily by default.
 
     Args:
-        methods: The first is the plain model, which the others are compared with.
+        methods: The methods; the first is the baseline of the others.
         inputs: Keyword arguments of `generate` for each prompt (or batch of prompts).
         max_new_tokens: Most tokens per answer.
         repeats: Timed runs of each method on each prompt.
@@ -179,7 +179,7 @@ def compare(
         One result per method, in order.
     """
     results = [Result(method, [PromptResult() for _ in inputs]) for method in methods]
-    for result in results:  # the first run of each pays for buffers and kernel choices: not counted
+    for result in results:  # untimed, since the first run allocates buffers and selects kernels
         _warm_run(result, inputs[0], max_new_tokens)
         progress()
     for _ in range(repeats):
@@ -193,8 +193,8 @@ def compare(
 
 
 def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> Run:
-    """One run; made again while an engine has to be made ready in it, which is paid for once and told apart."""
-    for _ in range(MOST_WARM_UPS):
+    """One run, repeated while it includes engine warm-up, which is counted separately."""
+    for _ in range(MAX_WARM_UPS):
         run = timed_run(result.method, inputs, max_new_tokens)
         warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
         result.warm_up_s += warm_up_s
@@ -204,20 +204,20 @@ def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: i
 
 
 def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
-    """How many runs `compare` makes."""
+    """Number of runs of `compare`."""
     return num_methods * (1 + num_prompts * repeats)
 
 
 def timed_run(
     method: DecodingMethod, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None
 ) -> Run:
-    """Generate once: greedily where the method's options say nothing else, always from the same seed.
+    """Generate once, greedily by default, from a fixed seed.
 
     Args:
-        method: Who.
-        inputs: Keyword arguments of `generate`, `input_ids` among them.
+        method: The method.
+        inputs: Keyword arguments of `generate`, with `input_ids`.
         max_new_tokens: Most new tokens.
-        streamer: Gets the tokens as they come.
+        streamer: Streamer of `generate`.
 
     Returns:
         The run.
@@ -237,13 +237,13 @@ def timed_run(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done what it was given."""
+    """Wait for the kernels queued on `device`."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def _compare_with(plain: Result, result: Result) -> None:
-    """Fill in what follows from the plain model's runs."""
+    """Fill in the figures relative to the plain model's runs."""
     for reference, prompt in zip(plain.prompts, result.prompts, strict=True):
         pairs = list(zip(reference.runs, prompt.runs, strict=True))
         prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
@@ -254,5 +254,5 @@ def _compare_with(plain: Result, result: Result) -> None:
 
 
 def same_start(expected: Sequence[int], got: Sequence[int]) -> float:
-    """Share of `expected` up to the first token that differs in `got`."""
+    """Share of `expected` before the first token that differs in `got`."""
     return num_shared(expected, got) / len(expected) if expected else 1.0

@@ -1,4 +1,4 @@
-"""What can be told about a base model and its routers without decoding: facts, ready for JSON."""
+"""Facts about a base model and its routers, ready for JSON: structure, modes, kernels, convergence by layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..speculation.attachment import Attachment, hybrid_drafter
 
 @dataclass(frozen=True)
 class LayerConvergence:
-    """How close the states after one layer are to the final ones.
+    """Similarity of the states after one layer to the final ones.
 
     Attributes:
         layer: Number of layers executed.
@@ -53,15 +53,15 @@ def convergence_by_layer(
     """Compare the states after each layer with the final one, both before the final norm.
 
     Args:
-        model: A causal language model, attached or not; it stays as it is.
+        model: A causal language model, attached or not; it is not changed.
         tokenizer: Its tokenizer.
-        texts: What to read; texts without any token are passed over.
-        convergence_threshold: The published rule takes 0.98.
-        max_length: Tokens after which a text is cut.
-        batch_size: Texts a forward pass.
+        texts: The texts; empty ones are ignored.
+        convergence_threshold: Cosine similarity that counts as converged (0.98 in the TIDE paper).
+        max_length: Length in tokens at which a text is truncated.
+        batch_size: Texts per forward pass.
 
     Returns:
-        One entry per layer, the last one left out, since its state is the final one.
+        One entry per layer but the last.
 
     Raises:
         CalibrationError: There is no text, or a state is NaN.
@@ -101,7 +101,7 @@ def inspect_model(
         model: A causal language model, not attached.
         tokenizer: Its tokenizer.
         routers: Routers made for it, if any.
-        texts: What its convergence is measured on.
+        texts: Texts to measure convergence on.
 
     Returns:
         `structure`, `modes`, `routers`, `packed_weights`, `kernels` and `convergence`, ready for JSON.
@@ -125,7 +125,7 @@ def inspect_model(
 
 
 def structure_facts(model: PreTrainedModel, structure: DecoderStructure) -> dict[str, Any]:
-    """The parts of the base model that early exit needs."""
+    """Family, size, dtype and device of the base model."""
     return {
         "family": model.config.get_text_config().model_type,
         "class": type(model).__name__,
@@ -141,7 +141,7 @@ def structure_facts(model: PreTrainedModel, structure: DecoderStructure) -> dict
 def mode_facts(
     model: PreTrainedModel, structure: DecoderStructure, routers: TIDERouters | None
 ) -> dict[str, dict[str, Any]]:
-    """For each mode whether the model can run in it, and what stands in the way or is missing."""
+    """For each mode whether the model supports it, and why not or what is missing."""
     attachment = Attachment(
         type(model), structure, Unembed(model, structure), routers, MODES[0], NEVER_EXIT, hybrid_drafter
     )
@@ -158,7 +158,7 @@ def mode_facts(
 
 
 def router_facts(routers: TIDERouters) -> dict[str, Any]:
-    """What the routers are, and what their calibration measured where it left a record."""
+    """Settings of the routers, and figures of their calibration record if they have one."""
     config = routers.config
     record = config.calibration or {}
     figures = dict(rows_by_layer(record))
@@ -179,7 +179,7 @@ def router_facts(routers: TIDERouters) -> dict[str, Any]:
 
 
 def packing_facts(structure: DecoderStructure) -> dict[str, Any]:
-    """Whether `pack_weights="auto"` would keep a second copy of the weights, and how large it is."""
+    """Whether `pack_weights="auto"` keeps prepacked copies of weights, and their size."""
     gated, may_copy = linears_to_gate(structure, "auto")
     linears = [linear for linear in gated if can_pack(linear.weight.dtype)]
     return {

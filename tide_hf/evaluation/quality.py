@@ -1,4 +1,4 @@
-"""Quality of early exits over thresholds: perplexity, agreement and depth; one pass serves every threshold."""
+"""Quality of early exits over thresholds: perplexity, agreement and depth, all from one pass over the text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 @dataclass(frozen=True)
 class TextScores:
-    """What each exit layer, and the full model, say to N tokens of some documents.
+    """Exit scores, losses and agreement of each exit layer and the full model at N tokens.
 
     Attributes:
         exit_layers: The E exit layers, ascending.
@@ -92,7 +92,7 @@ class TextScores:
 def read_texts(
     dataset: object, tokenizer: PreTrainedTokenizerBase, *, samples: int, max_length: int, seed: int
 ) -> tuple[list[Document], int]:
-    """Draw documents as calibration does, all of whose tokens count but the first; of a chat, the last answer's.
+    """Draw documents as calibration does, counting all tokens of a text and those of a chat's last answer.
 
     Returns:
         The documents, and the number of rows that could not be used.
@@ -102,7 +102,7 @@ def read_texts(
         MissingPackageError: A package that reads this kind of data is not installed.
     """
     documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
-    whole = [Document(one.tokens, first=0) if one.first <= 1 else one for one in documents]  # 1 is the mark of a text
+    whole = [Document(one.tokens, first=0) if one.first <= 1 else one for one in documents]  # texts have first=1
     return whole, num_skipped
 
 
@@ -114,14 +114,14 @@ def score_texts(
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> TextScores:
-    """Read documents once and score what every exit layer says to each of their tokens.
+    """Score every token of the documents at every exit layer, in one pass.
 
     Args:
         model: The base model, attached or not.
-        routers: Its routers; they are not touched.
+        routers: Its routers; they are not changed.
         documents: From `read_texts`.
-        batch_size: Most documents a forward pass.
-        advance: Told the number of documents done.
+        batch_size: Most documents per forward pass.
+        advance: Called with the number of documents done since.
 
     Returns:
         The scores, on the CPU.
@@ -142,7 +142,7 @@ def score_texts(
 
 @torch.no_grad()
 def _score_batch(unembed: Unembed, routers: TIDERouters, batch: StateBatch) -> tuple[Tensor, ...]:
-    """Scores, losses, agreement, confidence and document of the tokens that count, on the CPU."""
+    """Scores, losses, agreement, confidence and document of counted tokens, on the CPU."""
     has_next = batch.counted.clone()
     has_next[:-1] &= batch.document_ids[:-1] == batch.document_ids[1:]
     has_next[-1] = False
@@ -157,7 +157,7 @@ def _score_batch(unembed: Unembed, routers: TIDERouters, batch: StateBatch) -> t
 
 
 def _heads(routers: TIDERouters, batch: StateBatch) -> Iterator[Tensor]:
-    """What each exit head makes of its layer's states, then the final states."""
+    """Each exit head's output, then the final states."""
     for layer in routers.exit_layers:
         states = batch.hidden_states[layer]
         yield on_device(routers[layer], states).head(states)
@@ -165,7 +165,7 @@ def _heads(routers: TIDERouters, batch: StateBatch) -> Iterator[Tensor]:
 
 
 def _losses(unembed: Unembed, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Negative log-likelihoods of `targets`, top tokens and their probabilities, some positions at a time."""
+    """Negative log-likelihoods of `targets`, top tokens and their probabilities, computed in slices."""
     rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
     losses, tops, confidences = [], [], []
     for part, wanted in zip(states.split(rows), targets.split(rows), strict=True):
@@ -179,16 +179,16 @@ def _losses(unembed: Unembed, states: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """What to measure, and on what.
+    """Options of [`measure_quality`].
 
     Attributes:
-        text: Texts or chats: a list, a file, a folder or a Hub data set, as `calibrate` takes them.
+        text: Texts or chats: a list, a file, a folder or a Hub data set, as for `calibrate`.
         thresholds: Exit thresholds to measure; the routers' calibrated one is added.
         samples: Most texts.
-        max_length: Tokens after which a text is cut.
-        confidence: Of all intervals.
-        batch_size: Texts at once.
-        seed: Of the draw from the data.
+        max_length: Length in tokens at which a text is truncated.
+        confidence: Confidence of all intervals.
+        batch_size: Most texts per forward pass.
+        seed: Seed of the sample of texts.
     """
 
     text: object
@@ -200,7 +200,7 @@ class QualityOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what makes no sense, before a model is loaded.
+        """Refuse impossible values, before a model is loaded.
 
         Raises:
             ConfigurationError: A setting has an impossible value.
@@ -230,15 +230,15 @@ def measure_quality(
     """Compare the base model with early exits at several thresholds.
 
     Args:
-        model: The base model, not attached; it is not touched.
+        model: The base model, not attached; it is not changed.
         tokenizer: Its tokenizer.
-        routers: Its routers; they are not touched either.
+        routers: Its routers; they are not changed.
         options: What to measure.
-        steps: Shows the progress; default: nothing is shown.
+        steps: Progress bars; default: none.
 
     Returns:
-        The record, ready for JSON; its "perplexity" has what was measured on, and one row per threshold, the base
-        model's first, whose "exit_threshold" is `None`.
+        The record, ready for JSON; its "perplexity" describes the data and has one row per threshold, after the base
+        model's, whose "exit_threshold" is `None`.
 
     Raises:
         CalibrationError: The data cannot be read.

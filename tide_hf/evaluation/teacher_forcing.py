@@ -1,9 +1,8 @@
-"""Early exit in one pass over a text that is already there: which layer each position would be read from.
+"""Teacher-forced early exit: the exit layer and logits at each position of a given text, from one full pass.
 
-Every position counts as if its token had been decoded by itself, a prompt's tokens among them. States come from one
-pass at full depth, so attention sees exact K/V everywhere. That is what `early_exit` gives with
-`kv_cache_strategy="recompute"` (the default), and what `post_hoc` gives; with `"propagate"` or `"zero_pad"` the deeper
-layers would see other K/V.
+Every position is treated as a decode step, those of a prompt too. Attention sees exact K/V, as in `post_hoc` and in
+`early_exit` with `kv_cache_strategy="recompute"` (the default); with `"propagate"` or `"zero_pad"` deeper layers would
+see other K/V.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..routers.routers import TIDERouters
 
 @dataclass(frozen=True)
 class ExitLogits:
-    """What an attached model would have read at every position of a text.
+    """Logits and exit layer at every position of a text.
 
     Attributes:
         logits: (rows, length, vocab_size) of the next token, in the model's dtype.
