@@ -1,5 +1,5 @@
-"""What the Hugging Face libraries meet: base models and shipped routers that are loaded, and the auto classes.
+"""Loading from the Hub: base models, shipped routers, transformers' auto classes.
 
-`load` loads base models and finds the routers that come with this library; `auto_classes` and `registration` tell
-transformers about routers; `provenance` says what figures were measured with.
+`load` loads base models and finds shipped routers; `auto_classes` and `registration` register routers with
+transformers; `provenance` records how figures were measured.
 """

@@ -1,7 +1,6 @@
-"""What transformers' auto classes find in a repository of routers: the base model with TIDE, and the base's tokenizer.
+"""Classes registered with transformers' auto classes: a repository of routers loads as its base model with TIDE.
 
-The routers' config names the base, and transformers loads it by its own means. Nothing here imports the engine before
-a model is asked for.
+The routers' config names the base model. The model classes of this library are imported only when one is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import transformers  # whose auto classes may be loading at this moment: looked up when they are needed
+import transformers  # not `from transformers import`, since its auto classes may be half loaded at this moment
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedConfig
 
@@ -18,8 +17,7 @@ import tide_hf
 from ..common.errors import ConfigurationError, RoutersFileError, describe
 from ..routers.config import FOR_BOTH, TIDEConfig
 
-# Of the arguments that reach a registered class, those that are about the routers' repository alone, or what an auto
-# class tells the class it calls.
+# Arguments of a registered class that concern the routers' repository only, or that the auto class adds.
 OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
 
 
@@ -34,13 +32,13 @@ class TIDEAutoModel:
 
         Args:
             name_or_path: Folder or Hub repository of the routers.
-            config: Their config; settings in it that the caller changed are used.
+            config: Their config, with the caller's changes.
             **kwargs: As in `TIDEModelForCausalLM.from_pretrained`. `revision` is the routers'; the base is loaded at
                 `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and their like are for both.
 
         Raises:
             ConfigurationError: The config names no base model that can be loaded.
-            RoutersFileError: There is an adapter beside the routers, which transformers would put on the base.
+            RoutersFileError: The repository also has an adapter, which transformers would put on the base.
             As `TIDEModelForCausalLM.from_pretrained`.
         """
         shared = _chosen(kwargs, FOR_BOTH)
@@ -48,12 +46,12 @@ class TIDEAutoModel:
         options = {name: value for name, value in kwargs.items() if name not in OWN}
         options.setdefault("exit_threshold", config.exit_threshold)
         if options.get("adapter_kwargs"):
-            if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:  # where transformers found one
+            if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:
                 from ..routers.files import file_problem  # noqa: PLC0415  # it imports PyTorch
 
                 raise RoutersFileError(file_problem(name_or_path, "an adapter_config.json beside them"))
             options["adapter_kwargs"] = {**options["adapter_kwargs"], "revision": config.base_model_revision}
-        # The config's dtype is what the caller asked of the base. Routers are placed in a dtype of their own later.
+        # The config's dtype is the one requested for the base. `attach` casts the routers.
         where = shared | _chosen(kwargs, ("revision", "subfolder"))
         routers = tide_hf.TIDERouters.from_pretrained(name_or_path, config=config, dtype="float32", **where)
         return tide_hf.TIDEModelForCausalLM.from_pretrained(
@@ -84,15 +82,15 @@ class TIDEAutoTokenizer:
 
 
 def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwargs: Any) -> str:
-    """The base model that a repository of routers names.
+    """The base model that the config of routers names.
 
     Args:
         name_or_path: Folder or Hub repository of the routers.
         config: Their config.
-        **hub_kwargs: `token` and its like, to read the base's config with.
+        **hub_kwargs: `token` and the like, for reading the base's config.
 
     Raises:
-        ConfigurationError: It names none; or a folder, where the routers come from the Hub; or routers.
+        ConfigurationError: It names none, or routers, or a folder although the routers are on the Hub.
     """
     base = config.base_model_name_or_path
     if base is None:

@@ -1,4 +1,4 @@
-"""Load a base model, one at a time, and find the routers that come with this library."""
+"""Load base models, and find the routers that are shipped with this library."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from ..routers.routers import TIDERouters, check_base_model
 
 logger = logging.getLogger(__name__)
 
-# Which of `from_pretrained`'s options tell how to find a config.
+# Options of `from_pretrained` that locate a config.
 CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
-DEFAULT_ROUTERS = "default"  # stands for those that come with this library
+DEFAULT_ROUTERS = "default"  # the routers shipped with this library
 LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
 
-# While a model loads, transformers replaces `PreTrainedModel.tie_weights` and puts back what it found. Two loads that
-# overlap put back each other's replacement: from then on no model in the process has its head tied to its embeddings.
-# Where `name` is a repository of routers, the base model that they name is loaded within: hence the RLock.
+# While loading, transformers replaces `PreTrainedModel.tie_weights` and restores it afterwards. Overlapping loads would
+# restore each other's replacement, and no later model of the process would get tied embeddings. The lock is reentrant
+# because loading a repository of routers loads the base model that they name.
 _one_at_a_time = threading.RLock()
 
 
 def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
 
-    Models that also take images, and that this class does not know, come from `AutoModelForImageTextToText`.
+    Models for images and text that are no causal language model are loaded by `AutoModelForImageTextToText`.
 
     Args:
         name: Folder or Hub repository.
-        ask_hub: Find out first whether the Hub can be reached.
+        ask_hub: Whether to check first that the Hub can be reached.
         **kwargs: For `from_pretrained`.
 
     Raises:
@@ -61,7 +61,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
-    if kwargs.get("local_files_only"):  # transformers looks for an adapter without it
+    if kwargs.get("local_files_only"):  # transformers does not pass it on to the search for an adapter
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
         try:
@@ -73,14 +73,14 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
 
 
 def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
-    """Load a base model and its tokenizer; without a network, those that were fetched earlier, and at once.
+    """Load a base model and its tokenizer; from the cache, without retries, if the Hub cannot be reached.
 
     Args:
         name: Hub name or folder.
-        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is what the weights were saved in.
+        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is the dtype of the saved weights.
 
     Returns:
-        Model and tokenizer. `model.weights_origin` says where the weights are from.
+        Model and tokenizer. `model.weights_origin` is the source of the weights.
 
     Raises:
         ModelNotFoundError: There is no such model, or it cannot be read.
@@ -95,7 +95,7 @@ def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None 
 
 
 def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
-    """Load model and tokenizer as transformers does, and note where the weights are from."""
+    """Load model and tokenizer as transformers does, and set `model.weights_origin`."""
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if dtype is not None:
         kwargs["dtype"] = dtype
@@ -105,7 +105,7 @@ def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwar
 
 
 def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
-    """Whether it is a model for images and text, and no causal language model besides; its config has been fetched."""
+    """Whether it is an image-text model and no causal language model; its config is in the cache by now."""
     config = kwargs.get("config")
     if config is None:
         options = {option: kwargs[option] for option in CONFIG_OPTIONS if option in kwargs}
@@ -126,10 +126,10 @@ def _model_not_found(name: str | os.PathLike[str], got: str) -> ModelNotFoundErr
 
 
 def shipped_routers(model: Any) -> str | None:
-    """The folder of routers for a base model that comes with this library, in the source tree or installed, if any.
+    """The folder of shipped routers for a base model, if any.
 
     Args:
-        model: The base model, wherever it was loaded from: its head decides. Or its Hub name alone.
+        model: The base model, recognised by its output head; or its Hub name.
     """
     folders = _shipped_folders()
     if isinstance(model, (str, os.PathLike)):
@@ -144,11 +144,11 @@ def shipped_routers(model: Any) -> str | None:
 
 
 def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
-    """The routers that an argument names.
+    """Load the routers of an argument.
 
     Args:
-        routers: `None`, [`TIDERouters`], a folder, a Hub repository, or `"default"`, which takes a `model`.
-        model: The base model, where it is loaded.
+        routers: `None`, [`TIDERouters`], a folder, a Hub repository, or `"default"`, which needs a `model`.
+        model: The base model, if it is loaded.
         **hub_kwargs: As in `TIDERouters.from_pretrained`.
 
     Raises:
@@ -162,10 +162,10 @@ def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any)
 
 
 def default_routers(model: PreTrainedModel) -> TIDERouters:
-    """The routers for a base model that come with this library.
+    """Load the shipped routers of a base model.
 
     Raises:
-        RoutersNotFoundError: None of those that do fit it.
+        RoutersNotFoundError: None are shipped for it.
     """
     folder = shipped_routers(model)
     if folder is None:
@@ -182,7 +182,7 @@ def default_routers(model: PreTrainedModel) -> TIDERouters:
 
 
 def log_no_routers(model: PreTrainedModel) -> None:
-    """Say, at INFO, that a model is attached without routers, and whether some that fit it come with the library."""
+    """Log at INFO that a model is attached without routers, and whether some are shipped for it."""
     if logger.isEnabledFor(logging.INFO):
         folder = shipped_routers(model)
         hint = f"; those for {Path(folder).name} fit this model: routers={DEFAULT_ROUTERS!r}" if folder else ""
@@ -190,7 +190,7 @@ def log_no_routers(model: PreTrainedModel) -> None:
 
 
 def _shipped_folders() -> dict[str, str]:
-    """The folders of routers that come with this library, by name: a Hub name with "--" for "/"."""
+    """Folders of shipped routers by Hub name with "--" for "/", in the source tree or installed."""
     package = Path(__file__).parent.parent
     files = [*package.glob("model_cards/*/config.json"), *package.parent.glob("model_cards/*/config.json")]
     return dict(sorted((file.parent.name, str(file.parent)) for file in files))

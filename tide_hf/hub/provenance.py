@@ -1,4 +1,4 @@
-"""What one has to know about figures to measure them again."""
+"""Provenance of measured figures: date, model, machine, versions, command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
 
 
 def provenance(model: Any) -> dict[str, Any]:
-    """Where, when and with what figures of `model` are measured, ready for JSON."""
+    """Date, model, machine and versions of a measurement, ready for JSON."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "model": without_folders(model.config._name_or_path),
@@ -41,18 +41,18 @@ def provenance(model: Any) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a model on `device` runs on."""
+    """Device, CPU and thread count."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"device": name, "cpu": cpu_name(), "torch_threads": torch.get_num_threads()}
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command that was run, as it may be published: of a place in this machine's files the last part alone."""
+    """The command line for publication, local paths reduced to their last part."""
     return f"tide-hf {shlex.join(map(without_folders, argv))}"
 
 
 def without_folders(word: str) -> str:
-    """A word of a command line; of a place in this machine's files the last part alone."""
+    """A word of a command line, a local path reduced to its last part."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     path = Path(value)
     is_place = path.is_absolute() or path.parts[:1] in (("~",), ("..",)) or (len(path.parts) > 1 and path.exists())
@@ -60,9 +60,9 @@ def without_folders(word: str) -> str:
 
 
 def commit(file: Path = Path(__file__)) -> str | None:
-    """The git commit of the source tree that `file` belongs to; `None` where it is installed from a wheel.
+    """The git commit of the source tree of `file`; `None` if it was installed from a wheel.
 
-    An environment may stand in a repository of somebody else's, whose commit says nothing: git has to track the file.
+    The file must be tracked, since an environment may lie inside an unrelated repository.
     """
     git = shutil.which("git")
     if git is None:
@@ -76,7 +76,7 @@ def commit(file: Path = Path(__file__)) -> str | None:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, as well as the system tells it."""
+    """The processor's name."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,7 +1,7 @@
-"""Tell transformers about routers without importing it: its auto classes hear of them once they are loaded.
+"""Lazy registration with transformers' auto classes, through an import hook.
 
-`import tide_hf` is to make `AutoModelForCausalLM.from_pretrained("org/routers")` work, and is to stay as quick as it
-is; importing transformers' auto classes takes seconds.
+`import tide_hf` makes `AutoModelForCausalLM.from_pretrained("org/routers")` work, but must not import the auto classes
+itself, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Modules of transformers, and what to call in auto_classes.py once they are loaded.
+# Modules of transformers, and the function of auto_classes.py to call once each is loaded.
 REGISTRATIONS = {
     "transformers.models.auto.configuration_auto": "register_config",
     "transformers.models.auto.modeling_auto": "register_model",
@@ -21,7 +21,7 @@ REGISTRATIONS = {
 
 
 def register_with_transformers() -> None:
-    """Register with the auto classes that are loaded, and with the others when they will be."""
+    """Register with the auto classes that are loaded, and with the others once they are."""
     finder = _Finder()
     for module in REGISTRATIONS:
         if module in sys.modules:
@@ -37,7 +37,7 @@ def _register(module: str) -> None:
 
 
 class _Finder:
-    """Finds modules where Python would, and registers after they have run."""
+    """Import hook that registers after a module has run."""
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()

@@ -1,9 +1,8 @@
-"""The block head: a translator and one decoder layer, which draft from an early state and the deep state before it.
+"""The block head: a translator and one decoder layer that draft from an early state and the previous final state.
 
-A linear head sees one early state. The block also sees the final state of the token before, which the last verify pass
-has computed anyway, and attends to all earlier tokens through K/V of its own (compare EAGLE, arXiv 2401.15077). So it
-drafts from a few layers what a linear head needs many for; it can only draft, since the deep state it leans on does
-not exist in `early_exit`.
+A linear head sees one early state. The block head also sees the previous token's final state, which the last verify
+pass has computed, and attends to all earlier tokens through its own K/V (compare EAGLE, arXiv 2401.15077). It therefore
+drafts from far fewer layers than a linear head, but only drafts: `early_exit` has no previous final state.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, Aut
 from ..base_model.structure import TUPLE_LAYERS, DecoderStructure, cache_argument_of, find_structure
 from ..common.errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
 
-# What a config that fits no model can make transformers' constructors raise.
+# Errors of transformers' constructors for a config that fits no model.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
-PROBE_VOCABULARY = 8  # the block is taken out of a model with two layers and next to no vocabulary
+PROBE_VOCABULARY = 8  # the layer is taken from a model of two layers and this vocabulary
 
 
 class BlockHead(nn.Module):
@@ -29,20 +28,20 @@ class BlockHead(nn.Module):
     Args:
         hidden_size: Width D of the hidden states.
         block_config: The base model's text config, as `block_config_of` gives it.
-        layer_idx: Where the block's K/V stand in the cache: behind those of the base model's layers.
+        layer_idx: Index of its K/V in the cache, after the base model's layers.
     """
 
     def __init__(self, hidden_size: int, block_config: dict[str, Any], layer_idx: int) -> None:
         super().__init__()
         self.translator = nn.Linear(2 * hidden_size, hidden_size)
         self.layer, self.returns_tuple = _build_layer(block_config)
-        self.layer.to(self.translator.weight.dtype)  # its config names the base model's own
+        self.layer.to(self.translator.weight.dtype)  # it was built in the dtype of the base model's config
         for module in self.layer.modules():
             if "layer_idx" in vars(module):
                 setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
 
     def translate(self, early: Tensor, deep_before: Tensor) -> Tensor:
-        """Join the states, both (..., D) after the final norm, into the layer's input (..., D)."""
+        """Map early state and previous final state, both (..., D) after the final norm, to the layer's input."""
         return self.translator(torch.cat([early, deep_before], dim=-1))
 
     def state_of(self, output: Any) -> Tensor:
@@ -50,7 +49,7 @@ class BlockHead(nn.Module):
         return output[0] if self.returns_tuple else output
 
     def use_attention_of(self, config: Any) -> None:
-        """Attend by the implementation of the base model, whose masks the block is given."""
+        """Use the base model's attention implementation, since the block head gets its masks."""
         for module in self.layer.modules():
             own: Any = vars(module).get("config")
             if own is not None:
@@ -58,15 +57,15 @@ class BlockHead(nn.Module):
 
 
 def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:
-    """The config of a block for `model`, small enough to store.
+    """The config of a block head for `model`, small enough to store.
 
     Args:
         model: The base model.
         structure: Its structure.
-        block_layer: Number of executed layers after which the block drafts.
+        block_layer: Layers executed before the block head drafts.
 
     Raises:
-        UnsupportedModelError: The layer there does not attend to the whole sequence, or keeps more than weights.
+        UnsupportedModelError: The next layer has no full attention, or holds more than weights.
     """
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
@@ -74,7 +73,7 @@ def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_l
     sliding = getattr(config, "sliding_window", None) if types is None and _may_slide(config) else None
     if structure.is_recurrent or kind not in (None, "full_attention") or sliding:
         raise _no_block(model, f"layer {block_layer} of kind {kind or 'sliding_attention'}")
-    if types and kind not in types[:block_layer]:  # masks of a kind are as wide as the K/V of its first layer
+    if types and kind not in types[:block_layer]:  # a mask's width follows the first layer of its kind
         raise _no_block(model, f"no layer of kind {kind} before layer {block_layer}")
     settings = config.to_diff_dict()
     settings |= {"model_type": config.model_type, "num_hidden_layers": 2, "vocab_size": PROBE_VOCABULARY}

@@ -19,7 +19,7 @@ from .tables import describe_threshold, rows_by_layer, tables_of
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 MARKUP = re.compile(r'[<>`"\[\]\\]')
-MOST_CURVES = 8  # the colours that one can tell apart
+MAX_CURVES = 8  # in distinguishable colours
 
 
 def write_model_card(
@@ -30,15 +30,15 @@ def write_model_card(
     command: str | None = None,
     license: str | None = None,
 ) -> Path:
-    """Write `README.md` for calibrated routers, and its plots in `plots/` where matplotlib is installed.
+    """Write `README.md` for calibrated routers, and plots in `plots/` if matplotlib is installed.
 
     Args:
-        routers: What `calibrate` made.
-        folder: Where to write; made where it does not exist.
-        repo_id: Hub repository that the card's example loads; default: `folder`'s name.
-        command: The command that made the routers, if it is to be told; default: that in their record.
-        license: Its identifier on the Hub. None is told by default: heads are made from the base model, and whether
-            they may have another licence than that is for who publishes them to say.
+        routers: Routers of `calibrate`.
+        folder: Output folder; created if needed.
+        repo_id: Hub repository in the card's example; default: `folder`'s name.
+        command: The command that made the routers; default: the one in their record.
+        license: Its identifier on the Hub. There is no default, because heads derive from the base model and the
+            publisher has to decide about the licence.
 
     Returns:
         The file.
@@ -70,7 +70,7 @@ def write_model_card(
                 do="Make new routers with tide_hf.calibrate().",
             )
         ) from error
-    file.unlink(missing_ok=True)  # where it is a link, what it points to is left alone
+    file.unlink(missing_ok=True)  # do not write through a link
     card.save(file)
     return file
 
@@ -83,7 +83,7 @@ def _render(
     license: str | None,
     folder: Path,
 ) -> ModelCard:
-    told = " ".join((command or record.get("command") or "").split()).replace("`", "'")  # it stands in backticks
+    told = " ".join((command or record.get("command") or "").split()).replace("`", "'")  # the card puts it in backticks
     record = _harmless(record)
     base = routers.config.base_model_name_or_path
     data = ModelCardData(
@@ -110,9 +110,9 @@ def _render(
 
 
 def _harmless(value: Any) -> Any:
-    """The value, its texts in one line and without what markdown, HTML or the card's code would obey.
+    """The value with all strings on one line and without markup of Markdown, HTML or code.
 
-    The record of routers from elsewhere is anybody's, and the card is read by people who trust who publishes it.
+    The record may come from a stranger, while readers of the card trust its publisher.
     """
     if isinstance(value, dict):
         return {key: _harmless(one) for key, one in value.items()}
@@ -122,7 +122,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
-    """What was measured on the certifying documents, in the form that the Hub reads."""
+    """Figures on the certify split, as the Hub's evaluation results."""
     figures = [
         ("agreement", f"Agreement with the full model at exit layer {layer}", row["agreement"])
         for layer, row in rows_by_layer(record)
@@ -143,7 +143,7 @@ def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
 
 
 def _draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw the plots; their paths as seen from the card. None where matplotlib is missing, which the card says."""
+    """Draw the plots and return their relative paths; none without matplotlib, which the card then mentions."""
     try:
         return [file.relative_to(folder) for file in save_plots(record, folder / "plots")]
     except MissingPackageError:
@@ -151,18 +151,18 @@ def _draw(record: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """About ten rows of the grid, those around the last certified one among them."""
+    """About ten rows of the grid, with those around the last certified one."""
     last = max((index for index, row in enumerate(table) if row["certified"]), default=0)
     keep = set(range(0, len(table), max(1, len(table) // 8))) | {last, min(last + 1, len(table) - 1)}
     return [row for index, row in enumerate(table) if index in keep]
 
 
 def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
-    """Draw what a calibration measured: exit depths, agreement by depth, reliability, and risk against threshold.
+    """Draw the calibration record: exit depths, agreement by depth, reliability, and risk against threshold.
 
     Args:
-        record: `routers.config.calibration`. A plot for which an older record lacks the figures is left out.
-        folder: Where to write; made where it does not exist.
+        record: `routers.config.calibration`. Plots that an older record lacks figures for are left out.
+        folder: Output folder; created if needed.
 
     Returns:
         The files.
@@ -178,7 +178,7 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
             figure = make_figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
             draw(figure.add_subplot(), record)
             files.append(Path(folder) / f"{name}.png")
-            files[-1].unlink(missing_ok=True)  # where it is a link, what it points to is left alone
+            files[-1].unlink(missing_ok=True)  # do not write through a link
             figure.savefig(files[-1])
     return files
 
@@ -203,7 +203,7 @@ def _draw_agreement(axes: Any, record: dict[str, Any]) -> None:
 
 def _draw_reliability(axes: Any, record: dict[str, Any]) -> None:
     layers = rows_by_layer(record)
-    for layer, row in layers[:: -(-len(layers) // MOST_CURVES)]:
+    for layer, row in layers[:: -(-len(layers) // MAX_CURVES)]:
         scores, shares, _ = zip(*row["reliability"], strict=True)
         axes.plot(scores, shares, marker=".", label=f"exit layer {layer}")
     axes.plot([0, 1], [0, 1], color="grey", linestyle="--", label="as promised")

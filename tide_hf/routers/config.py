@@ -18,12 +18,12 @@ from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
 from ..common.errors import ConfigurationError, describe, short
 
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
-# Fields of PreTrainedConfig that a routers' config.json holds (the last one transformers adds itself, up to 5.20). It
-# may hold no others: transformers takes names of files, of attention kernels and of code from some of them.
+# Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds the last one). Others are
+# refused, because transformers takes names of files, attention kernels and code from some of them.
 INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
-# Arguments of `from_pretrained` that are as right for the base model's repository as for the routers'.
+# Arguments of `from_pretrained` that apply to both repositories, the base model's and the routers'.
 FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-# Far beyond any model, and small enough that a file cannot make a loop or an allocation that does not end.
+# Beyond any model, yet small enough that no file causes an endless loop or allocation.
 LARGEST = {
     "hidden_size": 2**20,
     "num_hidden_layers": 2**12,
@@ -53,24 +53,23 @@ class TIDEConfig(PreTrainedConfig):
         hidden_size (`int`): Width of the base model's hidden states.
         num_hidden_layers (`int`): Number of decoder layers of the base model.
         vocab_size (`int`): Rows of the base model's head.
-        exit_layers (`list[int]`, *optional*): Numbers of executed layers after which a token may leave, each in
+        exit_layers (`list[int]`, *optional*): Numbers of executed layers after which a token may exit, each in
             1 ... `num_hidden_layers` - 1. Default: the multiples of `checkpoint_interval` from `min_layers` on.
-        checkpoint_interval (`int`): Spacing of the exit layers that are placed automatically.
-        min_layers (`int`): The shallowest exit layer that is placed automatically. Layers named in `exit_layers`
-            are honoured whatever this says.
+        checkpoint_interval (`int`): Spacing of default exit layers.
+        min_layers (`int`): Shallowest default exit layer; it does not restrict a given `exit_layers`.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
-        block_layer (`int`, *optional*): Number of executed layers after which a block head drafts (see
-            [`block_head.BlockHead`]); `None` where there is none. It takes no part in `early_exit` and `post_hoc`.
-        block_config (`dict`, *optional*): What the block's decoder layer is built from: the base model's text config.
-        draft_vocab_size (`int`, *optional*): Heads draft only among so many of the most frequent tokens, which saves
-            most of the output head; `None` is all. Verification always uses the whole vocabulary, and so does drafting
-            where the base model's head is packed (quantised) or offloaded.
+        block_layer (`int`, *optional*): Layers executed before a block head drafts (see [`block_head.BlockHead`]);
+            `None` if there is none. `early_exit` and `post_hoc` do not use it.
+        block_config (`dict`, *optional*): Config of the block head's decoder layer: the base model's text config.
+        draft_vocab_size (`int`, *optional*): Size of the draft vocabulary, the most frequent tokens; `None` is all.
+            A small one saves most of the output head in draft steps. Verification always uses the whole vocabulary,
+            and so does drafting if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
-        exit_threshold (`float`): A token leaves where its exit score is at least this. Above 1 nothing leaves.
-        kv_cache_strategy (`str`): What becomes of the K/V of layers that a token skips in `early_exit`: `"recompute"`
-            (exact: computed together with the next token that goes deep), `"propagate"` (computed at once from the
-            early state) or `"zero_pad"` (zeros).
+        exit_threshold (`float`): A token exits if its exit score is at least this. Above 1 none exits.
+        kv_cache_strategy (`str`): K/V of the layers that a token skips in `early_exit`: `"recompute"` (exact: caught
+            up with the next token that runs these layers), `"propagate"` (computed at once from the early state) or
+            `"zero_pad"` (zeros).
         compaction_threshold (`float`): Share of holes above which a batch's cache is compacted.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
     """
@@ -115,7 +114,7 @@ class TIDEConfig(PreTrainedConfig):
         check_hash("unembed_hash", self.unembed_hash)
         check_hash("weights_sha256", self.weights_sha256)
         if self.num_hidden_layers == 0 and self.exit_layers is None:
-            return  # the bare TIDEConfig() that transformers builds to compare defaults
+            return  # transformers builds a bare TIDEConfig() to compare defaults
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             check_positive(name, getattr(self, name))
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
@@ -236,7 +235,7 @@ def check_min_layers(value: object) -> int:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse anything but a whole number from 1 to what `LARGEST` says of `name`."""
+    """Refuse anything but an integer from 1 to `LARGEST[name]`."""
     largest = LARGEST[name]
     if type(value) is not int or not 1 <= value <= largest:
         raise ConfigurationError(
@@ -252,13 +251,13 @@ def check_positive(name: str, value: object) -> None:
 def check_number(name: str, value: Any, expected: str) -> None:
     """Refuse anything but a finite number of at least 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and 0 <= value <= sys.float_info.max):  # which leaves out NaN, and what no float can hold
+    if not (number and 0 <= value <= sys.float_info.max):  # refuses NaN, infinity and huge integers
         do = f"Pass {name}=0.9, say, or leave it out for the value of the routers."
         raise ConfigurationError(describe(f"{name} is no usable number", got=short(value), expected=expected, do=do))
 
 
 def check_name(name: str, value: object) -> None:
-    """Refuse anything but printable text of a name's length."""
+    """Refuse anything but a short printable string."""
     if value is not None and not (isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()):
         expected = f"printable text of at most {LONGEST_NAME} characters"
         raise ConfigurationError(
@@ -267,7 +266,7 @@ def check_name(name: str, value: object) -> None:
 
 
 def check_revision(value: object) -> None:
-    """Refuse anything but a commit, branch or tag: huggingface_hub makes a path in its cache of it."""
+    """Refuse anything but a commit, branch or tag, since it becomes a path in huggingface_hub's cache."""
     valid = isinstance(value, str) and re.fullmatch(r"\w[\w./+-]{0,254}", value, re.ASCII) and ".." not in value
     if value is not None and not valid:
         raise ConfigurationError(
@@ -281,7 +280,7 @@ def check_revision(value: object) -> None:
 
 
 def check_hash(name: str, value: object) -> None:
-    """Refuse what is no hash of at most 256 bits."""
+    """Refuse anything but a hexadecimal hash of at most 256 bits."""
     if value is not None and not (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,64}", value)):
         raise ConfigurationError(
             describe(
@@ -294,7 +293,7 @@ def check_hash(name: str, value: object) -> None:
 
 
 def check_block_config(block_layer: int | None, config: Any) -> None:
-    """Refuse what no base model's config holds: it is handed to transformers, to build one layer from."""
+    """Refuse anything but a plausible base model config, since transformers builds a layer from it."""
     if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
         raise ConfigurationError(
             describe(
@@ -319,7 +318,7 @@ def check_block_config(block_layer: int | None, config: Any) -> None:
 
 
 def check_record(record: Any) -> None:
-    """Refuse a record that the drafting policy, which starts from its agreements, or its tables would trip over."""
+    """Refuse a calibration record that the drafting policy or the tables cannot read."""
     if record is None:
         return
     if not isinstance(record, dict):
@@ -384,7 +383,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
-# Parts of a calibration record that something reads: what each may be, and how that is told. Older records lack some.
+# Check and description of each part of a calibration record. Older records lack some.
 RECORD_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exit_layers": (_are_layers, "for each exit layer an agreement from 0 to 1, and numbers for the other figures"),
     "block": (_is_row, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
@@ -395,7 +394,7 @@ RECORD_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_inherited(config: dict[str, Any]) -> None:
-    """Refuse values that transformers would trip over."""
+    """Refuse values that transformers cannot handle."""
     allowed: dict[str, tuple] = {
         "architectures": (None, ["TIDERouters"]),
         "dtype": (None, *SAVED_DTYPES),

@@ -1,4 +1,4 @@
-"""What stands at an exit layer: a router, an exit head; and the block head with its confidence."""
+"""Modules of an exit layer: router and exit head; and the block head with its confidence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config import TIDEConfig
 
 
 class ExitRouter(nn.Module):
-    """Scores how sure it is that a token may leave (TIDE, arXiv 2603.21365, section 3).
+    """Scores whether a token may exit (TIDE, arXiv 2603.21365, section 3).
 
     Args:
         hidden_size: Width D of the hidden states.
@@ -23,7 +23,7 @@ class ExitRouter(nn.Module):
         super().__init__()
         self.down = nn.Linear(hidden_size, bottleneck_dim)
         self.up = nn.Linear(bottleneck_dim, 1)
-        nn.init.zeros_(self.up.weight)  # a fresh router is undecided: its score is one half
+        nn.init.zeros_(self.up.weight)  # a fresh router scores 0.5
         nn.init.zeros_(self.up.bias)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
@@ -37,15 +37,15 @@ class ExitRouter(nn.Module):
 
 
 class ExitHead(nn.Module):
-    """Translates an early hidden state into one that the base model's final norm and head can read.
+    """Maps an early hidden state to one for the base model's final norm and output head.
 
-    `"identity"` passes it on (the published system). `"linear"` adds an affine map of it, `h + A h + b`, with A of
-    full rank or of rank r (as in Tuned Lens, arXiv 2303.08112).
+    `"identity"` returns it unchanged (the published system). `"linear"` is `h + A h + b`, with A of full rank or of
+    rank r (as in Tuned Lens, arXiv 2303.08112).
 
     Args:
         hidden_size: Width D of the hidden states.
         strategy: `"identity"` or `"linear"`.
-        rank: Rank of A; `None` for full.
+        rank: Rank of A; `None` for full rank.
     """
 
     def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:
@@ -75,25 +75,25 @@ class ExitPoint(nn.Module):
 
 
 class BlockPoint(nn.Module):
-    """A block head, and how far to trust its confidence.
+    """A block head with calibrated confidence.
 
-    A draft step computes the block's distribution in any case, and how sure it is of its top token tells far better
-    whether that is right than a router on its state does. Two numbers make a probability of it (Platt 1999).
+    The probability of the drafted token predicts its acceptance far better than a router on the state does. Platt
+    scaling, with two parameters, calibrates it.
     """
 
     def __init__(self, config: TIDEConfig) -> None:
         super().__init__()
         self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
-        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of its logit
-        self.identity = uuid4().hex  # of its weights, which copies share
+        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of the logit
+        self.identity = uuid4().hex  # shared by copies, which have the same weights
 
     def score(self, log_probabilities: Tensor) -> Tensor:
-        """(...) log-probabilities of the top tokens -> (...) probabilities that they are the full model's."""
+        """(...) log-probabilities of drafted tokens -> (...) probabilities that the full model agrees."""
         scale, shift = self.confidence.float()
         return torch.sigmoid(scale * logit_of(log_probabilities.to(scale.device)) + shift)
 
 
 def logit_of(log_probabilities: Tensor) -> Tensor:
-    """(...) logarithms of p -> (...) logarithms of p / (1 - p), of finite size, in float32."""
+    """(...) log p -> (...) logit p, finite, in float32."""
     log_probabilities = log_probabilities.float().clamp(max=-1e-6)
     return log_probabilities - torch.log(-torch.expm1(log_probabilities))

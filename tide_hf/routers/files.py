@@ -1,4 +1,4 @@
-"""Files of routers that cannot be used: how they are told, and the reader of the published system's file."""
+"""Files of routers: atomic saving, checked loading, and the reader of the published `router.pt`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..common.errors import RoutersFileError, RoutersNotFoundError, RoutersNotSa
 from ..common.files import remove_abandoned, write_all_whole
 from .config import TIDEConfig, bad_config
 
-# What the weights' file knows of itself, in safetensors' metadata.
+# Metadata of the safetensors file.
 OWN_CONFIG = "tide_config"
 OWN_DIGEST = "tide_config_and_values_sha256"
 
 logger = logging.getLogger(__name__)
 
-# What reading a damaged file by torch, pickle and zipfile fails with.
+# Errors of torch, pickle and zipfile on a damaged file.
 DAMAGE = (
     AttributeError,
     EOFError,
@@ -47,11 +47,11 @@ DAMAGE = (
 
 @contextmanager
 def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
-    """Tell what loading from `name_or_path` fails with as errors of this library.
+    """Translate errors of loading from `name_or_path` into those of this library.
 
     Raises:
-        RoutersNotFoundError: There are no routers, or they cannot be had.
-        RoutersFileError: There are, and they cannot be used.
+        RoutersNotFoundError: There are no routers, or they cannot be reached.
+        RoutersFileError: The files cannot be used.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def routers_not_saved(folder: Path, got: str) -> RoutersNotSavedError:
-    """An error about a folder that takes no file."""
+    """An error about a folder that cannot be written."""
     return RoutersNotSavedError(
         describe(
             f"the routers could not be written to {folder}",
@@ -76,7 +76,7 @@ def routers_not_saved(folder: Path, got: str) -> RoutersNotSavedError:
 
 
 def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> RoutersNotFoundError:
-    """An error about routers that are not there, or out of reach."""
+    """An error about routers that are missing or cannot be reached."""
     return RoutersNotFoundError(
         describe(
             f"no routers at {name_or_path}",
@@ -92,10 +92,10 @@ def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[TID
 
     Args:
         name_or_path: Folder or repository.
-        **where: `cache_dir`, `revision`, `subfolder`, `token` and their like, as `cached_file` takes them.
+        **where: `cache_dir`, `revision`, `subfolder`, `token` and the like, as for `cached_file`.
 
     Returns:
-        The config, and the commit that it is of; `None` for a folder.
+        The config and its commit; `None` for a folder.
 
     Raises:
         RoutersFileError: It is no JSON.
@@ -107,7 +107,7 @@ def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[TID
         content = json.loads(file.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RoutersFileError(file_problem(name_or_path, f"a {CONFIG_NAME} that is no JSON ({error})")) from error
-    except (ValueError, RecursionError) as error:  # JSON that Python's parser gives up on
+    except (ValueError, RecursionError) as error:  # numbers too long or nesting too deep for the parser
         raise bad_config(quoted(error)) from error
     return TIDEConfig.from_dict(content), extract_commit_hash(str(file), None)
 
@@ -131,18 +131,18 @@ def _fetched(name_or_path: str | os.PathLike[str], name: str, subfolder: str = "
 
 
 def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) -> None:
-    """Write weights and config, so that a kill at any time leaves the old routers or the new ones.
+    """Write weights and config such that a kill at any time leaves the old routers or the new ones.
 
-    Two files cannot be replaced at once. So the weights hold a copy of their config, which [`config_for`] takes while
-    the config beside them is still the old one.
+    Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which [`config_for`]
+    uses if the config file is still the old one.
 
     Args:
-        folder: Made where it does not exist.
-        config: Its `weights_sha256` is set.
+        folder: Output folder; created if needed.
+        config: The config; its `weights_sha256` is set.
         tensors: The weights.
 
     Raises:
-        OSError: The folder takes no file.
+        OSError: The folder cannot be written.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     config.weights_sha256 = None
@@ -156,15 +156,15 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
 
 
 def config_for(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
-    """The config that weights were saved with; safetensors has no checksum, so the config's is compared.
+    """The config that weights were saved with, after checking the checksum in it (safetensors has none).
 
     Args:
-        name_or_path: Where both were read from.
-        content: The file of weights, which safetensors has read without complaint.
-        config: The config beside it. Those that earlier versions wrote know nothing of the weights, and are taken.
+        name_or_path: Source of both files.
+        content: The weights file, which safetensors could read.
+        config: The config file. Those of earlier versions have no checksum and are accepted.
 
     Returns:
-        That config; or the weights' own, where a save was killed before it put its config in place.
+        That config; or the copy in the weights file, if a save was killed between the two files.
 
     Raises:
         RoutersFileError: The weights are damaged, or belong to another config.
@@ -190,20 +190,20 @@ def config_for(name_or_path: str | os.PathLike[str], content: bytes, config: TID
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], int]:
-    """What a file of safetensors says of its tensors, and where their values begin."""
+    """Header of a safetensors file, and the offset of its tensor data."""
     start = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:start]), start
 
 
 def _digest_with(config: str, content: bytes) -> str:
-    """SHA-256 of a config and of the values in a file of safetensors, 64 hexadecimal digits."""
+    """SHA-256 of a config and the tensor data of a safetensors file."""
     digest = hashlib.sha256(config.encode())
     digest.update(memoryview(content)[_header(content)[1] :])
     return digest.hexdigest()
 
 
 def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a published `router.pt`, read so that code inside it cannot run."""
+    """The content of a published `router.pt`, read without executing code in it."""
     if not Path(path).is_file():
         raise RoutersNotFoundError(
             describe("no such file", got=path, expected="a router.pt of tide-inference", do="Check the path.")
@@ -221,7 +221,7 @@ def read_router_pt(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _damaged_part(path: str | os.PathLike[str]) -> str | None:
-    """The first part of a file of `torch.save` that its checksum does not fit; torch itself does not look."""
+    """The first part of a `torch.save` file whose checksum does not match; torch itself does not check."""
     if not zipfile.is_zipfile(path):  # torch's older form has no checksums
         return None
     with zipfile.ZipFile(path) as archive:
@@ -229,7 +229,7 @@ def _damaged_part(path: str | os.PathLike[str]) -> str | None:
 
 
 def copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any, name: str) -> None:
-    """Copy the published weight `name` into a layer of ours, whose bias becomes 0."""
+    """Copy the published weight `name` into a linear layer, and zero its bias."""
     weight = weights.get(name) if isinstance(weights, dict) else None
     if not isinstance(weight, Tensor) or not _is_plain(weight):
         raise bad_router_pt(path, f"{name} that is no dense tensor of floats")
@@ -242,7 +242,7 @@ def copy_published(path: str | os.PathLike[str], linear: nn.Linear, weights: Any
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether its values can be copied: files may also hold sparse, nested, quantised and complex tensors, or none."""
+    """Whether it is a dense float tensor; files may also hold sparse, nested, quantised or complex ones."""
     if type(weight) not in (Tensor, nn.Parameter) or weight.is_nested or weight.layout != torch.strided:
         return False
     return weight.dtype.is_floating_point and weight.device.type == "cpu"

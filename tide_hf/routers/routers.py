@@ -34,9 +34,9 @@ from .files import (
     write_routers,
 )
 
-# Of what from_pretrained is told, what says where files are.
+# Arguments of from_pretrained that locate files.
 WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-MAX_HASH_DISTANCE = 0.15  # quantising a head to 4 bits moves about 3% of the bits, another model's head half of them
+MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; another model's head differs in half
 
 
 class TIDERouters(PreTrainedModel):
@@ -46,7 +46,7 @@ class TIDERouters(PreTrainedModel):
 
     Attributes:
         block: Block head and its confidence, for `config.block_layer`; `None` where there is none.
-        draft_vocab: (draft_vocab_size,) the tokens that heads draft from, int64; `None` for all.
+        draft_vocab: (draft_vocab_size,) token ids of the draft vocabulary, int64; `None` for all.
     """
 
     draft_vocab: Tensor | None
@@ -77,12 +77,12 @@ class TIDERouters(PreTrainedModel):
         return self.exits[str(exit_layer)]  # type: ignore[return-value]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the modules initialise themselves, and loading refuses files that lack a tensor."""
+        """Do nothing, since modules initialise themselves and loading refuses files that lack a tensor."""
 
     def place(self, device: torch.device, dtype: torch.dtype) -> TIDERouters:
-        """Make ready to decode beside a base model on `device` in `dtype`; return self.
+        """Cast and move for decoding with a base model on `device` in `dtype`; return self.
 
-        Heads take the model's dtype, since their output enters its final norm; routers score in float32.
+        Heads get the model's dtype, since their output enters its final norm; routers compute in float32.
         """
         self.to(device)
         for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):

@@ -1,4 +1,4 @@
-"""The tables of a calibration record, for the terminal and for the card. Older records lack some of the figures."""
+"""Tables of a calibration record, for terminal and card. Older records lack some figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOLERANCE_NOTE = (
 
 @dataclass(frozen=True)
 class TextTable:
-    """Headings and rows of text, without the columns that nothing is known about."""
+    """Headings and rows of text."""
 
     headings: list[str]
     rows: list[list[str]]
@@ -48,7 +48,7 @@ class TextTable:
 
 
 def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTable, str]]:
-    """Titles, tables and notes; the tables that a record is too old for are left out."""
+    """Titles, tables and notes; tables that an older record lacks are left out."""
     block = block_table(record, num_layers)
     block_note = BLOCK_NOTE + (DOCUMENTS_BEFORE_NOTE if DOCUMENTS_BEFORE in block.headings else "")
     tables = [
@@ -61,7 +61,7 @@ def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTa
 
 
 def rows_by_layer(record: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Exit layers as numbers, ascending, and their figures; JSON has made text of the numbers."""
+    """Exit layers, ascending, and their figures; JSON keys are strings."""
     figures = record.get("exit_layers", {})
     return sorted((int(layer), row) for layer, row in figures.items())
 
@@ -83,7 +83,7 @@ def layer_table(record: dict[str, Any], num_layers: int) -> TextTable:
 
 
 def block_table(record: dict[str, Any], num_layers: int) -> TextTable:
-    """One row, where there is a block head."""
+    """One row if there is a block head."""
     headings = ["after layer", "agreement", "confidence AUC", "calibration error"]
     headings += ["parameters", "epochs", DOCUMENTS_BEFORE]
     block = record.get("block")
@@ -96,7 +96,7 @@ def block_table(record: dict[str, Any], num_layers: int) -> TextTable:
 
 
 def coverage_table(record: dict[str, Any]) -> TextTable:
-    """One row per exit layer, one column per precision; none where the record is older than this table."""
+    """One row per exit layer, one column per precision; empty for older records."""
     known = [(layer, row["coverage"]) for layer, row in rows_by_layer(record) if "coverage" in row]
     precisions = sorted(known[0][1], key=float, reverse=True) if known else []
     rows = [[str(layer), *(_percent(coverage.get(precision)) for precision in precisions)] for layer, coverage in known]
@@ -104,7 +104,7 @@ def coverage_table(record: dict[str, Any]) -> TextTable:
 
 
 def tolerance_table(record: dict[str, Any]) -> TextTable:
-    """One row per tolerance; none where the record is older than this table."""
+    """One row per tolerance; empty for older records."""
     confidence = (record.get("threshold") or {}).get("confidence", 0.95)
     rows = []
     for row in record.get("tolerances", []):
@@ -132,12 +132,12 @@ def rich_table(title: str, table: TextTable) -> Table:
 
 
 def describe_bound(threshold: dict[str, Any]) -> str:
-    """What a threshold was certified for."""
+    """Tolerance and confidence of a certified threshold."""
     return f"disagreement below {threshold['tolerance']:.1%} with {threshold['confidence']:.0%} confidence"
 
 
 def describe_threshold(threshold: dict[str, Any]) -> str:
-    """One sentence on what was chosen."""
+    """One sentence on the chosen threshold."""
     bound = describe_bound(threshold)
     if threshold["chosen"] == NEVER_EXIT:
         return f"No threshold could be certified ({bound}): in early_exit no token leaves. More samples may help."
