@@ -1,4 +1,4 @@
-"""Kinds of command-line arguments, and those that several commands take. Nothing here needs torch."""
+"""Types of command-line arguments, and arguments shared by several commands. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ALL = "all"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that finds an optional argument also behind options; argparse does so from Python 3.12.7 on."""
+    """A parser that finds an optional positional argument after options too, as argparse does since Python 3.12.7."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, and give the first argument that is left to the optional one that got none."""
+        """Parse as argparse does, then assign the first remaining argument to an optional positional."""
         found, rest = super().parse_known_args(args, namespace)
         for action in self._get_positional_actions():
             missing = action.nargs == argparse.OPTIONAL and getattr(found, action.dest) is action.default
@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _number(kind: type, accepts: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    """A reader of numbers that says what it takes."""
+    """An argparse type for numbers, with `what` in its error."""
 
     def read(text: str) -> Any:
         try:
@@ -80,11 +80,11 @@ def add_model_arguments(
     """Add the arguments that `model_arguments.load` reads: MODEL, --routers, --dtype, --device and --threads.
 
     Args:
-        parser: Of the command.
-        model: The default model; without one MODEL has to be given.
-        dtype: The default dtype; without one it is what the model was saved in.
+        parser: Parser of the command.
+        model: The default model; without one MODEL is required.
+        dtype: The default dtype; without one that of the saved weights.
         routers: Whether the command uses routers.
-        device: Whether it can be told where to run.
+        device: Whether the command has --device.
     """
     what = "Hub name or folder of the base model"
     if model is None:
@@ -115,10 +115,10 @@ def add_mode_arguments(
     """Add --mode, --exit-threshold and --engine.
 
     Args:
-        parser: Of the command.
+        parser: Parser of the command.
         mode: The default mode.
-        several: Whether the command compares modes, and so takes `"all"` as well.
-        threshold_default: What the command does without a threshold, in words.
+        several: Whether the command compares modes, and so accepts `"all"`.
+        threshold_default: Description of the default threshold.
     """
     choices = (ALL, *MODES) if several else MODES
     parser.add_argument("--mode", default=mode, choices=choices, help="how to decode (default: %(default)s)")
@@ -141,7 +141,7 @@ def add_decoding_arguments(
     """Add --mode, --exit-threshold, --engine and --max-new-tokens.
 
     Args:
-        parser: Of the command.
+        parser: Parser of the command.
         max_new_tokens: The default.
         mode: As in `add_mode_arguments`.
         several: As in `add_mode_arguments`.
@@ -153,15 +153,15 @@ def add_decoding_arguments(
 
 
 def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
-    """Refuse options that the command would not look at.
+    """Refuse options that the command would ignore.
 
     Args:
-        args: The command's.
-        names: Of the options, as in `args`.
-        where: Beside or without which other option that is so, in words.
+        args: Arguments of the command.
+        names: Names of the options in `args`.
+        where: With or without which other option they are ignored, in words.
 
     Raises:
-        ConfigurationError: One of them is not what it is by default.
+        ConfigurationError: One of them differs from its default.
     """
     unused = [name for name in names if getattr(args, name) != args.command_parser.get_default(name)]
     if unused:
@@ -176,10 +176,10 @@ def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) ->
 
 
 def check_writable(file: Path, argument: str) -> None:
-    """Find out before minutes of measuring, not after, that `file` can be written to.
+    """Check that `file` can be written, before minutes of measuring.
 
     Raises:
-        ConfigurationError: It is a folder, or lies in none, or may not be written.
+        ConfigurationError: It is a folder, its folder does not exist, or it is write-protected.
     """
     place = file if file.exists() else file.parent
     if file.is_dir() or not file.parent.is_dir() or not os.access(place, os.W_OK):
@@ -194,10 +194,10 @@ def check_writable(file: Path, argument: str) -> None:
 
 
 def make_folder(folder: Path) -> Path:
-    """Make `folder` where it does not exist, before minutes of work whose outcome is to go there.
+    """Create `folder` if needed and check that it can be written, before minutes of work.
 
     Raises:
-        ConfigurationError: It cannot be made, or not be written to.
+        ConfigurationError: It cannot be created or written.
     """
     problem = None
     try:

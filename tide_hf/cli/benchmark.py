@@ -20,7 +20,7 @@ from .comparison import measure, print_setting, setting
 from .model_arguments import load, modes_to_run, warn_if_busy
 from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 
-CLONE = Path(__file__).parent.parent.parent  # where there is one, its examples stand beside the package
+CLONE = Path(__file__).parent.parent.parent  # of the repository, if installed from one
 OF_SUITES = ("config", "output_dir")
 PASSED_ON = ("model", "routers", "dtype", "device", "threads", *OF_SUITES)
 OF_PROMPTS = ("mode", "exit_threshold", "engine", "max_new_tokens", "prompt", "prompts", "raw", "repeats", "json")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run_suites(args: argparse.Namespace) -> None:
-    """Hand on to `python -m examples.benchmarks run`, which is part of a clone and not of the package."""
+    """Run `python -m examples.benchmarks run`, which is part of the repository, not of the package."""
     if not (CLONE / "examples" / "benchmarks" / "__main__.py").is_file():
         raise MissingPackageError(
             describe(

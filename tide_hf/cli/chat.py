@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _typed() -> Iterator[str]:
     """Messages and commands from the terminal."""
-    with suppress(ImportError):  # where there is none, lines are edited less comfortably
+    with suppress(ImportError):  # for line editing, if available
         import_module("readline")
     with suppress(EOFError):
         while True:
@@ -60,7 +60,7 @@ def _typed() -> Iterator[str]:
 
 
 def _line() -> str:
-    """A line from the terminal, asked for on it: where standard output is a file, it gets the answers alone."""
+    """A line from the terminal; the prompt goes to standard error if standard output is no terminal."""
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)
@@ -89,7 +89,7 @@ def _obey(command: str, conversation: Conversation, notices: Console) -> None:
 def _answer_or_explain(
     answer: Callable[[Conversation, str, Console], None], conversation: Conversation, message: str, notices: Console
 ) -> None:
-    """Answer; what goes wrong, or is stopped, costs the turn and not the conversation."""
+    """Answer; an error or interrupt ends the turn, not the conversation."""
     try:
         answer(conversation, message, notices)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A chat that keeps its K/V cache from turn to turn, so that each turn costs only what it adds."""
+"""A chat that reuses its K/V cache from turn to turn, so that each turn prefills only its new tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .prompts import check_room
 class Conversation:
     """A chat with an attached model.
 
-    Every turn feeds the whole conversation as the chat template words it, and what the cache holds of it already is
-    not computed again. Where the template words an earlier turn otherwise than the cache has it, the cache is cut back
-    to what they share.
+    Every turn encodes the whole conversation with the chat template and reuses the cached prefix. If the template
+    renders an earlier turn differently, the cache is cropped to the common prefix.
 
     Args:
-        method: Who answers.
+        method: The attached model and its decoding options.
         tokenizer: The model's tokenizer, with a chat template.
-        max_new_tokens: Most tokens an answer.
+        max_new_tokens: Most tokens per answer.
 
     Attributes:
         messages: The conversation so far.
@@ -49,16 +48,16 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was said."""
+        """Start a new conversation."""
         self.messages: list[dict[str, str]] = []
         self._prefix = None if self._recurrent else PrefixCache(self.method.model.config)
 
     def ask(self, question: str, streamer: Any = None) -> Run:
-        """Take a turn. One that fails or is interrupted leaves the conversation as it was.
+        """Take a turn. If it fails or is interrupted, the conversation is unchanged.
 
         Args:
             question: The user's message.
-            streamer: Gets the tokens as they come.
+            streamer: Streamer of `generate`.
 
         Returns:
             The run that answered.

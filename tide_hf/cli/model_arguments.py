@@ -1,4 +1,4 @@
-"""The model that the arguments of a command name, loaded."""
+"""Loading of the model and routers that the arguments of a command name."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NO_ROUTERS = "none: drafts come from n-grams alone, early_exit and post_hoc cann
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the arguments name.
+    """A loaded model with its routers.
 
     Attributes:
         model: The base model, not attached.
         tokenizer: Its tokenizer.
         routers: Its routers, if there are any.
-        routers_origin: Where they are from, for people.
+        routers_origin: Their source, to show.
     """
 
     model: Any
@@ -43,11 +43,11 @@ class Loaded:
 
 
 def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load_model) -> Loaded:
-    """Load what the arguments of `arguments.add_model_arguments` name.
+    """Load model and routers named by the arguments of `arguments.add_model_arguments`.
 
     Args:
-        args: They.
-        loader: Gives model and tokenizer for a name and a `dtype`.
+        args: Arguments of the command.
+        loader: Loads model and tokenizer by name and `dtype`.
 
     Raises:
         ModelNotFoundError: There is no such model.
@@ -59,14 +59,14 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         warn_if_busy(torch.get_num_threads())
-    named = named_routers(args)  # first, since they are small
+    named = named_routers(args)  # before the model, since they load faster
     model, tokenizer = loader(args.model, dtype=args.dtype)
     routers, origin = routers_for(model, args, named) if hasattr(args, "routers") else (None, None)
     return Loaded(model.to(device), tokenizer, routers, origin)
 
 
 def named_routers(args: argparse.Namespace) -> TIDERouters | None:
-    """The routers of the folder or repository that the arguments name, if they name one.
+    """Load the routers of --routers, if it names a folder or repository.
 
     Raises:
         RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
@@ -78,15 +78,15 @@ def named_routers(args: argparse.Namespace) -> TIDERouters | None:
 def routers_for(
     model: Any, args: argparse.Namespace, named: TIDERouters | None
 ) -> tuple[TIDERouters | None, str | None]:
-    """The routers that the arguments name, else those that come with this library, and where they are from, for people.
+    """The named routers, or else the shipped ones, and their source.
 
     Args:
         model: The base model.
-        args: They.
-        named: Of [`named_routers`].
+        args: Arguments of the command.
+        named: Result of [`named_routers`].
 
     Raises:
-        RoutersNotFoundError: Those that come with this library are asked for, and none fits the model.
+        RoutersNotFoundError: `--routers default` is given, and none are shipped for the model.
     """
     if named is not None:
         return named, args.routers
@@ -97,10 +97,10 @@ def routers_for(
 
 
 def warn_if_busy(threads: int) -> None:
-    """Warn where other work leaves no cores to threads that wait for each other by spinning, as OpenMP's do.
+    """Warn if the machine is overloaded, which slows down OpenMP threads that wait for each other by spinning.
 
     Args:
-        threads: How many compute.
+        threads: Number of compute threads.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     cores = os.cpu_count() or 1
@@ -114,10 +114,10 @@ def warn_if_busy(threads: int) -> None:
 
 
 def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:
-    """The modes that --mode stands for; of "all", those that can run.
+    """The modes of --mode; for "all", those that can run.
 
     Raises:
-        ConfigurationError: The one that was asked for needs routers, and there are none.
+        ConfigurationError: The mode needs routers, and there are none.
     """
     if mode == ALL:
         return list(MODES) if routers is not None else ["self_speculative"]
@@ -127,11 +127,7 @@ def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:
 
 
 def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
-    """The routers.
-
-    Raises:
-        ConfigurationError: There are none.
-    """
+    """Return `routers`, or raise [`ConfigurationError`] if there are none."""
     if routers is None:
         raise ConfigurationError(
             describe(
@@ -145,10 +141,10 @@ def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
 
 
 def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
-    """Attach TIDE to the loaded model, to decode as the arguments of `arguments.add_decoding_arguments` say.
+    """Attach TIDE to the loaded model, with the arguments of `arguments.add_decoding_arguments`.
 
     Raises:
-        TIDEError: The model or the routers do not allow that, as `TIDEModelForCausalLM.attach` says.
+        TIDEError: As `TIDEModelForCausalLM.attach`.
     """
     (mode,) = modes_to_run(args.mode, loaded.routers)
     threshold = usable_threshold(loaded.routers, args.exit_threshold)
@@ -157,7 +153,7 @@ def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
 
 
 def _device(name: str | None) -> torch.device:
-    """The device of that name; without one the accelerator, or else the CPU."""
+    """The device of that name; by default the accelerator, or else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")

@@ -25,17 +25,17 @@ PROMPTS = (
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Read one prompt: the argument, the file, or else standard input where something is piped into it.
+    """Read one prompt: the argument, the file, or else piped standard input.
 
     Args:
-        prompt: The argument, if it was given.
-        file: A text file in UTF-8, if one was named. Its last line break is no part of the prompt.
+        prompt: The argument, if given.
+        file: A UTF-8 text file, if given. A final line break is removed.
 
     Returns:
         The prompt.
 
     Raises:
-        ConfigurationError: There is none, or more than one; it is empty, or not UTF-8.
+        ConfigurationError: There is none or more than one, or it is empty or not UTF-8.
     """
     if prompt is not None and file is not None:
         raise ConfigurationError(
@@ -65,7 +65,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def given_prompts(prompts: Sequence[str] | None) -> list[str]:
-    """The prompts that --prompt gives, where it is given.
+    """The prompts of --prompt.
 
     Raises:
         ConfigurationError: One is empty, or not UTF-8.
@@ -101,11 +101,11 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def decode(data: bytes, source: str) -> str:
-    """Text of UTF-8 bytes, with line feeds as line breaks.
+    """Decode UTF-8, and convert line breaks to line feeds.
 
     Args:
         data: The bytes.
-        source: Where they are from, for the message.
+        source: Their source, for the error.
 
     Raises:
         ConfigurationError: They are not UTF-8.
@@ -119,15 +119,15 @@ def decode(data: bytes, source: str) -> str:
 
 
 def check_room(model: Any, num_tokens: int, max_new_tokens: int) -> None:
-    """Refuse a prompt without tokens, and what is longer than the model can read.
+    """Refuse an empty prompt, and one that leaves too few of the model's positions.
 
     Args:
         model: The model.
-        num_tokens: Length of the prompt.
-        max_new_tokens: Most tokens that are to follow.
+        num_tokens: Tokens of the prompt.
+        max_new_tokens: Most new tokens.
 
     Raises:
-        ConfigurationError: There is no token, or together they are more than the model has positions.
+        ConfigurationError: There is no token, or prompt and new tokens exceed the model's positions.
     """
     if num_tokens == 0:
         raise _empty("a prompt of no tokens")

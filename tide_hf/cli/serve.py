@@ -19,7 +19,7 @@ from .model_arguments import named_routers, required, routers_for
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. What its parser does not know, `args.passed_on`, goes to `transformers serve`.
+    """Run the command. Unknown options, `args.passed_on`, are passed to `transformers serve`.
 
     Raises:
         MissingPackageError: A package of the server is not installed.
@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
-    """Have transformers' server, where it is built and run within, do something to each model that it loads.
+    """Apply `prepare` to each model that transformers' server loads inside this context.
 
-    The server has no setting for that, so the method that loads a model is replaced. A server loads the model that it
-    is built for before it listens.
+    The server has no hook for that, so its method that loads a model is replaced. The model named at construction is
+    loaded before the server listens.
 
     Args:
-        prepare: Takes a model that was loaded, and gives the one to serve.
+        prepare: Maps a loaded model to the one to serve.
     """
     from transformers.cli.serving.model_manager import ModelManager  # noqa: PLC0415 - needs packages of the extra
 
@@ -63,12 +63,12 @@ def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
-    """Attach TIDE as the arguments say, and warm its engine up, so that no request waits for a compiler.
+    """Attach TIDE by the arguments, and warm up its engine, so that no request waits for compilation.
 
     Args:
         model: A base model.
-        args: The command's.
-        named: The routers that they name, if any.
+        args: Arguments of the command.
+        named: Routers of --routers, if given.
 
     Returns:
         The model, attached.

@@ -1,4 +1,4 @@
-"""Answers in the terminal: token by token, and then coloured by the depth that each token used."""
+"""Answers streamed to the terminal, then coloured by the depth of each token."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..common.display.depth_colours import depth_colours, depth_name
 from ..common.display.token_texts import TokenTexts
 from ..evaluation.benchmark import DecodingMethod, Run
 
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tab and line feed
 
 
 def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
-    """Print an answer token by token; when it is complete, coloured by the depth that each token used.
+    """Print an answer token by token; once complete, coloured by the depth of each token.
 
     Args:
-        answer: Generates with the streamer that it is given.
+        answer: Generates with the given streamer.
         tokenizer: The model's tokenizer.
-        console: Where to print. Where it is no terminal it gets the plain text, and a line break at its end.
+        console: Console to print to. If it is no terminal it gets plain text with a final line break.
 
     Returns:
         The run.
@@ -49,7 +49,7 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
 
 
 class TokenStreamer(BaseStreamer):
-    """Calls back with each new token when it was accepted.
+    """Calls back with each accepted token.
 
     Args:
         on_token: The callback.
@@ -60,7 +60,7 @@ class TokenStreamer(BaseStreamer):
         self.saw_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, and after it token by token."""
+        """Ignore the prompt, which comes first; call back with each token after it."""
         if not self.saw_prompt:
             self.saw_prompt = True
             return
@@ -68,11 +68,11 @@ class TokenStreamer(BaseStreamer):
             self.on_token(token)
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing at the end of the answer."""
 
 
 class _Tail:
-    """The last lines of a text, as many as the terminal has."""
+    """The last lines of a text that fit the terminal."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -82,7 +82,7 @@ class _Tail:
 
 
 def coloured(texts: Sequence[str], run: Run) -> Text:
-    """The answer, each token in the colour of the depth it was read from."""
+    """The answer, each token in the colour of its depth."""
     depths, num_layers = _depths(run)
     colours = depth_colours(depths, num_layers)
     text = Text()
@@ -92,7 +92,7 @@ def coloured(texts: Sequence[str], run: Run) -> Text:
 
 
 def legend(run: Run) -> Text:
-    """What the colours mean, with the number of tokens of each."""
+    """Legend of the colours, with the number of tokens of each."""
     depths, num_layers = _depths(run)
     counts = Counter(depths)
     text = Text("  ")
@@ -104,7 +104,7 @@ def legend(run: Run) -> Text:
 
 
 def print_figures(run: Run, console: Console) -> None:
-    """Print the legend, and how fast and deep the answer was."""
+    """Print the legend, and speed and depth of the answer."""
     console.print(legend(run))
     if run.stats is not None:
         layers = f"{run.stats.depth_fraction * run.stats.num_layers:.1f} of {run.stats.num_layers} layers per token"
@@ -116,16 +116,16 @@ def print_figures(run: Run, console: Console) -> None:
 
 
 def answer_record(method: DecodingMethod, tokenizer: Any, run: Run) -> dict[str, Any]:
-    """An answer, ready for JSON: how it was decoded, its text and tokens, its time and counts."""
+    """An answer, ready for JSON: method, text, tokens, time and counts."""
     text = tokenizer.decode(run.new_tokens, skip_special_tokens=True)
     return {"mode": method.name, "exit_threshold": method.exit_threshold, "text": text} | run.to_dict()
 
 
 def _harmless(text: str) -> str:
-    """The text without what a terminal would obey."""
+    """The text without control characters."""
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _depths(run: Run) -> tuple[list[int], int]:
-    """What each token was read from, and the number of layers; of a run that counts nothing, -1 throughout."""
+    """Depth of each token, and the number of layers; -1 for a run without statistics."""
     return (run.stats.per_token[0], run.stats.num_layers) if run.stats is not None else ([-1] * len(run.new_tokens), -1)
