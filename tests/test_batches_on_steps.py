@@ -13,8 +13,8 @@ from test_compiled_steps import attach as attach_compiled
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps.fixed_cache import take_rows
 from tide_hf.engines.steps.row_map import RowMap
+from tide_hf.engines.steps.static_cache import take_rows
 
 FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]
 LONG = {**OPTIONS, "max_new_tokens": 40}

@@ -64,7 +64,7 @@ def test_answers_are_the_base_model_s_whatever_the_block_drafts(family, rows):
 @pytest.mark.parametrize(("rows", "every"), [(1, 1), (1, 4), (2, 1), (2, 3)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "bloom", "opt", "qwen2_5_vl"])
 def test_the_first_token_of_a_draft_is_what_the_block_says_from_the_whole_text(family, rows, every, monkeypatch):
-    monkeypatch.setattr("tide_hf.depth.block_drafting.MOST_BEHIND", 3)
+    monkeypatch.setattr("tide_hf.depth.block_drafting.MAX_PENDING_PASSES", 3)
     model = tiny_model(family)
     block_layer = block_layer_of(family)
     routers = routers_for(model, block_layer)

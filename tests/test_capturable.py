@@ -63,16 +63,16 @@ FACTS = {
     [
         ({}, None),
         ({"layer_kinds": frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"}), "has_windows": True}, None),
-        ({"rows": 2, "has_windows": True}, "rows with holes"),
+        ({"rows": 2, "has_windows": True}, "a batch leaves holes"),
         ({"devices": frozenset({"cuda:0", "cuda:1"})}, "spread over cuda:0, cuda:1"),
-        ({"attention": "flash_attention_2"}, "'flash_attention_2' takes no fixed buffers"),
+        ({"attention": "flash_attention_2"}, "'flash_attention_2' attention does not support"),
         ({"cache": "StaticCache"}, "the cache is a StaticCache"),
-        ({"layer_kinds": frozenset({"LinearAttentionLayer"})}, "a cache of LinearAttentionLayer"),
-        ({"arguments": frozenset({"token_type_ids"})}, "is handed token_type_ids"),
+        ({"layer_kinds": frozenset({"LinearAttentionLayer"})}, "layers of LinearAttentionLayer"),
+        ({"arguments": frozenset({"token_type_ids"})}, "is passed token_type_ids"),
         ({"is_sharded": True}, "processes share the model"),
         ({"has_adapters": True}, "adapters"),
         ({"training": True}, "training mode"),
-        ({"autocast": True}, "under autocast"),
+        ({"autocast": True}, "autocast is enabled"),
         ({"refused": "it needs the host"}, "it needs the host"),
     ],
 )
@@ -90,7 +90,7 @@ def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
         for _ in range(2):
             assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
     assert [record.message for record in caplog.records if "compiled" in record.message] == [
-        "engine='compiled' runs eagerly: rows with holes, and layers with a window, which would count them"
+        "engine='compiled' runs eagerly: a batch leaves holes in the cache, which sliding windows would count"
     ]
     plain = TIDEModelForCausalLM.detach(copy.deepcopy(model)).generate(**prompts(), **OPTIONS)
     with steps.lock:  # as another thread's call would hold it

@@ -104,8 +104,8 @@ def test_experts_run_as_generate_runs_them(monkeypatch, rows, engine):
 @pytest.mark.parametrize(("family", "is_joined"), [("llama", True), ("gemma3_text", True), ("gpt2", False)])
 def test_heads_that_share_k_and_v_read_them_where_they_are(monkeypatch, family, is_joined):
     """Under a mask `sdpa` would copy all slots for each of them, in every layer of every step."""
-    found, join = [], capturable_forward.attend_joined
-    monkeypatch.setattr(capturable_forward, "attend_joined", lambda *args: found.append(join(*args)) or found[-1])
+    found, join = [], capturable_forward.attend_grouped
+    monkeypatch.setattr(capturable_forward, "attend_grouped", lambda *args: found.append(join(*args)) or found[-1])
     model = tiny_model(family, attention="sdpa")
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model)

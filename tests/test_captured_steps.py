@@ -190,7 +190,7 @@ def test_a_step_that_cannot_be_compiled_is_captured_as_it_is(tiny_llama, caplog)
     steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(), attach_to, draft_ahead, ("right",))
     assert steps.refused is None
     assert steps.replays > 0
-    assert "a step is captured as it is: no compiler" in caplog.text
+    assert "a step is captured uncompiled: no compiler" in caplog.text
 
 
 def test_making_steps_ready_is_no_part_of_what_passes_cost(tiny_llama, monkeypatch):
@@ -247,8 +247,8 @@ def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
 
 
 def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_BUFFERS", 1)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_BUFFERS", 1)
     model = tiny_llama()
     expected = model.generate(**prompts(2), **OPTIONS)
     steps = attach(model, linear_heads(model))
@@ -261,8 +261,8 @@ def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
 
 
 def test_what_was_used_last_stays(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MOST_BUFFERS", 2)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_GRAPHS", 2)
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_BUFFERS", 2)
     model = tiny_llama()
     steps = attach(model, None)
     for rows in (1, 2, 1, 4):

@@ -27,7 +27,7 @@ from on_steps import (
 )
 from on_steps import attach_compiled as attach
 from test_block_head import block_layer_of, routers_for
-from test_shared_heads import KeyHeads
+from test_gqa_attention import KeyHeads
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps import compiled_steps

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.static import free_memory
 from tide_hf.engines.steps.captured_steps import CapturedSteps
-from tide_hf.engines.steps.fixed_cache import FixedSlots, fixed_cache
+from tide_hf.engines.steps.static_cache import StaticCacheSlots, static_cache
 from tide_hf.engines.steps.step_store import reserved_bytes
 
 
@@ -30,7 +30,9 @@ def test_layers_are_compacted_by_one_copy_to_the_device():
     like = DynamicCache()
     for layer_idx in range(4):
         like.update(*torch.zeros((2, 3, 2, 5, 8), device="meta"), layer_idx)
-    slots = FixedSlots(fixed_cache(like, 3, 32), 5, torch.ones((3, 5), dtype=torch.long), compaction_threshold=1.0)
+    slots = StaticCacheSlots(
+        static_cache(like, 3, 32), 5, torch.ones((3, 5), dtype=torch.long), compaction_threshold=1.0
+    )
     slots.commit(4, [1, 4, 2])
     with Copies() as copies:
         slots.settle()

@@ -42,7 +42,7 @@ def run_every_step(model, routers, rows, has_block):
     cache = DynamicCache(config=model.config)
     config = model.config.get_text_config()
     kinds = (4,) if config is not model.config and "mrope_section" in config.rope_parameters else ()  # of positions
-    block = block_run(config, attachment.structure, cache, attachment.unembed, routers, late=False)
+    block = block_run(config, attachment.structure, cache, attachment.unembed, routers, lazy=False)
     assert (block is not None) == has_block
     with torch.no_grad():
         model(input_ids=torch.zeros((rows, FILLED), dtype=torch.long), **{CACHE: cache}, use_cache=True)
@@ -79,7 +79,7 @@ def test_a_block_drafts(family, rows):
 
 
 def test_what_stays_on_the_cpu_is_found(monkeypatch):
-    monkeypatch.setattr("tide_hf.engines.steps.fixed_cache.Cursor.move_to", stay_behind)
+    monkeypatch.setattr("tide_hf.engines.steps.static_cache.Cursor.move_to", stay_behind)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match="device"):
         run_every_step(model, linear_heads(model), 1, has_block=False)

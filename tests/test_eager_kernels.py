@@ -12,7 +12,7 @@ from test_block_head import routers_for
 from test_linear_gate import let_pay
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.engines import shared_heads
+from tide_hf.engines import gqa_attention
 from tide_hf.engines.eager import LONG_PROMPT
 from tide_hf.kernels.cpu import cpp_kernels as kernels
 from tide_hf.kernels.cpu import prefill_attention, weight_layouts
@@ -38,14 +38,14 @@ def there(fresh_kernels):
 
 @pytest.fixture
 def attended(monkeypatch):
-    """How many queries attention by `shared_heads` was given, call by call."""
-    widths, attend = [], shared_heads.attend
+    """How many queries attention by `gqa_attention` was given, call by call."""
+    widths, attend = [], gqa_attention.attend
 
     def noting(module, query, *args, **kwargs):
         widths.append(query.shape[2])
         return attend(module, query, *args, **kwargs)
 
-    monkeypatch.setitem(shared_heads.AttentionInterface._global_mapping, shared_heads.NAME, noting)
+    monkeypatch.setitem(gqa_attention.AttentionInterface._global_mapping, gqa_attention.NAME, noting)
     return widths
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_compiled_and_nothing_is_used_that_is_not_wanted(tiny_llama, 
 @pytest.mark.parametrize("use_kernels", ["auto", False])
 def test_rows_that_share_heads_use_kernels_only_where_they_may(tiny_llama, there, monkeypatch, attended, use_kernels):
     asked = []
-    monkeypatch.setattr(shared_heads, "prefill_sdpa", lambda *given: asked.append(given))
+    monkeypatch.setattr(gqa_attention, "prefill_sdpa", lambda *given: asked.append(given))
     model = TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=use_kernels)
     model.generate(**prompts(2, pads=1, length=LONG_PROMPT), **OPTIONS)
     assert LONG_PROMPT in attended
@@ -128,7 +128,7 @@ def test_a_call_in_another_thread_does_not_take_the_attention_away(tiny_llama):
     found = []
 
     def slow():
-        with shared_heads.shared_heads(model):
+        with gqa_attention.gqa_attention(model):
             inside.set()
             other_is_done.wait(30)
             found.append(model.config._attn_implementation)
@@ -136,11 +136,11 @@ def test_a_call_in_another_thread_does_not_take_the_attention_away(tiny_llama):
     thread = threading.Thread(target=slow)
     thread.start()
     inside.wait(30)
-    with shared_heads.shared_heads(model):
+    with gqa_attention.gqa_attention(model):
         pass
     other_is_done.set()
     thread.join()
-    assert found == [shared_heads.NAME]
+    assert found == [gqa_attention.NAME]
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -149,7 +149,7 @@ def test_no_call_waits_while_another_thread_compiles(tiny_llama):
         assert not is_loaded("skinny_gemm", torch.float32)
 
 
-def test_warming_up_compiles_what_eager_calls_use(tiny_llama, monkeypatch):
+def test_warm_up_compiles_what_eager_calls_use(tiny_llama, monkeypatch):
     together, compile_all = [], kernels._compile_missing
     monkeypatch.setattr(
         kernels, "_compile_missing", lambda names, dtype: together.append(names) or compile_all(names, dtype)
@@ -163,7 +163,7 @@ def test_warming_up_compiles_what_eager_calls_use(tiny_llama, monkeypatch):
     assert model.tide_warm_up() == 0.0
 
 
-def test_warming_up_compiles_nothing_that_is_not_wanted(tiny_llama, monkeypatch):
+def test_warm_up_compiles_nothing_that_is_not_wanted(tiny_llama, monkeypatch):
     monkeypatch.setattr(kernels, "_compile", pytest.fail)
     assert TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=False).tide_warm_up() == 0.0
     assert TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False).tide_warm_up() == 0.0

@@ -137,7 +137,7 @@ def test_a_model_that_finds_positions_by_itself_is_left_to(caplog, monkeypatch):
     attach_compiled(model)
     with caplog.at_level("INFO", logger="tide_hf"):
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
-    assert "runs eagerly behind its prompt: the model finds positions by itself" in caplog.text
+    assert "runs eagerly after prefill: the model computes positions by itself" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -220,7 +220,7 @@ def test_a_block_drafts_behind_images_whether_or_not_its_keys_and_values_wait(fa
 
     model._tide.make_drafter = make
     for is_late in (True, False):
-        monkeypatch.setattr(eager, "block_run", lambda *args, late, own=is_late: block_run(*args, late=own))
+        monkeypatch.setattr(eager, "block_run", lambda *args, lazy, own=is_late: block_run(*args, lazy=own))
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     late, at_once = (one.drafted for one in made)
     assert late == at_once

@@ -17,7 +17,7 @@ from transformers import (
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import UnsupportedModelError
-from tide_hf.engines.shared_heads import NAME, shared_heads
+from tide_hf.engines.gqa_attention import NAME, gqa_attention
 from tide_hf.engines.steps.capturable_forward import capturable_forward
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -96,7 +96,7 @@ def test_a_batch_on_a_cpu_leaves_the_attention_of_encoders_alone(hears):
     assert attention_of(hears) == before
 
 
-@pytest.mark.parametrize("changed", [shared_heads, lambda model: capturable_forward(model, 1)])
+@pytest.mark.parametrize("changed", [gqa_attention, lambda model: capturable_forward(model, 1)])
 def test_no_part_of_a_model_stays_changed_after_an_error(hears, changed):
     before = attention_of(hears)
 
@@ -113,7 +113,7 @@ def test_a_part_that_was_set_to_attend_otherwise_does_so_afterwards():
     model = seeing_model("gemma3")
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager", "": "sdpa"})
     before = attention_of(model)
-    with shared_heads(model):
+    with gqa_attention(model):
         assert NAME in attention_of(model)
     assert attention_of(model) == before
     assert "eager" in before
@@ -128,10 +128,10 @@ def test_an_error_while_the_attention_is_changed_leaves_it_as_it_was(hears, monk
             if config._attn_implementation == NAME:
                 raise ValueError("not this one")
 
-    with pytest.raises(ValueError, match="not this one"), shared_heads(hears, Broken()):
+    with pytest.raises(ValueError, match="not this one"), gqa_attention(hears, Broken()):
         pass
     assert attention_of(hears) == before
-    with shared_heads(hears):
+    with gqa_attention(hears):
         assert NAME in attention_of(hears)
     assert attention_of(hears) == before
 

@@ -8,7 +8,7 @@ from on_steps import attach_compiled as attach
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from tide_hf.engines.shared_heads import shared_heads
+from tide_hf.engines.gqa_attention import gqa_attention
 from tide_hf.kernels.cpu import prefill_attention
 from tide_hf.kernels.cpu.cpp_kernels import VALUES, compile_kernel, load_op
 from tide_hf.kernels.cpu.prefill_attention import MIN_QUERIES, is_faster, prefill_sdpa
@@ -169,7 +169,7 @@ def test_every_family_reads_a_prompt_as_it_did(family, is_padded, calls):
         mask[0, :7] = 0
     expected = read_prompt(model, mask)
     assert not calls
-    with shared_heads(model):
+    with gqa_attention(model):
         found = read_prompt(model, mask)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
     assert bool(calls) == (family not in ("deepseek_v3", "falcon"))  # values of another size; attention of its own
@@ -178,7 +178,7 @@ def test_every_family_reads_a_prompt_as_it_did(family, is_padded, calls):
 @torch.no_grad()
 def test_who_looks_at_operations_sees_attention(tiny_llama, calls):
     model, mask = tiny_llama(), torch.ones(1, 40, dtype=torch.long)
-    with shared_heads(model):
+    with gqa_attention(model):
         with FlopCounterMode(display=False):
             read_prompt(model, mask)
         assert not calls
@@ -188,7 +188,7 @@ def test_who_looks_at_operations_sees_attention(tiny_llama, calls):
 
 def test_gradients_come_from_pytorch(tiny_llama, calls):
     model = tiny_llama()
-    with shared_heads(model):
+    with gqa_attention(model):
         read_prompt(model, torch.ones(1, 40, dtype=torch.long)).sum().backward()
         assert not calls
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_gradients_come_from_pytorch(tiny_llama, calls):
 @torch.no_grad()
 def test_under_autocast_it_is_pytorchs(tiny_llama, calls):
     model = tiny_llama()
-    with shared_heads(model), torch.autocast("cpu", dtype=torch.bfloat16):
+    with gqa_attention(model), torch.autocast("cpu", dtype=torch.bfloat16):
         read_prompt(model, torch.ones(1, 40, dtype=torch.long))
     assert not calls
 

@@ -21,7 +21,7 @@ from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .depth.recompute import RecomputeRun
-from .engines.warming_up import checked_rows, compile_kernels, warm_up
+from .engines.warm_up import checked_rows, compile_kernels, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.attachment import Attachment
 from .speculation.loop import decoder_of

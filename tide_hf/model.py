@@ -13,7 +13,7 @@ from .common.choices import ENGINES, MODES, check_choice
 from .common.errors import ConfigurationError, UnsupportedModelError, describe
 from .depth.gates import open_gates, remove_gates
 from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
-from .depth.wide_passes import check_widths
+from .depth.multi_token_passes import check_widths
 from .engines.kinds import new_engines
 from .generation import TIDEGenerationMixin, attached_class
 from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers

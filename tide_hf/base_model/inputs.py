@@ -32,7 +32,7 @@ def says_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and not value)
 
 
-def types_behind(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def next_token_types(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Take the prompt's types of tokens out of a call's inputs; return those of a token behind it, (rows or 1, 1)."""
     types = {name: model_kwargs.pop(name) for name in TYPES if model_kwargs.get(name) is not None}
     longer = model._update_model_kwargs_for_generation({}, types, False) if types else {}

@@ -31,7 +31,7 @@ from ..base_model.structure import input_device
 from ..common.chat_prompts import chat_text, prompt_tokens
 from ..common.errors import CalibrationError, ChatTemplateError, describe
 from ..common.padding import end_tokens, left_padded, pad_token, up_to_end
-from ..engines.shared_heads import shared_heads
+from ..engines.gqa_attention import gqa_attention
 from .documents import Document
 from .sources import describe_source, read_documents
 
@@ -91,7 +91,7 @@ def continue_prompts(
     """
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
     options = {"max_new_tokens": max_new_tokens, "eos_token_id": sorted(ends) or None, "logits_processor": sampling}
-    with without_generation_defaults(model), shared_heads(model):
+    with without_generation_defaults(model), gqa_attention(model):
         return generate_batch(model, prompts, ends, pad=pad, **options)
 
 

@@ -1,8 +1,8 @@
-"""Forward passes that run only as deep as they have to, inside the model's own `forward`.
+"""Forward passes that skip decoder layers, inside the model's own `forward`.
 
-`gates` stand in front of decoder layers, and hold the runs that decide for them. `early_exit` has the runs in which
-tokens leave where a criterion says so, `recompute` the one that runs the layers they skipped later, `block_drafting`
-those of the block head (`block_memory` is what stays of them with a cache). `kv_cache` is what is done to the K/V of
-skipped layers and of rejected drafts, `cache_slots` the same for batches. `wide_passes` proves that a model gives the
-same logits in passes over several tokens. `linear_gate` has linear layers read their weights in another layout.
+`gates` replace the forward of decoder layers; the active run decides what each does. `early_exit` has the runs in which
+tokens exit at a layer, and `recompute` the one that runs the skipped layers later, with exact K/V. `block_drafting` has
+the runs of the block head, and `block_state` what a returned cache keeps for it. `kv_cache` fills the K/V of skipped
+layers and rolls back rejected drafts, `cache_slots` does so per row of a batch. `multi_token_passes` checks that verify
+passes give the logits of token-by-token decoding. `linear_gate` lets linear layers read their weights in other layouts.
 """

@@ -1,4 +1,4 @@
-"""How the block head takes part in one self-speculative call: its K/V, and the deep states that it leans on."""
+"""The block head in one self-speculative call: its K/V, and the previous token's hidden state that it reads."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import Unembed
 from ..routers.exit_points import BlockPoint
 from ..routers.routers import TIDERouters
-from .block_memory import BlockMemory, memory_of
+from .block_state import BlockState, block_state_of
 from .gates import LayerCall, LayerGate, LayerRun, on_device
 from .kv_cache import crop, fill_skipped
 
 
 class BlockRun(LayerRun):
-    """Full-depth passes that leave the block what it needs: K/V for the new tokens, and their final states.
+    """Full-depth passes that also write the block head's K/V, and keep the last hidden states that it reads.
 
-    The block's K/V stand in the same cache, in one layer more, so that whatever crops, compacts or selects the rows of
-    the base model's layers does the same to the block's.
+    The block's K/V are one more layer of the call's cache, so that cropping, compaction and row selection apply to them
+    as to the base model's layers.
 
     Args:
         structure: The base model's structure.
-        cache: The cache of the call, with a layer for the block behind the model's own.
+        cache: The cache of the call, with the block's layer after the model's own.
         unembed: The base model's unembedding.
-        point: Block head and its confidence.
-        block_layer: Number of executed layers after which the block drafts.
+        point: The block head and its confidence.
+        block_layer: The exit layer after which the block drafts.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class BlockRun(LayerRun):
         self.point = point
         self.block_layer = block_layer
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
-        self.deep_before: Tensor | None = None  # (rows, 1, D) normalised final state of the last token of the K/V
-        self.drafted: Tensor | None = None  # the same as the block has it, behind tokens that it drafted
+        self.prev_hidden_state: Tensor | None = None  # (rows, 1, D) after the final norm, of the last cached token
+        self.draft_hidden_state: Tensor | None = None  # the block's own estimate of it, after a drafted token
         self._call: LayerCall | None = None
-        self.final: Tensor | None = None  # (rows, width, D) normalised final states of the last pass
+        self.last_hidden_states: Tensor | None = None  # (rows, width, D) after the final norm, of the last pass
 
     @contextmanager
     def reading_into(self, cache: Any) -> Iterator[None]:
-        """As [`LayerRun.reading_into`]; no token stands before these rows' first."""
-        self.deep_before = None
+        """As [`LayerRun.reading_into`]; these rows have no previous token."""
+        self.prev_hidden_state = None
         with super().reading_into(cache):
             yield
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute the layer; note the call behind the block's exit layer, and the final state."""
+        """Execute the layer; record the call of the layer after the exit layer, and the last hidden states."""
         if gate.layer_idx == self.block_layer:
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)
@@ -65,97 +65,97 @@ class BlockRun(LayerRun):
         return output
 
     @property
-    def num_behind(self) -> int:
-        """Passes whose K/V the block has yet to fill in."""
+    def num_pending(self) -> int:
+        """Passes whose K/V the block has yet to fill."""
         return 0
 
     def take(self, call: LayerCall, final: Tensor) -> None:
         """Store the block's K/V for the tokens of a full-depth pass.
 
         Args:
-            call: With what the layer behind the block's exit layer was called.
-            final: (rows, width, D) states after the last layer.
+            call: The call of the layer after the block's exit layer.
+            final: (rows, width, D) hidden states after the last layer.
         """
-        self.final = self._fill(call, final)
+        self.last_hidden_states = self._fill(call, final)
 
     def keep(self, accepted: list[int]) -> None:
-        """After a verify pass: go on behind the first `accepted[row]` of its tokens."""
-        if self.final is None:
+        """After a verify pass, continue from the first `accepted[row]` of its tokens."""
+        if self.last_hidden_states is None:
             return
-        self.keep_state(self.final, accepted)
-        self.drafted = None
+        self.keep_state(self.last_hidden_states, accepted)
+        self.draft_hidden_state = None
 
     def keep_state(self, final: Tensor, accepted: list[int]) -> None:
-        """Go on behind the first `accepted[row]` tokens of a pass with these final states, (rows, width, D)."""
+        """Continue from the first `accepted[row]` tokens of a pass with these last hidden states, (rows, width, D)."""
         rows = torch.arange(len(accepted), device=final.device)
         last = torch.tensor(accepted, device=final.device) - 1
-        self.deep_before = final[rows, last.clamp(min=0)][:, None]
+        self.prev_hidden_state = final[rows, last.clamp(min=0)][:, None]
 
     def select(self, index: Tensor) -> None:
         """Keep only these rows."""
-        if self.deep_before is not None:
-            self.deep_before = self.deep_before[index.to(self.deep_before.device)]
+        if self.prev_hidden_state is not None:
+            self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
     def draft(self, call: LayerCall) -> Tensor:
         """Run the block on one token for each row.
 
         Args:
-            call: What the layer behind the exit would have been called with, width 1.
+            call: The call that the layer after the exit layer would have received, width 1.
 
         Returns:
-            (rows, D) the block's guess at the token's final state.
+            (rows, D) the block's estimate of the token's last hidden state, before the final norm.
         """
-        before = self.drafted if self.drafted is not None else self.deep_before
-        inputs = self._inputs(call, before)
+        prev = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
+        inputs = self._inputs(call, prev)
         state = self.point.head.state_of(self.run_whole(self.gate, inputs.args, inputs.kwargs))
-        self.drafted = self._normalize(state)
+        self.draft_hidden_state = self._normalize(state)
         return state[:, -1]
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` that it drafted."""
+        """Remove the K/V of the last `num_tokens` draft tokens."""
         crop(self.cache.layers[self.num_layers], num_tokens)
 
     def remember(self) -> None:
-        """Leave with the cache, which is returned, what a call takes that goes on behind it."""
+        """Store the block's state on the returned cache, for a call that continues from it."""
         (layer,) = self.cache.layers[self.num_layers :]
-        BlockMemory(self.point.identity, layer, self.deep_before).leave_with(self.cache)
+        BlockState(self.point.identity, layer, self.prev_hidden_state).leave_with(self.cache)
 
     def finish(self) -> None:
-        """Take the block's K/V out of the cache."""
+        """Remove the block's layer from the cache."""
         del self.cache.layers[self.num_layers :]
 
     def _fill(self, call: LayerCall, final: Tensor) -> Tensor:
-        """Store K/V; return the normalised final states, (rows, width, D)."""
+        """Write the block's K/V; return the last hidden states after the final norm, (rows, width, D)."""
         final = self._normalize(final)
-        before = self.deep_before
-        if before is None:  # the first token has none before it
-            before = torch.zeros_like(final[:, :1])
-        inputs = self._inputs(call, torch.cat([before, final[:, :-1]], dim=1))
+        prev = self.prev_hidden_state
+        if prev is None:  # the first token of the sequence
+            prev = torch.zeros_like(final[:, :1])
+        inputs = self._inputs(call, torch.cat([prev, final[:, :-1]], dim=1))
         fill_skipped(self.gate, inputs.args, inputs.kwargs)
-        self.deep_before = final[:, -1:]
+        self.prev_hidden_state = final[:, -1:]
         return final
 
-    def _inputs(self, call: LayerCall, deep_before: Tensor | None) -> LayerCall:
+    def _inputs(self, call: LayerCall, prev_hidden_state: Tensor | None) -> LayerCall:
         device = call.state.device
-        early = self.unembed.normalize(call.state).to(device)
-        deep = deep_before.to(device) if deep_before is not None else torch.zeros_like(early)
-        return call.on(device).with_state(on_device(self.point, call.state).head.translate(early, deep))
+        hidden_states = self.unembed.normalize(call.state).to(device)
+        prev = prev_hidden_state.to(device) if prev_hidden_state is not None else torch.zeros_like(hidden_states)
+        return call.on(device).with_state(on_device(self.point, call.state).head.translate(hidden_states, prev))
 
     def _normalize(self, state: Tensor) -> Tensor:
         return self.unembed.normalize(state)
 
 
-MOST_BEHIND = 64  # passes; what is kept of them takes memory
+MAX_PENDING_PASSES = 64  # bounds the memory of the states that are kept
 
 
 @dataclass
-class _Pass:
-    """What a full-depth pass leaves behind for the block's K/V.
+class _PendingPass:
+    """A full-depth pass whose K/V of the block are not filled yet.
 
     Attributes:
-        call: With what the layer behind the block's exit layer was called.
-        final: (1, width, D) states after the last layer.
-        kept: The first so many of its tokens are part of the sequence.
+        call: The call of the layer after the block's exit layer.
+        final: (1, width, D) hidden states after the last layer.
+        kept: Number of its tokens that were accepted.
     """
 
     call: LayerCall
@@ -163,10 +163,10 @@ class _Pass:
     kept: int
 
 
-class LateBlockRun(BlockRun):
-    """For a single row: K/V are filled in when the block is about to draft, for all passes since it last did.
+class LazyBlockRun(BlockRun):
+    """For a single row: fills the block's K/V lazily, for all passes since the block last drafted.
 
-    Where it never drafts it costs nothing. Its layer is in the cache only while it drafts.
+    A block that never drafts costs nothing. Its layer is in the cache only while it drafts.
     """
 
     def __init__(
@@ -174,29 +174,29 @@ class LateBlockRun(BlockRun):
     ) -> None:
         super().__init__(structure, cache, unembed, point, block_layer)
         (self._layer,) = cache.layers[self.num_layers :]
-        self._behind: list[_Pass] = []
+        self._pending: list[_PendingPass] = []
         self.finish()
 
     @property
-    def num_behind(self) -> int:
-        """Passes whose K/V the block has yet to fill in."""
-        return len(self._behind)
+    def num_pending(self) -> int:
+        """Passes whose K/V the block has yet to fill."""
+        return len(self._pending)
 
     def take(self, call: LayerCall, final: Tensor) -> None:
-        """Keep what K/V for the tokens of a full-depth pass take."""
-        self._behind.append(_Pass(call, final, final.shape[1]))
+        """Keep what filling the K/V of a full-depth pass needs."""
+        self._pending.append(_PendingPass(call, final, final.shape[1]))
 
     def keep(self, accepted: list[int]) -> None:
-        """After a verify pass: go on behind the first `accepted[0]` of its tokens."""
-        self.drafted = None
-        self._behind[-1].kept = accepted[0]
-        if len(self._behind) >= MOST_BEHIND:
+        """After a verify pass, continue from the first `accepted[0]` of its tokens."""
+        self.draft_hidden_state = None
+        self._pending[-1].kept = accepted[0]
+        if len(self._pending) >= MAX_PENDING_PASSES:
             self._catch_up()
             self.finish()
 
     def remember(self) -> None:
-        """Fill in what is missing, and leave it with the cache; see [`BlockRun.remember`]."""
-        if self._behind:
+        """Fill pending K/V and store the block's state on the cache; see [`BlockRun.remember`]."""
+        if self._pending:
             self._catch_up()
         elif len(self.cache.layers) == self.num_layers:
             self.cache.layers.append(self._layer)
@@ -204,34 +204,34 @@ class LateBlockRun(BlockRun):
 
     def draft(self, call: LayerCall) -> Tensor:
         """Run the block on one token; see [`BlockRun.draft`]."""
-        if self._behind:
+        if self._pending:
             self._catch_up()
         return super().draft(call)
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` that it drafted."""
+        """Remove the K/V of the last `num_tokens` draft tokens."""
         super().rollback(num_tokens)
         self.finish()
 
     def _catch_up(self) -> None:
         self.cache.layers.append(self._layer)
-        self._fill(_joined(self._behind), torch.cat([one.final[:, : one.kept] for one in self._behind], dim=1))
-        self._behind.clear()
+        self._fill(_concatenated(self._pending), torch.cat([one.final[:, : one.kept] for one in self._pending], dim=1))
+        self._pending.clear()
 
 
-def _joined(passes: list[_Pass]) -> LayerCall:
-    """One call for the kept tokens of several passes, as far as a layer's K/V depend on it.
+def _concatenated(passes: list[_PendingPass]) -> LayerCall:
+    """One layer call for the accepted tokens of several passes, as far as the layer's K/V depend on it.
 
-    States, positions and their embeddings are laid side by side. Anything else is the last pass's: a mask, for one,
-    plays no part before K/V are stored.
+    Hidden states, positions and position embeddings are concatenated. Other arguments are the last pass's: a mask, for
+    example, is not read before the K/V are stored.
     """
     if len(passes) == 1 and passes[0].kept == passes[0].final.shape[1]:
         return passes[0].call
     widths = [one.final.shape[1] for one in passes]
 
-    def join(values: tuple[Any, ...]) -> Any:
+    def concatenate(values: tuple[Any, ...]) -> Any:
         if isinstance(values[-1], tuple):
-            return tuple(join(parts) for parts in zip(*values, strict=True))
+            return tuple(concatenate(parts) for parts in zip(*values, strict=True))
         for dim in range(3):
             if all(_has_tokens(value, width, dim) for value, width in zip(values, widths, strict=True)):
                 return torch.cat(
@@ -239,16 +239,16 @@ def _joined(passes: list[_Pass]) -> LayerCall:
                 )
         return values[-1]
 
-    args = tuple(join(values) for values in zip(*(one.call.args for one in passes), strict=True))
+    args = tuple(concatenate(values) for values in zip(*(one.call.args for one in passes), strict=True))
     names = passes[-1].call.kwargs
-    return LayerCall(args, {name: join(tuple(one.call.kwargs[name] for one in passes)) for name in names})
+    return LayerCall(args, {name: concatenate(tuple(one.call.kwargs[name] for one in passes)) for name in names})
 
 
 def _has_tokens(value: Any, width: int, dim: int) -> bool:
-    """Whether `dim` of a tensor of a single row counts the tokens of a pass.
+    """Whether `dim` is the token dimension of a single row's tensor.
 
-    Shapes are (width), (1, width), (1, width, D), and (kinds, 1, width, D) of positions of several kinds; others are
-    masks, (1, 1, width, slots), if anything.
+    Those are (width), (1, width), (1, width, D), and (kinds, 1, width, D) for multi-dimensional positions (mRoPE); a
+    mask, (1, 1, width, slots), is none.
     """
     if not isinstance(value, Tensor) or value.ndim > (1, 3, 4)[dim]:
         return False
@@ -258,11 +258,11 @@ def _has_tokens(value: Any, width: int, dim: int) -> bool:
 
 
 def block_run(
-    config: Any, structure: DecoderStructure, cache: Any, unembed: Unembed, routers: TIDERouters | None, late: bool
+    config: Any, structure: DecoderStructure, cache: Any, unembed: Unembed, routers: TIDERouters | None, lazy: bool
 ) -> BlockRun | None:
-    """The run of a call in which the block drafts; `None` where there is no block or no K/V for what is cached.
+    """Make the run of a call in which the block head may draft, if it can.
 
-    For that there are some where another call of a block drafted before, and returned the cache.
+    A call that continues from a filled cache needs the block's K/V, which the call that returned the cache left on it.
 
     Args:
         config: The base model's text config.
@@ -270,18 +270,21 @@ def block_run(
         cache: The cache of the call.
         unembed: The base model's unembedding.
         routers: The model's routers, if any.
-        late: Whether K/V are filled in when the block is about to draft, which a single row can do.
+        lazy: Whether the block's K/V are filled only when it drafts, which works for a single row.
+
+    Returns:
+        The run; `None` where there is no block head, or no K/V of it for the cached tokens.
     """
     if routers is None or routers.block is None or type(cache) is not DynamicCache:
         return None
     if cache.offloading or len(cache.layers) != structure.num_layers:
         return None
-    memory = memory_of(cache, routers.block.identity)
-    if memory is None:
+    state = block_state_of(cache, routers.block.identity)
+    if state is None:
         return None
     routers.block.head.use_attention_of(config)
-    cache.layers.append(memory.layer)
-    kind = LateBlockRun if late else BlockRun
+    cache.layers.append(state.layer)
+    kind = LazyBlockRun if lazy else BlockRun
     run = kind(structure, cache, unembed, routers.block, routers.config.block_layer)
-    run.deep_before = memory.deep_before
+    run.prev_hidden_state = state.prev_hidden_state
     return run

@@ -1,4 +1,4 @@
-"""Which slots of a batch's K/V are its tokens, where each row keeps as many of a pass's as it accepts."""
+"""The KV cache slots of a batch in which each row accepts its own number of draft tokens."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from .kv_cache import crop, cut_back
 
 
 class CacheSlots:
-    """The slots of a batch's cache when every row accepts as many tokens as it likes.
+    """The slots of a batch's cache, where each row accepts its own number of draft tokens.
 
-    A pass writes one slot per row and token. What a row rejects is cut off where all rows reject it; elsewhere it stays
-    as a hole, which the attention mask hides and which positions step over. When holes are more than
-    `compaction_threshold` of the cache, or where masks cannot hide them (a sliding window counts slots), the rows are
-    moved together, so that each ends at the last slot.
+    A pass writes one slot per row and token. Slots that all rows reject are cropped; others stay as holes, which the
+    attention mask hides and positions skip. The cache is compacted, so that each row ends at the last slot, when the
+    share of holes exceeds `compaction_threshold`, or when masks cannot hide them (a sliding window counts slots).
 
     Args:
-        cache: The cache after the prompt's pass.
-        length: Slots that are filled.
-        attention_mask: (rows, length) of the prompt; `None` where nothing is padded.
-        compaction_threshold: Share of holes that is put up with.
-        device: Where the tokens are; the layers of an offloaded cache come and go.
-        ops: What moves the rows together.
-        has_windows: Whether some layers attend to so many slots, hidden or not.
+        cache: The cache after prefill.
+        length: Number of filled slots.
+        attention_mask: (rows, length) of the prompt; `None` without padding.
+        compaction_threshold: Largest share of holes before the cache is compacted.
+        device: Device of the tokens, since the layers of an offloaded cache move between devices.
+        ops: Kernels for the compaction, if any.
+        has_windows: Whether some layers have a sliding window.
 
     Attributes:
-        length: Slots that are filled, but for those of a pass that is not committed.
+        length: Number of filled slots, those of a pass that is not committed left out.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class CacheSlots:
         self.num_compactions = 0
 
     def mask_for(self, width: int) -> Tensor | None:
-        """(rows, cached + width) attention mask of a pass over `width` tokens; `None` where all is visible."""
+        """(rows, cached + width) attention mask of a pass over `width` tokens; `None` if nothing is masked."""
         return None if self.mask is None else _append(self.mask, width, 1)
 
     def commit(self, width: int, accepted: list[int]) -> None:
@@ -64,7 +63,7 @@ class CacheSlots:
         if min(accepted) == longest and self.holes is None:
             self.mask = self.mask_for(longest)
             self.length += longest
-            # Also with nothing to remove: it lets sliding-window layers drop what has left the window.
+            # Even with nothing to remove, since cropping lets sliding-window layers drop what has left the window.
             self._crop(width - longest)
             return
         kept = torch.arange(width, device=self.device) < torch.tensor(accepted, device=self.device)[:, None]
@@ -79,14 +78,14 @@ class CacheSlots:
             self._compact(self.mask, self.holes)
 
     def settle(self) -> None:
-        """Remove all holes."""
+        """Compact the cache, so that no holes are left."""
         if self.mask is not None and self.holes is not None:
             self._compact(self.mask, self.holes)
 
     def break_off(self) -> None:
-        """Leave a cache to go on with, whatever an interrupted pass has stored in some of the layers.
+        """Make the cache consistent after an interrupted pass, which may have written to some layers only.
 
-        Each row keeps as many tokens as the shortest has, or none where a window has dropped what longer ones need.
+        Each row keeps as many tokens as the shortest has, or none if a sliding window has dropped slots.
         """
         cut_back(self.cache, self.length)
         if self.holes is None:
@@ -97,7 +96,7 @@ class CacheSlots:
         self._move(order, self.length)
 
     def select(self, rows: list[int]) -> Tensor:
-        """Keep only these rows; return their positions as a tensor, on the CPU, which indexes layers anywhere."""
+        """Keep only these rows; return them as an index tensor on the CPU, which indexes layers on any device."""
         index = torch.tensor(rows)
         self.cache.batch_select_indices(index)
         if self.mask is not None:
@@ -115,17 +114,17 @@ class CacheSlots:
             _gather_slots(layer, order, total, self.ops)
 
     def _with_holes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Mask and holes, (rows, cached) each, after a pass that wrote as many slots as `kept` (rows, width) has."""
+        """Mask and holes, (rows, cached + width) each, after a pass of which each row keeps `kept` (rows, width)."""
         shape = (kept.shape[0], self.length)
         mask = torch.ones(shape, dtype=torch.long, device=kept.device) if self.mask is None else self.mask
         holes = torch.zeros(shape, dtype=torch.bool, device=kept.device) if self.holes is None else self.holes
         return torch.cat([mask, kept.to(mask)], dim=-1), torch.cat([holes, ~kept], dim=-1)
 
     def _compact(self, mask: Tensor, holes: Tensor) -> None:
-        """Move the rows together by one gather (or kernel) per layer, each ending at the last slot."""
+        """Move each row's tokens to the last slots, by one gather (or kernel) per layer."""
         self.num_compactions += 1
         total, width = holes.shape[1], int((~holes).sum(dim=1).max())
-        # A stable sort puts holes first and leaves the tokens in order; what is left of a longer row's holes goes.
+        # A stable sort puts holes first and keeps the tokens in order; the longest row sets how many slots remain.
         order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
         self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
         self.holes = remaining if bool(remaining.any()) else None
@@ -134,10 +133,10 @@ class CacheSlots:
 
 
 def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
-    """Replace a layer's slots by those that `order` (rows, kept) names, counted from the sequence's first.
+    """Gather the slots `order` (rows, kept) of a layer, counted from the first of the sequence.
 
-    What stands in a slot of which the order is negative does not matter: the mask hides it.
-    A sliding-window layer holds only the last slots, and needs no more of them than the window.
+    A negative index marks a slot that the mask hides, whose contents do not matter. A sliding-window layer holds only
+    the last slots, and keeps no more than the window.
     """
     width = order.shape[1]
     stored = layer.keys.shape[-2]

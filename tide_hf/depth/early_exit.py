@@ -1,7 +1,8 @@
-"""The runs of `early_exit` and `post_hoc`: tokens leave where a criterion says so.
+"""The runs of `early_exit` and `post_hoc`, in which tokens exit where a criterion holds.
 
-`PostHocRun` and `recompute.RecomputeRun` give the same tokens: both read an exited token's logits from its early state
-and keep the K/V of every layer exact. One runs the deeper layers at once, the other when a later token needs them.
+`PostHocRun` and `recompute.RecomputeRun` give the same tokens: both read an exited token's logits from the hidden state
+at its exit layer and keep the K/V of every layer exact. The first runs the deeper layers at once, the second when a
+later token needs them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .gates import LayerGate, LayerRun, input_state, on_device
 
 
 class ExitRun(LayerRun):
-    """Tokens leave where a score reaches the threshold. Common to all strategies.
+    """A token exits where its score reaches the threshold. Common to all strategies.
 
-    Only passes of one token per row may exit, and the prompt's where the run says so.
+    Decode passes, of one token per row, may exit; prefill only where the run allows it.
 
     Args:
         structure: The base model's structure.
@@ -32,13 +33,13 @@ class ExitRun(LayerRun):
         unembed: Its unembedding.
         exit_threshold: Exit where `score >= exit_threshold`.
         exit_criterion: What is scored: `"router"` (the router's score), `"confidence"` (the exit head's largest
-            probability, as in CALM, arXiv 2207.07061) or `"fixed"` (every token leaves at the first exit layer).
-        min_layers: No token leaves after fewer layers.
+            probability, as in CALM, arXiv 2207.07061) or `"fixed"` (every token exits at the first exit layer).
+        min_layers: No token exits after fewer layers.
 
     Attributes:
-        exit_layers_of_pass: (rows, length) exit layer of each token in the current pass; `num_layers` where none.
-        per_pass: One list of exit layers per forward pass so far, of each row's last token.
-        mlp_tokens_skipped: Tokens, counted once per layer, that an MLP did not have to see.
+        exit_layers_of_pass: (rows, length) exit layer of each token in the current pass; `num_layers` without an exit.
+        per_pass: The exit layers of each row's last token, one list per forward pass.
+        mlp_tokens_skipped: Tokens that MLPs skipped, counted once per layer.
     """
 
     exits_in_prompt = False
@@ -67,7 +68,7 @@ class ExitRun(LayerRun):
         self.mlp_tokens_skipped = 0
 
     def begin_pass(self, hidden_states: Tensor) -> None:
-        """Start afresh with the first layer of a forward pass."""
+        """Reset the state at the first layer of a forward pass."""
         rows, length = hidden_states.shape[:2]
         self.may_exit = length == 1 or self.exits_in_prompt
         self.num_exited = 0
@@ -75,20 +76,20 @@ class ExitRun(LayerRun):
         self.exit_layers_of_pass = torch.full(shape, self.num_layers, device=hidden_states.device)
 
     def decide(self, exit_layer: int, hidden_states: Tensor) -> Tensor | None:
-        """Score the tokens that are still in the pass; return the mask of those that leave here, if any does."""
+        """Score the tokens that have not exited; return the exit mask of this layer, or `None` if none exits."""
         exits = self.exit_layers_of_pass.to(hidden_states.device)
         scores = self.score(on_device(self.routers[exit_layer], hidden_states), hidden_states)
-        leaves = (scores >= self.exit_threshold) & (exits == self.num_layers)
-        count = int(leaves.sum())
+        exit_mask = (scores >= self.exit_threshold) & (exits == self.num_layers)
+        count = int(exit_mask.sum())
         if count == 0:
             return None
-        self.exit_layers_of_pass = torch.where(leaves, exit_layer, exits)
+        self.exit_layers_of_pass = torch.where(exit_mask, exit_layer, exits)
         self.num_exited += count
-        return leaves
+        return exit_mask
 
     @property
     def all_exited(self) -> bool:
-        """Whether every token of the pass has left."""
+        """Whether every token of the pass has exited."""
         return self.num_exited == self.exit_layers_of_pass.numel()
 
     def score(self, exit_point: ExitPoint, hidden_states: Tensor) -> Tensor:
@@ -100,22 +101,22 @@ class ExitRun(LayerRun):
         return self.unembed.route(exit_point.router, hidden_states)
 
     def end_pass(self) -> None:
-        """Note the layer that each row was read from."""
+        """Record the exit layer of each row."""
         self.per_pass.append(self.exit_layers_of_pass[:, -1].tolist())
 
     def exited(self, state: Tensor) -> Tensor:
-        """(rows, length, 1) mask of the tokens that have left, on the device of `state`."""
+        """(rows, length, 1) mask of the exited tokens, on the device of `state`."""
         return (self.exit_layers_of_pass < self.num_layers).to(state.device)[..., None]
 
 
 class PropagateRun(ExitRun):
-    """A token that leaves stops there; deeper layers only store K/V for it, unless another token still needs them.
+    """An exited token's hidden state is frozen; layers that all tokens skip only fill its K/V.
 
     Args:
         *args: As [`ExitRun`].
         fill: Writes the K/V of a skipped layer: `kv_cache.fill_skipped` (`propagate`) or `fill_zeros` (`zero_pad`).
-        exits_in_prompt: Whether prompt tokens may leave as well. Their state stays as it is; deeper layers still
-            compute their K/V from it, but not their MLP.
+        exits_in_prompt: Whether prompt tokens may exit as well. Deeper layers compute their K/V from the frozen
+            hidden state, and skip the MLP.
         **kwargs: As [`ExitRun`].
     """
 
@@ -132,17 +133,17 @@ class PropagateRun(ExitRun):
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute, freeze or skip one layer."""
-        before = input_state(args, kwargs)
+        input_states = input_state(args, kwargs)
         if gate.layer_idx == 0:
-            self.begin_pass(before)
+            self.begin_pass(input_states)
         if self.all_exited:
             self.fill(gate, args, kwargs)
-            output, state = None, before
+            output, state = None, input_states
         else:
             output = self.execute(gate, args, kwargs)
             state = gate.state_of(output)
             if self.num_exited:
-                state = torch.where(self.exited(state), before.to(state.device), state)
+                state = torch.where(self.exited(state), input_states.to(state.device), state)
         executed = gate.layer_idx + 1
         if self.may_exit and not self.all_exited and executed in self.exit_layers:
             self.decide(executed, state)
@@ -152,14 +153,14 @@ class PropagateRun(ExitRun):
         return gate.with_state(output, state)
 
     def tokens_for_mlp(self) -> Tensor | None:
-        """Leave out those that have left, in a pass over several tokens."""
+        """The tokens that have not exited, in a pass over several tokens per row."""
         if not self.num_exited or self.all_exited or self.exit_layers_of_pass.shape[1] == 1:
-            return None  # for a few rows of one token, gathering costs more than it saves
+            return None  # for single tokens, gathering costs more than it saves
         self.mlp_tokens_skipped += self.num_exited
         return self.exit_layers_of_pass == self.num_layers
 
     def _translate(self, state: Tensor) -> Tensor:
-        """Pass the last token of each row that has left through the head of its exit layer."""
+        """Apply the exit head of its layer to the last token of each row that has exited."""
         if not self.num_exited:
             return state
         exits, last = self.exit_layers_of_pass[:, -1], state[:, -1:]
@@ -171,28 +172,28 @@ class PropagateRun(ExitRun):
 
 
 class PostHocRun(ExitRun):
-    """All layers run; the state of the earliest exit that agrees replaces the last one (TIDE, Algorithm 1)."""
+    """All layers run; the hidden state of the earliest exit replaces the last one (TIDE, Algorithm 1)."""
 
     def begin_pass(self, hidden_states: Tensor) -> None:
-        """Forget the exited states of the pass before."""
+        """Reset the state at the first layer, the exited hidden states included."""
         super().begin_pass(hidden_states)
         self.exited_state: Tensor | None = None
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute one layer and remember exited states for the last one."""
+        """Execute one layer; keep the hidden states of exited tokens for the last one."""
         if gate.layer_idx == 0:
             self.begin_pass(input_state(args, kwargs))
         output = self.execute(gate, args, kwargs)
         return gate.with_state(output, self.after_layer(gate.layer_idx + 1, gate.state_of(output)))
 
     def after_layer(self, executed: int, state: Tensor) -> Tensor:
-        """Let tokens leave after `executed` layers; behind the last one put in the states of those that left."""
+        """Decide on exits after `executed` layers; after the last one, insert the hidden states of exited tokens."""
         if self.may_exit and not self.all_exited and executed in self.exit_layers:
-            leaves = self.decide(executed, state[:, -1:])
-            if leaves is not None:
-                early = on_device(self.routers[executed], state).head(state[:, -1:])
-                kept = early if self.exited_state is None else self.exited_state.to(state.device)
-                self.exited_state = torch.where(leaves[..., None], early, kept)
+            exit_mask = self.decide(executed, state[:, -1:])
+            if exit_mask is not None:
+                exited = on_device(self.routers[executed], state).head(state[:, -1:])
+                kept = exited if self.exited_state is None else self.exited_state.to(state.device)
+                self.exited_state = torch.where(exit_mask[..., None], exited, kept)
         if executed == self.num_layers:
             if self.exited_state is not None:
                 last = torch.where(self.exited(state), self.exited_state.to(state.device), state[:, -1:])

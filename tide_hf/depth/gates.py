@@ -1,9 +1,9 @@
-"""Gates in front of decoder layers and their MLPs, which let a forward pass skip some of them.
+"""Gates on decoder layers and their MLPs, with which a forward pass can skip some of them.
 
-A gate stands in for a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary
-embeddings and final norm run as ever. Without an active `LayerRun` a gate is transparent. The active run is a context
-variable, so every thread and every `generate` call has its own. What `torch.compile` traces has none: there a model is
-its own forward, without graph breaks.
+A gate replaces a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary embeddings
+and final norm run unchanged. Without an active `LayerRun` a gate is transparent. The active run is a context variable,
+so every thread and every `generate` call has its own. Under `torch.compile` no run is active, so that a traced model
+has no graph breaks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ACTIVE: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=N
 
 
 class Gate:
-    """Stands in for a module's `forward`.
+    """Replaces a module's `forward`.
 
     Args:
         module: The module.
@@ -34,27 +34,27 @@ class Gate:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.replaced = module.__dict__.get("forward")  # accelerate puts its own forward on the instance
+        self.replaced = module.__dict__.get("forward")  # accelerate sets its own forward on the instance
 
     def native(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as if there were no gate."""
+        """Run the module's own forward."""
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def open(self) -> None:
-        """Put the gate in front of its module."""
-        self.module.forward = self  # type: ignore[assignment]  # each kind is called in its own way
+        """Install the gate on its module."""
+        self.module.forward = self  # type: ignore[assignment]  # subclasses have other signatures
 
     def remove(self) -> None:
-        """Take it away and put back what it replaced."""
+        """Remove the gate and restore the forward that it replaced."""
         del self.module.forward
         if self.replaced is not None:
             self.module.forward = self.replaced
 
 
 class LayerGate(Gate):
-    """Stands in for one decoder layer's `forward`.
+    """Replaces one decoder layer's `forward`.
 
     Args:
         layer: The decoder layer.
@@ -68,14 +68,14 @@ class LayerGate(Gate):
         self.returns_tuple = returns_tuple
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the active run decide; without one, or in a pass that is none of its own, run the layer."""
+        """Let the active run decide; run the layer without one, or in a pass over another cache."""
         run = active_run()
         if run is None or not (run.owns(kwargs) or any(value is run.cache for value in args)):
             return self.native(*args, **kwargs)
         return run.run_layer(self, args, kwargs)
 
     def with_state(self, output: Any, state: Tensor) -> Any:
-        """`output` with `state` for its hidden states; for a skipped layer, `output` is None."""
+        """Replace the hidden states of a layer's output, which is `None` for a skipped layer."""
         if not self.returns_tuple:
             return state
         return (state, *output[1:]) if output is not None else (state, None)
@@ -86,7 +86,7 @@ class LayerGate(Gate):
 
 
 class MLPGate(Gate):
-    """Stands in for the `forward` of a decoder layer's MLP, which treats every token by itself."""
+    """Replaces the `forward` of a decoder layer's MLP, which is applied token-wise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Let the active run choose the tokens; without one, run the MLP on all."""
@@ -99,34 +99,34 @@ class MLPGate(Gate):
         return self._on_some(kept, args, kwargs)
 
     def _on_compacted(self, kept: Tensor, hidden_states: Tensor, ops: Ops) -> Any:
-        """As `_on_some`, with kernels."""
+        """As `_on_some`, with fused kernels."""
         rows, indices, counts = ops.exit_compact(hidden_states.flatten(0, 1), ~kept.to(hidden_states.device).flatten())
-        staying = int(counts[0])
-        output = self.native(rows[None, :staying])
+        num_kept = int(counts[0])
+        output = self.native(rows[None, :num_kept])
         state = output[0] if isinstance(output, tuple) else output
         scattered = state.new_zeros((rows.shape[0], state.shape[-1]))
-        ops.exit_scatter(state.flatten(0, -2), indices[:staying], scattered)
+        ops.exit_scatter(state.flatten(0, -2), indices[:num_kept], scattered)
         scattered = scattered.view(*kept.shape, -1)
         return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
 
     def _on_some(self, kept: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on the tokens of a (rows, length) mask; what stands at the others is zero and of no account."""
+        """Run on the tokens of a (rows, length) mask; outputs of the others are zero and not used."""
         kept = kept.to(input_state(args, kwargs).device)
         args = tuple(_gathered(value, kept) for value in args)
         output = self.native(*args, **{name: _gathered(value, kept) for name, value in kwargs.items()})
-        state = output[0] if isinstance(output, tuple) else output  # mixtures of experts return router logits as well
+        state = output[0] if isinstance(output, tuple) else output  # MoE blocks return router logits as well
         scattered = state.new_zeros((*kept.shape, state.shape[-1]))
         scattered[kept] = state.reshape(-1, state.shape[-1])
         return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
 
 
 def _gathered(value: Any, kept: Tensor) -> Any:
-    """The kept tokens of a (rows, length, ...) tensor as one row; anything else as it is."""
+    """The kept tokens of a (rows, length, ...) tensor as one row; other values unchanged."""
     return value[kept][None] if isinstance(value, Tensor) and value.shape[:2] == kept.shape else value
 
 
 def open_gates(structure: DecoderStructure) -> None:
-    """Put a gate in front of every decoder layer and every MLP."""
+    """Install a gate on every decoder layer and every MLP."""
     for layer_idx, layer in enumerate(structure.layers):
         LayerGate(layer, layer_idx, structure.returns_tuple).open()
     for mlp in structure.mlps:
@@ -134,7 +134,7 @@ def open_gates(structure: DecoderStructure) -> None:
 
 
 def remove_gates(structure: DecoderStructure) -> None:
-    """Take the gates away and put back what they replaced."""
+    """Remove the gates and restore the forwards that they replaced."""
     for module in (*structure.layers, *structure.mlps):
         gate = module.__dict__.get("forward")
         if isinstance(gate, Gate):
@@ -143,7 +143,7 @@ def remove_gates(structure: DecoderStructure) -> None:
 
 @contextmanager
 def active(run: LayerRun | None) -> Iterator[LayerRun | None]:
-    """Let `run` decide for every layer that this thread calls; with `None` all run at full depth."""
+    """Make `run` decide for every layer that this thread calls; with `None` all run at full depth."""
     token = _ACTIVE.set(run)
     try:
         yield run
@@ -152,22 +152,22 @@ def active(run: LayerRun | None) -> Iterator[LayerRun | None]:
 
 
 def active_run() -> LayerRun | None:
-    """The run that decides in this thread, if any."""
+    """The active run of this thread, if any."""
     return None if torch.compiler.is_dynamo_compiling() else _ACTIVE.get()
 
 
 class LayerRun:
-    """Decides layer by layer. This one executes every layer and counts.
+    """Decides what each layer does. The base class executes and counts every layer.
 
     Args:
         structure: The base model's structure.
-        cache: The cache of the call. A pass with another cache is none of the call's own (classifier-free guidance
-            runs such passes from a logits processor) and stays at full depth.
+        cache: The cache of the call. A pass with another cache does not belong to the call (a logits processor for
+            classifier-free guidance runs such passes) and stays at full depth.
 
     Attributes:
-        layers_executed: Layers that ran to their end, once per row.
-        ops: What is run where kernels fuse several steps.
-        execute_layer: Runs a layer, given its gate and arguments; natively if nothing else is set.
+        layers_executed: Layers executed, counted once per row.
+        ops: The fused kernels, if any.
+        execute_layer: Runs a layer, given its gate and arguments; `None` for the native forward.
     """
 
     ops = PLAIN
@@ -179,24 +179,24 @@ class LayerRun:
         self.layers_executed = 0
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call of the model, or of a layer, with these arguments is one of this run's."""
+        """Whether a call of the model or of a layer with these arguments belongs to this run."""
         return self.cache is None or any(value is self.cache for value in kwargs.values())
 
     @contextmanager
     def reading_into(self, cache: Any) -> Iterator[None]:
-        """Take passes over another cache, an empty one for some of the call's rows, for the call's own."""
-        whole, self.cache = self.cache, cache
+        """Temporarily own passes over another cache: an empty one, for some of the call's rows."""
+        own, self.cache = self.cache, cache
         try:
             yield
         finally:
-            self.cache = whole
+            self.cache = own
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stand in for one layer's forward."""
+        """Run in place of one layer's forward."""
         return self.execute(gate, args, kwargs)
 
     def tokens_for_mlp(self) -> Tensor | None:
-        """(rows, length) mask of the tokens that the MLP of the current layer has to see; `None` for all."""
+        """(rows, length) mask of the tokens that the current layer's MLP processes; `None` for all."""
         return None
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,7 +205,7 @@ class LayerRun:
         return self.run_whole(gate, args, kwargs)
 
     def run_whole(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer."""
+        """Run the layer without counting it."""
         if self.execute_layer is None or self.tokens_for_mlp() is not None:
             return gate.native(*args, **kwargs)
         return self.execute_layer(gate, args, kwargs)
@@ -213,11 +213,11 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """With what a layer was called.
+    """The arguments of a layer's call.
 
     Attributes:
-        args: Its positional arguments, the hidden states among them or in `kwargs`.
-        kwargs: Its keyword arguments: masks, positions, the cache.
+        args: Positional arguments; the hidden states are here or in `kwargs`.
+        kwargs: Keyword arguments: masks, positions, the cache.
     """
 
     args: tuple[Any, ...]
@@ -242,8 +242,8 @@ class LayerCall:
         return LayerCall(send_to_device(self.args, device), send_to_device(self.kwargs, device))
 
 
-class _Left(BaseException):
-    """Carries the call of the first layer that is not needed out of a forward pass."""
+class _DepthReached(BaseException):
+    """Ends a forward pass at the first layer that is not needed; holds that layer's call."""
 
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
@@ -251,25 +251,25 @@ class _Left(BaseException):
 
 
 class FixedDepthRun(LayerRun):
-    """A pass ends after `exit_layer` layers. Deeper layers, and their K/V, stay as they are."""
+    """A pass that ends after `exit_layer` layers. Deeper layers and their K/V are not touched."""
 
     def __init__(self, structure: DecoderStructure, cache: Any, exit_layer: int) -> None:
         super().__init__(structure, cache)
         self.exit_layer = exit_layer
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute the shallow layers, then leave the model."""
+        """Execute the layers up to the exit layer, then end the pass."""
         if gate.layer_idx == self.exit_layer:
-            raise _Left(LayerCall(args, kwargs))
+            raise _DepthReached(LayerCall(args, kwargs))
         return self.execute(gate, args, kwargs)
 
     def call_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> LayerCall:
-        """Call `forward`, which calls the model; return what the layer behind the exit would have been called with."""
+        """Call `forward`, which calls the model; return the call that the layer after the exit would have received."""
         try:
             forward(*args, **kwargs)
-        except _Left as left:
-            return left.call
-        raise AssertionError("a forward pass ended without its deeper layers")  # a bug of ours, not of a user
+        except _DepthReached as reached:
+            return reached.call
+        raise AssertionError("the model ended a pass before the exit layer")  # a bug in tide_hf, not a user error
 
 
 def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -281,7 +281,7 @@ Point = TypeVar("Point", ExitPoint, BlockPoint)
 
 
 def on_device(point: Point, state: Tensor) -> Point:
-    """Move an exit point to where its layer's output lies; a model may be spread over devices."""
+    """Move an exit point to the device of its layer's output, since a model may be spread over devices."""
     if next(point.parameters()).device != state.device:
         point.to(state.device)
     return point

@@ -1,4 +1,4 @@
-"""The key-value cache under early exit: fill what skipped layers would have written, and roll back."""
+"""The KV cache under early exit: fill the K/V of skipped layers, and roll back rejected tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..common.errors import UnsupportedOptionError, describe
 
 
 class _Stored(BaseException):
-    """Raised by a storing view once the K/V are in the cache."""
+    """Raised by a storing view once the K/V are written."""
 
 
 class _StoreAndStop:
-    """Mixin for a view of a cache whose `update` stores and then leaves the layer."""
+    """Mixin for a view of a cache whose `update` stores the K/V and ends the layer's forward."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         super().update(*args, **kwargs)  # type: ignore[misc]
@@ -41,7 +41,7 @@ def _view_class(cache_class: Any) -> Any:
 
 
 def storing_view(cache: Cache) -> Cache:
-    """A view of `cache` that shares its contents; it is an instance of the same class."""
+    """A view of `cache` that shares its contents, and passes `isinstance` checks for its class."""
     view_class = _view_class(type(cache))  # type: ignore[arg-type]
     view = object.__new__(view_class)
     view.__dict__ = cache.__dict__
@@ -49,9 +49,9 @@ def storing_view(cache: Cache) -> Cache:
 
 
 def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write the K/V that a skipped layer would write for its input, by its own code (`propagate`).
+    """Fill a skipped layer's K/V from its input, by the layer's own code (`propagate`).
 
-    Only what precedes the cache update runs: the layer's norm and its q, k and v.
+    Only the code before the cache update runs: the input norm and the q, k and v projections.
 
     Args:
         gate: The layer's gate.
@@ -64,31 +64,33 @@ def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         gate.native(*args, **kwargs)
     except _Stored:
         return
-    raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug of ours, not of a user
+    raise AssertionError(
+        "a decoder layer ran to its end without updating its cache"
+    )  # a bug in tide_hf, not a user error
 
 
 def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write zeros for the K/V of a skipped layer (`zero_pad`, what the published system calls it)."""
+    """Fill a skipped layer's K/V with zeros (`zero_pad`, the name in the TIDE paper)."""
     cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
     layer = cache.layers[gate.layer_idx]
     cache.update(torch.zeros_like(layer.keys[:, :, :1]), torch.zeros_like(layer.values[:, :, :1]), gate.layer_idx)
 
 
 def fill_for(strategy: str, config: Any) -> Callable[..., None]:
-    """What writes the K/V of a skipped layer, given its gate and arguments.
+    """Choose the function that fills a skipped layer's K/V, given its gate and arguments.
 
     Args:
         strategy: The routers' `kv_cache_strategy`: `propagate` or `zero_pad`.
         config: The base model's text config.
 
     Raises:
-        UnsupportedOptionError: Some layers have no K/V of their own, and read those of others, as Gemma 4's do.
+        UnsupportedOptionError: Some layers share the K/V of others, as Gemma 4's do.
     """
     num_shared = getattr(config, "num_kv_shared_layers", 0)
     if num_shared:
         raise UnsupportedOptionError(
             describe(
-                "K/V that layers share cannot be filled in for a layer that is skipped",
+                "K/V that layers share cannot be filled for a skipped layer",
                 got=f"kv_cache_strategy={strategy!r}, and {num_shared} layers without K/V of their own",
                 expected="kv_cache_strategy='recompute' for this model",
                 do="Set routers.config.kv_cache_strategy = 'recompute'.",
@@ -98,21 +100,21 @@ def fill_for(strategy: str, config: Any) -> Callable[..., None]:
 
 
 def cache_is_returned(generation_config: Any, cache: Any) -> bool:
-    """Whether the caller of `generate` gets to see the cache."""
+    """Whether the caller of `generate` gets the cache back."""
     return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
 
 
 def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
-    """Return the call's cache, or say why it cannot be used.
+    """Return the call's cache, or raise if it cannot be used.
 
     Args:
         model_kwargs: Keyword arguments that `generate` prepared.
-        user: What is going to use it, for the message.
-        static: Which static caches will do: `"any"`, `"full"` (without sliding windows) or `"none"`.
-        moves_rows: Whether `user` moves the rows of a batch, each by itself.
+        user: Name of the feature that uses it, for the message.
+        static: Which static caches are supported: `"any"`, `"full"` (without sliding windows) or `"none"`.
+        moves_rows: Whether `user` compacts the rows of a batch.
 
     Raises:
-        UnsupportedOptionError: There is no cache, or one that cannot be rolled back as `user` has to.
+        UnsupportedOptionError: There is no cache, or one that cannot be rolled back.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
@@ -124,7 +126,7 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
         got += " with sliding-window layers" if any(cache.is_sliding) else ""
         supported = static == "full" and not any(cache.is_sliding)
     if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
-        got += " that records the past"  # what it has recorded would be gone behind the first roll-back
+        got += " that records the past"  # the first rollback would discard the record
         supported = False
     if supported and moves_rows and (others := [one for one in cache.layers if not _is_movable(one)]):
         got += f" with a {type(others[0]).__name__}"
@@ -144,12 +146,12 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
 
 
 def _is_movable(layer: Any) -> bool:
-    """Whether K/V are all that a layer of a cache holds, so that its rows can be moved."""
+    """Whether a cache layer holds nothing but K/V, so that its rows can be moved."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)
 
 
 def last_slot(cache: Cache) -> int | None:
-    """Slots that there are in a static cache; `None` for one that grows."""
+    """Number of slots of a static cache; `None` for a dynamic one."""
     return min((layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
@@ -160,20 +162,20 @@ def crop(layer: Any, num_tokens: int) -> None:
     """
     if isinstance(layer, StaticLayer) and not hasattr(layer, "crop"):  # as in transformers 5.17 and 5.18
         for name, length in vars(layer).items():
-            if name.endswith("cumulative_length"):  # an index over the tokens counts them by itself
-                length.sub_(num_tokens)  # in place: the next pass writes over what lies behind
-    elif getattr(layer, "is_initialized", True):  # one that attends to images stays empty where there are none
+            if name.endswith("cumulative_length"):  # an attention index has a counter of its own
+                length.sub_(num_tokens)  # in place; the next pass overwrites the rejected slots
+    elif getattr(layer, "is_initialized", True):  # layers that attend to images stay empty without images
         layer.crop(-num_tokens)
 
 
 class _VisibleSlidingLayer(DynamicSlidingWindowLayer):
-    """Hands on as many tokens as masks count, however many passes there were since the last crop.
+    """Returns as many tokens as masks cover, for any number of passes since the last crop.
 
-    The layer itself does so from transformers 5.18 on.
+    transformers' own layer does so from 5.18 on.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the layer's, less what lies outside the window."""
+        """As `DynamicSlidingWindowLayer.update`, without the tokens outside the window."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         visible = self.sliding_window - 1 + key_states.shape[-2]
         return keys[:, :, -visible:], values[:, :, -visible:]
@@ -187,7 +189,7 @@ SLIDING_LAYER = (
 
 
 def start_recording(cache: Cache) -> None:
-    """Let a cache keep what leaves its window until it is cropped, so that it can be rolled back."""
+    """Make a cache keep tokens that leave its sliding window until it is cropped, so that it can be rolled back."""
     cache.activate_past_recording()
     if SLIDING_LAYER is DynamicSlidingWindowLayer:
         return
@@ -197,7 +199,7 @@ def start_recording(cache: Cache) -> None:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Let a cache that is returned drop again what leaves its window in a next prompt's pass."""
+    """Restore the usual sliding-window behaviour of a cache that is returned."""
     for layer in cache.layers:
         if type(layer) is SLIDING_LAYER:
             layer.__class__ = DynamicSlidingWindowLayer
@@ -207,7 +209,7 @@ def stop_recording(cache: Cache) -> None:
 
 
 def cut_back(cache: Cache, length: int) -> None:
-    """Leave the first `length` tokens, whatever an interrupted pass has stored in some of the layers."""
+    """Crop all layers to the first `length` tokens, after an interrupted pass wrote to some of them."""
     for layer in cache.layers:
         crop(layer, int(layer.get_seq_length()) - length)
     stop_recording(cache)

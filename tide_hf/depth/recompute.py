@@ -1,4 +1,4 @@
-"""The run of `early_exit` with exact K/V: deeper layers run later, for several tokens at once."""
+"""The run of `early_exit` with exact K/V: skipped layers run later, batched over several tokens."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from .gates import LayerGate, input_state
 
 
 class _CatchUp(BaseException):
-    """Raised by a layer whose K/V of earlier tokens are not there yet."""
+    """Raised at a layer that lacks the K/V of earlier tokens."""
 
 
 class RecomputeRun(PostHocRun):
-    """A pass ends where all its rows have left; the deeper layers run later, for several tokens at once.
+    """A pass ends once all its rows have exited; the skipped layers run later, batched over several tokens.
 
-    The first token that goes deep takes the pending ones along: one pass over all of them through the layers that they
-    skipped, which gives every layer exact K/V. The layers they did run are not run again: their last output is kept.
+    The first token that does not exit triggers a catch-up pass over all pending tokens through the layers that they
+    skipped, which gives every layer exact K/V. Layers that did run are not run again: their last output is kept.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pending: list[_Token] = []
         self.current: _Token | None = None
-        self.resume_at = 0  # in a catch-up pass: layers executed by all its tokens
+        self.resume_at = 0  # in a catch-up pass, the layers that all its tokens have executed
 
     def call(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Stand in for the model's call; where a pass needs it, catch up first."""
+        """Run in place of the model's forward; catch up first if the pass needs it."""
         self.current = _Token(kwargs)
         cache, ids = kwargs[CACHE], kwargs["input_ids"]
         if ids is None or ids.shape[1] > 1:
-            return forward(**kwargs)  # a prompt's pass, which runs at full depth
+            return forward(**kwargs)  # prefill runs at full depth
         kv_cache.start_recording(cache)
         try:
             output = forward(**kwargs)
@@ -50,7 +50,7 @@ class RecomputeRun(PostHocRun):
         return output
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute or skip one layer, or stop the pass since it has to catch up."""
+        """Execute or skip one layer, or abort the pass for a catch-up."""
         state, executed = input_state(args, kwargs), gate.layer_idx + 1
         if self.resume_at:
             return self._run_layer_again(gate, args, kwargs)
@@ -70,7 +70,7 @@ class RecomputeRun(PostHocRun):
         return gate.with_state(output, self.after_layer(executed, state))
 
     def catch_up(self, forward: Callable[..., Any], tokens: list[_Token]) -> Any:
-        """Run `tokens`, the last of which may be the current one, through the layers that the first of them skipped."""
+        """Run `tokens`, which may end with the current one, through the layers that the first of them skipped."""
         cache: Cache = tokens[-1].kwargs[CACHE]
         self.resume_at = min(token.depth for token in self.pending)
         self.states = torch.cat([token.states[self.resume_at] for token in tokens], dim=1)
@@ -79,7 +79,7 @@ class RecomputeRun(PostHocRun):
         for layer in cache.layers:
             kv_cache.crop(layer, layer.get_seq_length() - complete)
         try:
-            output = forward(**_joined(tokens))
+            output = forward(**_concatenated(tokens))
         finally:
             self.resume_at = 0
         for layer, contents in zip(cache.layers, shallow, strict=False):
@@ -88,7 +88,7 @@ class RecomputeRun(PostHocRun):
         return output
 
     def flush(self, forward: Callable[..., Any]) -> None:
-        """Complete the cache, for a caller who gets to see it."""
+        """Complete the K/V of pending tokens in a cache that is returned."""
         if self.pending:
             self.may_exit = False
             num_passes = len(self.per_pass)
@@ -97,11 +97,11 @@ class RecomputeRun(PostHocRun):
         kv_cache.stop_recording(self.current.kwargs[CACHE])  # type: ignore[union-attr]
 
     def give_up(self, cache: Cache) -> None:
-        """Leave in the cache what all layers have, for a caller who gets to see it although the call broke off."""
+        """Crop a returned cache to the tokens that all layers have, after an interrupted call."""
         kv_cache.cut_back(cache, min(int(layer.get_seq_length()) for layer in cache.layers))
 
     def _run_layer_again(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One layer of a catch-up pass."""
+        """Run one layer of a catch-up pass."""
         executed = gate.layer_idx + 1
         if executed <= self.resume_at:
             return gate.with_state(None, self.states if executed == self.resume_at else input_state(args, kwargs))
@@ -110,7 +110,7 @@ class RecomputeRun(PostHocRun):
 
 
 class _Token:
-    """One decoded token of each row: how the model was called for it, and its states at the exit layers it reached."""
+    """One decoded token per row: the model's arguments, and its hidden states at the exit layers it reached."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs
@@ -118,18 +118,18 @@ class _Token:
 
     @property
     def depth(self) -> int:
-        """Layers that ran for it."""
+        """Layers executed for it."""
         return max(self.states)
 
     def keep(self, executed: int, state: Tensor) -> None:
-        """Remember the (rows, 1, D) output of layer number `executed`."""
+        """Keep the (rows, 1, D) hidden states after `executed` layers."""
         self.states[executed] = state
 
 
-def _joined(tokens: list[_Token]) -> dict[str, Any]:
-    """Keyword arguments of one call over several tokens that were called one by one."""
-    joined = dict(tokens[-1].kwargs)
+def _concatenated(tokens: list[_Token]) -> dict[str, Any]:
+    """Keyword arguments of one call over several tokens that were decoded one by one."""
+    merged = dict(tokens[-1].kwargs)
     for name in ("input_ids", "position_ids", *TYPES):
-        if joined.get(name) is not None:
-            joined[name] = torch.cat([token.kwargs[name] for token in tokens], dim=-1)
-    return joined
+        if merged.get(name) is not None:
+            merged[name] = torch.cat([token.kwargs[name] for token in tokens], dim=-1)
+    return merged

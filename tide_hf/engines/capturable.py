@@ -1,4 +1,4 @@
-"""Whether a call can run on steps of fixed shape, and if not, why."""
+"""Decide whether a call can run on steps of fixed shape."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ATTENTION = ("eager", "sdpa")
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What decides whether a call can run on steps of fixed shape.
+    """The properties of a call that decide whether it can run on steps of fixed shape.
 
     Attributes:
-        rows: Sequences.
-        devices: Of the model's weights.
-        attention: The implementation.
-        cache: Name of the cache's class.
-        layer_kinds: Names of its layers' classes.
-        arguments: What `generate` hands to the model for more than the prompt.
-        has_windows: Whether some layers attend to a part of the context.
-        is_sharded: Whether processes share the model.
-        has_adapters: Whether there are adapters in the layers.
+        rows: Number of sequences.
+        devices: Devices of the model's weights.
+        attention: The attention implementation.
+        cache: Class name of the cache.
+        layer_kinds: Class names of the cache's layers.
+        arguments: Names of model inputs that decode passes receive.
+        has_windows: Whether some layers have a sliding window or chunked attention.
+        is_sharded: Whether several processes share the model (tensor parallelism).
+        has_adapters: Whether PEFT adapters are loaded.
         training: Whether the model is in training mode.
-        autocast: Whether operations choose dtypes by themselves.
-        refused: What an earlier call found.
+        autocast: Whether autocast is enabled.
+        refused: Why an earlier call could not capture steps, if it could not.
     """
 
     rows: int
@@ -52,27 +52,27 @@ class CallFacts:
 
 
 def why_not_captured(facts: CallFacts) -> str | None:
-    """Why a call runs eagerly instead, or `None`."""
+    """The reason why a call has to run eagerly, or `None`."""
     kinds = facts.layer_kinds - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
     reasons = {
         f"the model is spread over {', '.join(sorted(facts.devices))}": len(facts.devices) != 1,
         "processes share the model, and measure costs together": facts.is_sharded,
-        f"attention by {facts.attention!r} takes no fixed buffers": facts.attention not in ATTENTION,
+        f"{facts.attention!r} attention does not support a static cache": facts.attention not in ATTENTION,
         f"the cache is a {facts.cache}": facts.cache != DynamicCache.__name__,
-        f"a cache of {', '.join(sorted(kinds))}": bool(kinds),
-        f"the model is handed {', '.join(sorted(facts.arguments - KNOWN_ARGUMENTS))}": not facts.arguments
+        f"the cache has layers of {', '.join(sorted(kinds))}": bool(kinds),
+        f"the model is passed {', '.join(sorted(facts.arguments - KNOWN_ARGUMENTS))}": not facts.arguments
         <= KNOWN_ARGUMENTS,
-        "rows with holes, and layers with a window, which would count them": facts.rows > 1 and facts.has_windows,
-        "adapters may change without notice": facts.has_adapters,
+        "a batch leaves holes in the cache, which sliding windows would count": facts.rows > 1 and facts.has_windows,
+        "adapters are loaded, which may change without notice": facts.has_adapters,
         "the model is in training mode": facts.training,
-        "under autocast copies of weights do not stay where they are": facts.autocast,
+        "autocast is enabled, whose copies of weights move": facts.autocast,
         str(facts.refused): facts.refused is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def facts_of(model: Any, steps: StepStore, rows: int, model_kwargs: dict[str, Any]) -> CallFacts:
-    """The facts of one call of an attached model."""
+    """Collect the facts of one call of an attached model."""
     cache = model_kwargs[CACHE]
     config = model.config.get_text_config()
     return CallFacts(
@@ -93,16 +93,16 @@ def facts_of(model: Any, steps: StepStore, rows: int, model_kwargs: dict[str, An
     )
 
 
-def why_not_behind_prompt(cache: Cache, positions: Tensor | None, prepared: Tensor | None) -> str | None:
-    """Why a call that looked as if it could goes on eagerly once its prompt is read, or `None`.
+def why_not_after_prefill(cache: Cache, positions: Tensor | None, prepared: Tensor | None) -> str | None:
+    """The reason, known only after prefill, why a call has to continue eagerly, or `None`.
 
     Args:
         cache: The filled cache.
-        positions: Those of the next tokens, if the model is told.
-        prepared: The same as the model prepares them.
+        positions: Positions of the next tokens, if the model takes any.
+        prepared: The same as `prepare_inputs_for_generation` returns them.
     """
     if not all(getattr(layer, "is_initialized", True) for layer in cache.layers):
-        return "some layers keep nothing of it"
+        return "some cache layers are empty"
     if positions is not None and prepared is None:
-        return "the model finds positions by itself"
+        return "the model computes positions by itself"
     return None

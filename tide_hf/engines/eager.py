@@ -1,4 +1,4 @@
-"""The eager engine: the model's own forward, on the cache of the call."""
+"""The eager engine: the model's own forward, on the call's own cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base_model.inputs import types_behind
+from ..base_model.inputs import next_token_types
 from ..base_model.structure import CACHE, has_windows, last_position, may_replace_cache
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
@@ -23,26 +23,26 @@ from ..speculation.attachment import Attachment
 from ..speculation.costs import CostTable
 from ..speculation.prompt_groups import read_prompts
 from ..speculation.ranks import ranks_of
-from .shared_heads import shared_heads
+from .gqa_attention import gqa_attention
 
-LONG_PROMPT = 128  # tokens; for shorter ones, changing how a model attends takes as long as it brings
+LONG_PROMPT = 128  # tokens; for shorter prompts, switching the attention implementation saves no time
 
 
 class EagerEngine:
-    """Runs one call by the model's own forward.
+    """Runs one call with the model's own forward.
 
     Args:
         model: The attached model.
-        attachment: What TIDE added to it.
+        attachment: TIDE's state of the model.
         input_ids: (rows, prompt length).
-        generation_config: Of this call.
-        model_kwargs: What `generate` prepared, the cache among it; taken over.
-        name: Of the engine that the call asked for, which its costs are kept under.
-        fills_block_late: Whether a single row's K/V of the block head are filled in when it is about to draft.
+        generation_config: Generation config of this call.
+        model_kwargs: Model inputs that `generate` prepared, the cache included; changed in place.
+        name: Name of the requested engine, under which costs are recorded.
+        fills_block_lazily: Whether a single row's K/V of the block head are filled only when it drafts.
     """
 
     reads_drafts = True
-    widths: tuple[int, ...] = ()  # of verify passes: any
+    widths: tuple[int, ...] = ()  # of verify passes; empty: any width
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EagerEngine:
         model_kwargs: dict[str, Any],
         *,
         name: str = EAGER,
-        fills_block_late: bool = True,
+        fills_block_lazily: bool = True,
     ) -> None:
         self.model, self.attachment, self.name = model, attachment, name
         self.input_ids, self.config, self.model_kwargs = input_ids, generation_config, model_kwargs
@@ -65,19 +65,19 @@ class EagerEngine:
             structure,
             cache,
             attachment.unembed,
-            # A block's K/V stand in the cache that the model is given.
+            # The block's K/V are in the cache that the model is passed, which it must not replace.
             None if may_replace_cache(text_config, input_ids.shape[1]) else attachment.routers,
-            late=fills_block_late and input_ids.shape[0] == 1,
+            lazy=fills_block_lazily and input_ids.shape[0] == 1,
         )
         self.run = self.block or LayerRun(structure, cache)
         self.is_returned = cache_is_returned(generation_config, cache)
         self.temperature = float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
         self.last_slot = last_slot(cache)
-        self.slots: CacheSlots | None = None  # once the prompt is read
-        self.positions: Tensor | None = None  # (rows) of the next tokens, or (kinds, rows) for places in images
-        self.types: dict[str, Tensor] = {}  # of a token behind the prompt
-        self.rows = list(range(input_ids.shape[0]))  # the place in the call of each row of the batch
-        self.newest: list[int] = []  # each row's last token, which the next pass feeds
+        self.slots: CacheSlots | None = None  # after prefill
+        self.positions: Tensor | None = None  # (rows) of the next tokens; (kinds, rows) for mRoPE
+        self.types: dict[str, Tensor] = {}  # token types of generated tokens
+        self.rows = list(range(input_ids.shape[0]))  # the call's row of each row that is left
+        self.newest: list[int] = []  # each row's last token, the next pass's input
         self._fed: list[int] = []  # the exit layer at which each token since the last rollback was fed
         self._block_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
@@ -86,7 +86,7 @@ class EagerEngine:
 
     @property
     def layers_executed(self) -> int:
-        """Decoder layers that ran to their end, each counted once per row and pass."""
+        """Decoder layers executed, counted once per row and pass."""
         return self.run.layers_executed + self._draft_layers
 
     @property
@@ -96,25 +96,25 @@ class EagerEngine:
 
     @property
     def free_slots(self) -> int | None:
-        """Slots of a static cache, or learnt positions, that are left; `None` where there is no such limit."""
+        """Slots of a static cache, or learned positions, that are left; `None` without such a limit."""
         return None if self.last_slot is None else max(0, self.last_slot - self._slots.length - 1)
 
     @property
     def _slots(self) -> CacheSlots:
-        assert self.slots is not None  # rounds come behind the prompt
+        assert self.slots is not None  # set by prefill
         return self.slots
 
     def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of passes over so many rows."""
+        """Measured costs of passes over a number of rows."""
         return self.attachment.costs_of(num_rows, self.name, self.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the call's run decide for every layer; see `Engine.running`."""
+        """Activate the call's run; see `Engine.running`."""
         try:
             with active(self.run), self._attention():
                 yield
-        except BaseException:  # a streamer's or a criterion's, or an interrupt: the caller may go on with the cache
+        except BaseException:  # from a streamer, a criterion or Ctrl-C: the caller may reuse the cache
             if self.slots is not None and self.is_returned:
                 self.slots.break_off()
             raise
@@ -123,33 +123,33 @@ class EagerEngine:
                 self.block.finish()
 
     def decoding(self) -> AbstractContextManager[None]:
-        """On GPUs, have experts run as `generate` has them run when it decodes, which copies their weights.
+        """On GPUs, use the decode implementation of MoE experts as `generate` does, which copies expert weights.
 
-        Not for the many tokens of a batch's verify pass, whose copies might not fit.
+        Not for batches, whose verify passes have many tokens: the copies might not fit.
         """
         return nullcontext() if self.input_ids.shape[0] > 1 else self.model._optimize_model_for_decode()
 
     def prefill(self) -> Tensor:
-        """Read the prompts; return the logits behind them, (rows, 1, vocabulary)."""
+        """Run prefill; return the logits of the last prompt tokens, (rows, 1, vocabulary)."""
         cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
-        self.run.cache = cache  # which need not be the one that the model was given
+        self.run.cache = cache  # which may have been replaced by the model
         start_recording(cache)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", CACHE):
             self.model_kwargs.pop(name, None)
-        self.types = types_behind(self.model, self.model_kwargs)
+        self.types = next_token_types(self.model, self.model_kwargs)
         threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
         config = self.model.config.get_text_config()
         length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.positions = None if positions is None else _last_positions(positions, len(self.rows))
-        if (most := last_position(config)) is not None:  # as many slots, less what positions are ahead of them
+        if (most := last_position(config)) is not None:  # in slots: less by how far positions are ahead
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
         return logits
 
     def begin(self, tokens: list[int]) -> None:
-        """Take each row's first token."""
+        """Set each row's first generated token."""
         self.newest = tokens
         if self.positions is not None:
             self.positions += 1
@@ -161,17 +161,17 @@ class EagerEngine:
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row by the head at an exit layer; see `DraftEngine.draft`."""
         attachment, block, start = self.attachment, self.block, perf_counter()
-        # What the block has to catch up with, beyond the last pass, is no part of what a step costs.
-        is_usual = block is None or block.num_behind <= 1
+        # Filling pending K/V of the block, beyond the last pass, is not part of a draft step's cost.
+        is_usual = block is None or block.num_pending <= 1
         if self._draft_unembed is None:
             self._draft_unembed, is_usual = attachment.draft_unembed(), False
         cache, fed = self._slots.cache, len(self._fed)
         run = FixedDepthRun(attachment.structure, cache, exit_layer)
         run.execute_layer = self.run.execute_layer
-        unseen = [[newest, *tokens][fed:] for newest, tokens in zip(self.newest, drafted, strict=True)]
+        inputs = [[newest, *tokens][fed:] for newest, tokens in zip(self.newest, drafted, strict=True)]
         with active(run):
-            call = run.call_after(self._forward, unseen, start=fed)
-        if cache.offloading:  # which has made the next layer ready, and not the first
+            call = run.call_after(self._forward, inputs, start=fed)
+        if cache.offloading:  # it has prefetched the next layer, not the first
             cache.prefetch(0, cache.only_non_sliding)
         if block is not None and exit_layer == block.block_layer:
             self._block_steps += 1
@@ -184,19 +184,19 @@ class EagerEngine:
             top = self._draft_unembed(point.head(state))
         tokens = top.tolist()
         self._draft_layers += run.layers_executed
-        self._fed += [exit_layer] * len(unseen[0])
-        if is_usual and len(unseen[0]) == 1:
+        self._fed += [exit_layer] * len(inputs[0])
+        if is_usual and len(inputs[0]) == 1:
             milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
-            self.costs_of(len(unseen)).record(("draft", exit_layer), milliseconds)
+            self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds)
         return tokens, scores.tolist()
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
-        """Never asked for, since drafts are read."""
+        """Not supported: this engine reads each draft token."""
         raise NotImplementedError
 
     def rollback(self) -> None:
-        """Take the draft tokens' K/V out of the shallow layers."""
-        # Each layer is cropped once: a sliding-window layer forgets what lies before the window when it is cropped.
+        """Roll the draft tokens' K/V back."""
+        # Each layer is cropped once: whenever a sliding-window layer is cropped, it drops tokens before the window.
         for layer_idx in range(max(self._fed, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self._fed)
             crop(self._slots.cache.layers[layer_idx], num_steps)
@@ -206,27 +206,27 @@ class EagerEngine:
         self._block_steps = 0
 
     def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass over each row's newest token and what it has drafted."""
+        """Run one full-depth pass over each row's newest token and its draft."""
         self._started = perf_counter()
         self._width = width = 1 + max(map(len, drafted))
         fed = [[newest, *tokens] for newest, tokens in zip(self.newest, drafted, strict=True)]
-        # What stands behind a shorter draft is never looked at.
+        # Padding of shorter drafts; its logits are not read.
         self._logits = self._forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed]).logits
 
     def drafted(self) -> None:
-        """Nothing: drafts are read when they are made."""
+        """`None`: drafts were read when they were made."""
 
     def logits(self) -> Tensor:
         """(rows, width, vocabulary) of the last pass."""
-        assert self._logits is not None  # behind a verify pass
+        assert self._logits is not None  # set by verify
         return self._logits
 
     def top_tokens(self) -> list[list[int]]:
-        """The most likely token at each position; reading them is the round's one synchronisation."""
+        """The top-1 token at each position; reading them is the round's one host synchronisation."""
         return greedy_tokens(self.logits()).tolist()
 
     def commit(self, new_tokens: list[list[int]]) -> None:
-        """Keep the K/V of the tokens that the last pass has verified; see `Engine.commit`."""
+        """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
         accepted = [len(tokens) for tokens in new_tokens]
         self._slots.commit(self._width, accepted)
         if self.block is not None:
@@ -239,7 +239,7 @@ class EagerEngine:
         self._logits = None
 
     def select(self, kept: list[int]) -> None:
-        """Keep only these rows of the batch in the cache."""
+        """Keep only these rows of the batch."""
         self.rows = [self.rows[place] for place in kept]
         self.newest = [self.newest[place] for place in kept]
         index = self._slots.select(kept)
@@ -258,11 +258,11 @@ class EagerEngine:
         return self._slots.cache
 
     def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:
-        """What the model prepares of a pass over as many new tokens for each row.
+        """Prepare the model's inputs of a pass over new tokens.
 
         Args:
-            tokens: Tokens by row, all of one length.
-            start: How many tokens behind the row's accepted ones the cache already holds.
+            tokens: Tokens of each row, all of one length.
+            start: Number of draft tokens after the accepted ones that the cache already holds.
         """
         ids = self.input_ids.new_tensor(tokens)
         rows, width = ids.shape
@@ -283,16 +283,16 @@ class EagerEngine:
         return self.model(**self.inputs_of(tokens, start), return_dict=True)
 
     def _attention(self) -> AbstractContextManager[None]:
-        """How the call attends: on CPUs, rows under a mask and long prompts need not copy K/V that heads share."""
+        """The attention of the call: on CPUs, batches and long prompts use `gqa_attention`."""
         rows, length = self.input_ids.shape
         may_use_kernels = self.attachment.use_kernels is not False
         is_long = length >= LONG_PROMPT and may_use_kernels and has_kernel(self.model.dtype)
         if self.name != EAGER or not (rows > 1 or is_long):
             return nullcontext()
-        return shared_heads(self.model, self.attachment.block_head, may_use_kernels)
+        return gqa_attention(self.model, self.attachment.block_head, may_use_kernels)
 
 
 def _last_positions(positions: Tensor, rows: int) -> Tensor:
-    """(..., rows) of (..., rows or 1, length) positions, which nothing else refers to."""
+    """(..., rows) of (..., rows or 1, length) positions, copied."""
     last = positions[..., -1]
     return last.expand(*last.shape[:-1], rows).clone()

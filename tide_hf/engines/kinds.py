@@ -1,4 +1,4 @@
-"""The engines by name, with what each keeps from call to call."""
+"""The engines by name, with what each keeps between calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EagerKind:
     warm_up_seconds = 0.0
 
     def showing_warm_up(self) -> AbstractContextManager[None]:
-        """Nothing is shown."""
+        """Show nothing."""
         return nullcontext()
 
     def engine(
@@ -46,14 +46,14 @@ class EagerKind:
         """Log nothing: all its calls do."""
 
     def release(self) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing, since nothing is kept."""
 
 
 class CompiledKind:
     """`engine="compiled"`: steps of fixed shape, compiled on a CPU, and on a GPU captured as CUDA graphs as well.
 
     Attributes:
-        steps: Those of the model, by the type of device that it is on.
+        steps: The model's steps, by device type.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class CompiledKind:
 
     @property
     def warm_up_seconds(self) -> float:
-        """What making steps ready has taken so far."""
+        """Seconds that preparing steps has taken so far."""
         return sum(steps.warm_up.seconds for steps in self.steps.values())
 
     @contextmanager
     def showing_warm_up(self) -> Iterator[None]:
-        """Show on a terminal that steps are made ready, while they are."""
+        """Show a progress line on a terminal while steps are prepared."""
         with ExitStack() as lines:
             for steps in self.steps.values():
                 lines.enter_context(steps.warm_up.shown())
@@ -81,7 +81,7 @@ class CompiledKind:
         generation_config: Any,
         model_kwargs: dict[str, Any],
     ) -> Engine:
-        """The engine of one call: the static one where the call can run on steps, else the eager one."""
+        """The engine of one call: static where the call can run on steps, else eager."""
         call = (model, attachment, input_ids, generation_config, model_kwargs)
         steps = self.steps.get(model.device.type)
         if steps is None:
@@ -89,18 +89,18 @@ class CompiledKind:
         else:
             reason = why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))
         if steps is not None and reason is None:
-            return StaticEngine(EagerEngine(*call, name="compiled", fills_block_late=False), steps)
+            return StaticEngine(EagerEngine(*call, name="compiled", fills_block_lazily=False), steps)
         self.log_eager(str(reason))
         return EagerEngine(*call, name=EAGER)
 
     def log_eager(self, reason: str) -> None:
-        """Log that a call runs eagerly, as a warning at the first of each reason."""
+        """Log that a call runs eagerly, as a warning the first time for each reason."""
         level = logging.INFO if reason in self._logged else logging.WARNING
         logger.log(level, "engine='compiled' runs eagerly: %s", reason)
         self._logged.add(reason)
 
     def release(self) -> None:
-        """Give buffers and graphs back."""
+        """Free buffers and graphs."""
         for steps in self.steps.values():
             steps.release()
 

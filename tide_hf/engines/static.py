@@ -1,6 +1,6 @@
-"""The static engine: steps of fixed shape on buffers of its own, one upload and one read a round.
+"""The static engine: steps of fixed shape on a static cache, with one upload and one read a round.
 
-The prompt is read by the eager engine's code into the call's own cache, and copied into the buffers from there.
+Prefill runs on the eager engine into the call's own cache, which is then copied into the static cache.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from ..kernels.cpu.gemm import skinny_gemm_for
 from ..kernels.cpu.prefill_attention import MIN_QUERIES, is_faster
 from ..speculation.costs import CostTable, step_width
 from ..speculation.engine import Engine
-from .capturable import why_not_behind_prompt
+from .capturable import why_not_after_prefill
 from .eager import EagerEngine
-from .shared_heads import shared_heads
-from .steps.fixed_cache import FixedSlots, fixed_bytes, give_back
+from .gqa_attention import gqa_attention
 from .steps.row_map import RowMap
+from .steps.static_cache import StaticCacheSlots, give_back, static_cache_bytes
 from .steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
 from .steps.step_store import StepStore
 
-MEMORY_SHARE = 0.5  # of the free memory that a call's buffers may take
+MEMORY_SHARE = 0.5  # of the free memory, which a call's buffers may take
 
 logger = logging.getLogger(__name__)
 
 
 class StaticEngine:
-    """Runs one call on steps of fixed shape, once the prompt is read.
+    """Runs one call on steps of fixed shape, after an eager prefill.
 
-    Rows that are stopped keep their places, and cost what they did, unless there are steps for fewer rows already.
+    Rows that have stopped keep their places and cost, unless steps for fewer rows exist already.
 
     Args:
-        prompt: Reads the prompt, and runs the whole call while another one has the steps.
-        steps: Of the model.
+        prompt: Runs prefill, or the whole call while another call holds the steps.
+        steps: The model's steps.
     """
 
     def __init__(self, prompt: EagerEngine, steps: StepStore) -> None:
         self.prompt, self.steps = prompt, steps
         self.name, self.temperature = prompt.name, prompt.temperature
         self.widths, self.reads_drafts = steps.widths, steps.reads_drafts
-        self.newest: list[int] = []  # each row's last token, which the next pass feeds
+        self.newest: list[int] = []  # each row's last token, the next pass's input
         self._has_steps = False
         self._buffers: StepBuffers | None = None
-        self._slots: Any = None  # FixedSlots, once the prompt is read
+        self._slots: Any = None  # StaticCacheSlots, after prefill
         self._rows: Any = None  # RowMap, likewise
         self._position_shape: tuple[int, ...] | None = None
-        self._positions: list[list[int]] = []  # each row's next position, of each kind
-        self._added: list[int] = []  # tokens of each row since the prompt
-        self._room = 0  # most tokens that a row may add to the prompt
-        self._kept: list[int] | None = None  # tokens of the last pass that each row has kept
+        self._positions: list[list[int]] = []  # each row's next position, one per kind (mRoPE)
+        self._added: list[int] = []  # generated tokens of each row
+        self._room = 0  # most tokens that a row may generate
+        self._kept: list[int] | None = None  # accepted tokens of each row in the last pass
         self._layers = 0
         self._num_fed = 0  # draft steps since the last rollback
-        self._unread: tuple[int, int] | None = None  # exit layer and number of draft steps that nobody has read
+        self._unread: tuple[int, int] | None = None  # exit layer and number of draft steps not read yet
         self._marks: list[Any] = []
         self._compactions = 0
         self._width, self._started = 0, 0.0
         self._drafted: list[list[int]] = []
         self._logits: Any = None
         self._results: list[list[int]] | None = None
-        self._made_before = 0  # steps, when the round began
+        self._made_before = 0  # number of steps prepared before this round
 
     @property
     def layers_executed(self) -> int:
-        """Decoder layers that ran to their end, each counted once per row and pass."""
+        """Decoder layers executed, counted once per row and pass."""
         return self.prompt.layers_executed + self._layers
 
     @property
@@ -82,23 +82,23 @@ class StaticEngine:
 
     @property
     def free_slots(self) -> int | None:
-        """Learnt positions behind the newest tokens; `None` where there is no such limit."""
+        """Learned positions that are left; `None` without such a limit."""
         last = self.prompt.last_slot
         return None if last is None else max(0, last - self._slots.length - 1)
 
     @property
     def buffers(self) -> StepBuffers:
-        """The buffers, which there are once the prompt is read."""
+        """The buffers, which exist after prefill."""
         assert self._buffers is not None
         return self._buffers
 
     def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of steps over the rows that the buffers have, however many of them belong to a sequence."""
+        """Measured costs of steps over the buffers' rows, whether or not they belong to a sequence."""
         return self.prompt.attachment.costs_of(self.buffers.rows, self.name, self.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have the steps, unless another call has them; see `Engine.running`."""
+        """Hold the steps, unless another call does; see `Engine.running`."""
         self._has_steps = self.steps.lock.acquire(blocking=False)
         try:
             with self.prompt.running():
@@ -112,7 +112,7 @@ class StaticEngine:
         return self.prompt.decoding()
 
     def prefill(self) -> Tensor:
-        """Read the prompts, by compiled layers and kernels where there are some."""
+        """Run prefill, with compiled layers and kernels where there are some."""
         if self._has_steps:
             self.steps.refresh(self._parts)
         with ExitStack() as kernels:
@@ -121,19 +121,19 @@ class StaticEngine:
             return self.prompt.prefill()
 
     def begin(self, tokens: list[int]) -> None:
-        """Take each row's first token."""
+        """Set each row's first generated token."""
         self.prompt.begin(tokens)
 
     def decoder(self, room: int) -> Engine:
-        """This engine; the eager one where the call cannot run on steps, or while another call has them."""
+        """This engine; the eager one if the call cannot run on steps, or another call holds them."""
         prompt = self.prompt
         if not self._has_steps:
             return prompt
         cache, mask, positions = prompt._slots.cache, prompt._slots.mask, prompt.positions
-        if positions is not None:  # as the model prepares them: paligemma counts from 1
+        if positions is not None:  # as the model prepares them: PaliGemma counts from 1
             positions = prompt.inputs_of([[token] for token in prompt.newest]).get("position_ids")
-        if (reason := why_not_behind_prompt(cache, prompt.positions, positions)) is not None:
-            logger.info("the call runs eagerly behind its prompt: %s", reason)
+        if (reason := why_not_after_prefill(cache, prompt.positions, positions)) is not None:
+            logger.info("the call runs eagerly after prefill: %s", reason)
             return prompt
         positions = None if positions is None else positions[..., 0]
         self._position_shape = None if positions is None else tuple(positions.shape[:-1])
@@ -144,14 +144,14 @@ class StaticEngine:
         self._buffers = buffers = self._buffers_for(cache, length)
         self._rows = RowMap(rows, buffers.rows)
         mask = mask.cpu()[self._rows.shown] if mask is not None else None
-        buffers.load(cache, length, mask, prompt.block.deep_before if prompt.block is not None else None)
-        self._slots = FixedSlots(buffers.cache, length, mask, prompt._slots.compaction_threshold)
+        buffers.load(cache, length, mask, prompt.block.prev_hidden_state if prompt.block is not None else None)
+        self._slots = StaticCacheSlots(buffers.cache, length, mask, prompt._slots.compaction_threshold)
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._made_before = self.steps.warm_up.num_made
         return self
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row, by one step for each token that the exit layer has not seen."""
+        """Decode one token for each row, with one step for each token that the exit layer has not processed."""
         buffers, start, fed = self.buffers, perf_counter(), self._num_fed
         if fed == 0:
             self._upload([[token] for token in self.newest])
@@ -168,7 +168,7 @@ class StaticEngine:
         return self._rows.gather(tokens), self._rows.gather(scores)
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
-        """Start so many draft steps, one behind the other, which nobody reads before they are verified."""
+        """Start a chain of draft steps whose tokens are read only when they are verified."""
         self._started = perf_counter()
         self._upload([[token] for token in self.newest])
         buffers = self.buffers
@@ -179,11 +179,11 @@ class StaticEngine:
         self._unread = (exit_layer, num_tokens)
 
     def rollback(self) -> None:
-        """Forget the drafts; a verify pass writes over their K/V."""
+        """Drop the drafts; the verify pass overwrites their K/V."""
         self._num_fed = 0
 
     def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass, of the next width that there are steps for."""
+        """Run one full-depth pass, padded to the next width that has a step."""
         self._drafted, self._results = drafted, None
         self._width = step_width(1 + max(map(len, drafted)), self.widths)
         if self._unread is None:
@@ -194,7 +194,7 @@ class StaticEngine:
         self._logits = step.logits
 
     def drafted(self) -> list[list[int]] | None:
-        """What the last pass verified, if that was not read before."""
+        """The draft tokens of the last pass, if they were not read before."""
         if self._unread is None:
             return None
         lengths = map(len, self._drafted)
@@ -206,11 +206,11 @@ class StaticEngine:
         return self._logits[: len(own)] if own[-1] == len(own) - 1 else self._logits[own]
 
     def top_tokens(self) -> list[list[int]]:
-        """The most likely token at each position."""
+        """The top-1 token at each position."""
         return self._read()
 
     def commit(self, new_tokens: list[list[int]]) -> None:
-        """Keep the K/V of the tokens that the last pass has verified; see `Engine.commit`."""
+        """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
         self._kept = accepted = [len(tokens) for tokens in new_tokens]
         self._slots.commit(self._width, self._rows.spread(accepted))
         moved = zip(self._positions, accepted, strict=True)
@@ -223,7 +223,7 @@ class StaticEngine:
         self._made_before = self.steps.warm_up.num_made
 
     def select(self, kept: list[int]) -> None:
-        """Let sequences that are over cost nothing more, or at least change nothing any more."""
+        """Drop finished sequences: move to smaller buffers if there are some, else ignore their rows."""
         if self._buffers is None:
             self.prompt.select(kept)
             return
@@ -239,29 +239,29 @@ class StaticEngine:
             self._slots.show(self._rows.spread(self._rows.own))
 
     def finish(self, settle: bool) -> Any:
-        """Give the K/V back to the call's own cache, if the caller gets to see it; see `Engine.finish`."""
+        """Copy the K/V back to the call's own cache, if it is returned; see `Engine.finish`."""
         prompt = self.prompt
         if self._buffers is not None and prompt.is_returned:
             self._slots.settle()
             give_back(self.buffers.cache, prompt._slots.cache, self._slots.length)
             if prompt.block is not None and self._kept is not None:
-                prompt.block.keep_state(self.buffers.finals, self._kept)
+                prompt.block.keep_state(self.buffers.last_hidden_states, self._kept)
         return prompt.finish(settle)
 
     @property
     def _is_warm(self) -> bool:
-        """Whether no step had to be made ready in this round, which is no part of what a pass costs."""
+        """Whether no step was prepared in this round, so that its time is that of its passes."""
         return self.steps.warm_up.num_made == self._made_before
 
     def _read(self) -> list[list[int]]:
-        """What the steps of this round found for each sequence; reading it is the round's one synchronisation."""
+        """The results of this round for each sequence; reading them is its one host synchronisation."""
         if self._results is None:
             self._results = self._rows.gather(self.steps.read(self.buffers))
         return self._results
 
     def _upload(self, ids: list[list[int]]) -> None:
-        """Say what the round starts from."""
-        if not self._slots.make_room(WIDEST):  # go on in buffers with more slots
+        """Upload the inputs of the round."""
+        if not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             self._move_to(self._buffers_for(self.buffers.cache, self._slots.length))
         if self._slots.holes is not None or self._slots.num_compactions > self._compactions:
             self.buffers.write_mask(self._slots.mask)
@@ -271,7 +271,7 @@ class StaticEngine:
         self.buffers.write(self._slots.length, spread(self._positions), spread(ids), kept)
 
     def _without_drafts(self, milliseconds: float) -> float:
-        """Record what unread draft steps took of a round that is over; return what is left."""
+        """Record the cost of a finished round's unread draft steps; return the rest of its time."""
         if self._unread is None:
             return milliseconds
         (exit_layer, num_tokens), (before, after) = self._unread, self._marks
@@ -288,21 +288,21 @@ class StaticEngine:
         )
 
     def _use_kernels(self, prompt: ExitStack) -> None:
-        """Have the prompt read by compiled layers and kernels; compiling these is part of the warm-up."""
+        """Run prefill with compiled layers and kernels, whose compilation counts as warm-up."""
         dtype, start, compiled_before = self.prompt.model.dtype, perf_counter(), load_op.cache_info().misses
         skinny_gemm_for(dtype)
         if self.prompt.input_ids.shape[1] >= MIN_QUERIES:
             is_faster(dtype)  # measured here, outside of any trace
         if load_op.cache_info().misses > compiled_before:
             self.steps.warm_up.add(0, perf_counter() - start)
-        prompt.enter_context(shared_heads(self.prompt.model))
+        prompt.enter_context(gqa_attention(self.prompt.model))
         prompt.enter_context(allowed_layouts(KERNEL_LAYOUTS))
         self.prompt.run.execute_layer = self.steps.prompts.run
         prompt.callback(setattr, self.prompt.run, "execute_layer", None)
 
     @property
     def _kinds(self) -> dict[str, Any]:
-        """What the buffers have."""
+        """The properties that buffers are keyed by."""
         has = {"has_block": self.prompt.block is not None, "has_scores": self.reads_drafts}
         return {"position_shape": self._position_shape, **has}
 
@@ -310,11 +310,11 @@ class StaticEngine:
         return self.steps.buffers(like, len(self.newest), self._num_slots(filled), **self._kinds)
 
     def _num_slots(self, filled: int) -> int:
-        most = filled + self._room - min(self._added)  # a cache that was handed in is no prompt
+        most = filled + self._room - min(self._added)  # `filled` includes a cache passed by the caller
         return slots_for_now(filled, most) if self.steps.grows else most
 
     def _move_to(self, buffers: StepBuffers) -> None:
-        """Go on in other buffers with the sequences that go on."""
+        """Continue the unfinished sequences in other buffers."""
         slots, own, other = self._slots, self._rows.own, self.buffers
         self._rows = RowMap(len(own), buffers.rows)
         slots.show(self._rows.spread(own))
@@ -322,11 +322,11 @@ class StaticEngine:
         slots.cache, self._buffers = buffers.cache, buffers
 
     def _fits(self, cache: Cache, filled: int) -> bool:
-        """Whether there are buffers, or memory for them."""
+        """Whether the buffers exist, or fit into memory."""
         rows, slots = len(self.newest), self._num_slots(filled)
         if self.steps.has_memory(cache, rows, slots, **self._kinds):
             return True
-        needed = fixed_bytes(cache, rows, capacity_for(rows, slots))
+        needed = static_cache_bytes(cache, rows, capacity_for(rows, slots))
         first: Any = cache.layers[0]
         free = free_memory(first.keys.device)
         if needed > MEMORY_SHARE * free:
@@ -340,7 +340,7 @@ class StaticEngine:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that there are for tensors, those included that PyTorch keeps for later."""
+    """Bytes available for tensors, including PyTorch's cached memory."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -348,7 +348,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _mark(device: torch.device) -> Any:
-    """A point in time of the device's work; no wait."""
+    """Record a timestamp on the device, without waiting for it."""
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)

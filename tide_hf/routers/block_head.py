@@ -40,9 +40,9 @@ class BlockHead(nn.Module):
             if "layer_idx" in vars(module):
                 setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
 
-    def translate(self, early: Tensor, deep_before: Tensor) -> Tensor:
-        """Map early state and previous final state, both (..., D) after the final norm, to the layer's input."""
-        return self.translator(torch.cat([early, deep_before], dim=-1))
+    def translate(self, early: Tensor, prev_hidden_state: Tensor) -> Tensor:
+        """Join the states, both (..., D) after the final norm, into the layer's input (..., D)."""
+        return self.translator(torch.cat([early, prev_hidden_state], dim=-1))
 
     def state_of(self, output: Any) -> Tensor:
         """The hidden states in the layer's output."""

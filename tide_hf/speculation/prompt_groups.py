@@ -100,12 +100,12 @@ def read_prompts(
             outputs = model._prefill(input_ids[group.read, columns], generation_config, kwargs)
         caches.append(cache)
         logits.append(outputs.logits[group.own, -1:])
-        if isinstance(run, BlockRun) and run.deep_before is not None:
-            deep.append(run.deep_before[group.own])
+        if isinstance(run, BlockRun) and run.prev_hidden_state is not None:
+            deep.append(run.prev_hidden_state[group.own])
     _fill(whole, caches, groups, length)
     order = torch.tensor([row for group in groups for row in group.rows]).argsort().tolist()
     if isinstance(run, BlockRun):
-        run.deep_before = torch.cat(deep)[order]
+        run.prev_hidden_state = torch.cat(deep)[order]
     return whole, torch.cat(logits)[order]
 
 

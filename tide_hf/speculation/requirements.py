@@ -16,7 +16,7 @@ from ..base_model.inputs import check_no_cross_attention
 from ..base_model.structure import CACHE, check_rope, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from ..depth.kv_cache import find_cache
-from ..depth.wide_passes import check_wide_passes, wide_pass_limit
+from ..depth.multi_token_passes import check_multi_token_passes, multi_token_limit
 
 # What transformers' loop calls at each token, and the speculative loop does not. The models named here change nothing
 # in them that the speculative loop lacks: the tests hold that their tokens are plain decoding's.
@@ -104,13 +104,13 @@ def _check_length(config: Any, input_ids: Tensor, max_length: int, model_kwargs:
     The latter go by positions: `input_ids` may be padded, or a part.
     """
     limits = rope_limits(config)
-    if not limits and wide_pass_limit(config) is None:
+    if not limits and multi_token_limit(config) is None:
         return
     positions, cache, embeds = (model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
     length = (embeds if embeds is not None else input_ids).shape[1]
     length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
     new = max_length - input_ids.shape[1]
-    check_wide_passes(config, length + new)
+    check_multi_token_passes(config, length + new)
     if limits:
         length = length if positions is None else int(positions.max()) + 1
         check_rope(config, length, length + new)

@@ -14,10 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-from ..shared_heads import attend_joined, is_usual, sdpa_configs, set_attention
+from ..gqa_attention import attend_grouped, is_plain_attention, sdpa_configs, set_attention
 from .step_buffers import WIDEST
 
-NAME = "tide_joined_heads"
+NAME = "tide_gqa_capturable"
 
 # Before, it made a tensor of a number that the host had, each time; a capture allows no such copy.
 HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
@@ -44,7 +44,7 @@ def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
         if tokens <= WIDEST or model.dtype != torch.bfloat16:
             changes.enter_context(model._optimize_model_for_decode())
         if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-            changes.enter_context(_joined_heads(model))
+            changes.enter_context(_grouped_heads(model))
         yield
 
 
@@ -52,8 +52,8 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """What `sdpa_attention_forward` does, without copies of K/V that heads share; Dynamo can trace it."""
-    if attention_mask is not None and is_usual(kwargs):
-        found = attend_joined(query, key, value, attention_mask, kwargs.get("scaling"))
+    if attention_mask is not None and is_plain_attention(kwargs):
+        found = attend_grouped(query, key, value, attention_mask, kwargs.get("scaling"))
         if found is not None:
             return found, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -68,7 +68,7 @@ def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor |
 
 
 @contextmanager
-def _joined_heads(model: Any) -> Iterator[None]:
+def _grouped_heads(model: Any) -> Iterator[None]:
     configs = sdpa_configs(model)
     set_attention(configs, NAME)
     try:

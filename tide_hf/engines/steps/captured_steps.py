@@ -1,7 +1,7 @@
-"""Steps of fixed shape on a GPU: a draft token at some depth, a verify pass of some width, each one CUDA graph.
+"""Steps of fixed shape on a GPU: draft steps by exit layer, verify passes by width, each captured as a CUDA graph.
 
-What is captured is the compiled step, or the step as it is where it cannot be compiled. Without a graph the same
-function runs as it is.
+The compiled step is captured, or the eager one if it cannot be compiled. A step that cannot be captured runs without a
+graph.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 from .capturable_forward import capturable_forward
 from .compiled_steps import StepCompiler
+from .progress import WarmUp
 from .replay import Replay, replay_of
 from .step_buffers import StepBuffers
 from .step_graphs import compile_graph
 from .step_store import StepStore
-from .warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 
 def inductor_steps() -> StepCompiler:
-    """What compiles steps by Inductor."""
+    """A step compiler that uses Inductor."""
     return StepCompiler(compile_graph)
 
 
@@ -31,13 +31,13 @@ class CapturedSteps(StepStore):
     """The steps of one model on a GPU, captured.
 
     Args:
-        make_replay: What makes a step ready to run again.
-        layers: Makes what compiles a step, so that its graph has few and large kernels; `None` leaves it as it is.
+        make_replay: Captures a step.
+        layers: Makes the step compiler, which fuses a graph's small kernels; `None` captures steps uncompiled.
     """
 
     kind = "CUDA graphs"
-    reads_drafts = False  # waiting for each would cost more than what is known from it
-    grows = False  # slots that are not filled cost next to nothing, and other steps much
+    reads_drafts = False  # synchronising on each costs more than its score saves
+    grows = False  # unfilled slots cost next to nothing, other steps much
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class CapturedSteps(StepStore):
         return CapturedSteps, (self.make_replay, self._make_layers)
 
     def release(self) -> None:
-        """Give buffers and graphs back."""
+        """Free buffers and graphs."""
         super().release()
-        self._pool: Any = None  # the graphs' memory
+        self._pool: Any = None  # memory pool that the graphs share
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         with capturable_forward(buffers.parts.model, tokens):
             if self.layers is not None:
                 compiled = self.layers.replay_of(function, buffers.state())
                 if compiled.refused is not None:
-                    logger.info("a step is captured as it is: %s", compiled.refused)
-                function = partial(_run, compiled)  # which keeps all that it needs alive
+                    logger.info("a step is captured uncompiled: %s", compiled.refused)
+                function = partial(_run, compiled)  # keeps the compiled step alive
             replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
         self._pool = replay.pool
         return replay

@@ -1,8 +1,8 @@
-"""Steps as Inductor graphs, for CPUs: one graph for a decoder layer, however many there are of its kind, one around.
+"""Steps as Inductor graphs, for CPUs: one graph shared by all decoder layers of a kind, and one around them.
 
-A step of fixed shape is traced as it runs, below the model's own Python, so there is nothing to write per family. Each
-layer is traced by itself, with its weights and K/V as arguments: layers of a kind come to the same operations and share
-what is compiled. In the trace of the whole step each is a single operation.
+A step of fixed shape is traced below the model's Python, so no code per model family is needed. Each layer is traced by
+itself, with its weights and K/V as arguments: layers with equal operations share a compiled graph. In the trace of the
+whole step each layer is a single op.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ...depth.gates import LayerGate
 from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.compile_cache import compiling
 from ...kernels.cpu.weight_layouts import WeightLayout
-from ..shared_heads import filled_up_to, shared_heads
-from .compiled_prompts import CompiledPrompts
+from ..gqa_attention import filled_up_to, gqa_attention
+from .compiled_prefill import CompiledPrefill
 from .fused_linears import call_kernels, layouts_of, quantized_tensors
-from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs, layer_on_fixed_cache
+from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs, layer_on_static_cache
+from .progress import WarmUp
 from .replay import Replay, restorer
 from .step_buffers import Parts, StepBuffers
 from .step_graphs import compile_graph, in_parts, lift_constants, traced
 from .step_store import StepStore
-from .warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class Region:
     """One decoder layer in one kind of step.
 
     Args:
-        graph: Takes what changes from pass to pass, and returns the layer's hidden states; in a tuple, which Inductor
-            need not take apart and put together.
-        like: Hidden states as it returns them.
+        graph: Takes the inputs that change from pass to pass; returns the layer's hidden states in a tuple, as Inductor
+            graphs do.
+        like: Hidden states of the shape and dtype that it returns.
     """
 
     def __init__(self, graph: LayerGraph, like: Tensor) -> None:
@@ -53,8 +53,8 @@ class Region:
         _regions[self.number] = self
 
 
-# It writes K/V, and does not say so: telling Inductor costs seconds for each step. Since layers work on each other's
-# results they cannot change places, and that none is left out is checked.
+# The op writes K/V without declaring the mutation, which would cost Inductor seconds per step. Layers cannot be
+# reordered, since each reads the previous one's output, and `_trace` checks that none is eliminated.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define("layer(Tensor[] inputs, int region) -> Tensor")
 
@@ -68,7 +68,7 @@ _ops.impl("layer", _run_region, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tide_hf::layer", lib=_ops)
-def _like_region(inputs: list[Tensor], region: int) -> Tensor:
+def _layer_fake(inputs: list[Tensor], region: int) -> Tensor:
     found = _regions[region]
     return inputs[0].new_empty(found.shape, dtype=found.dtype)
 
@@ -77,27 +77,27 @@ class StepCompiler:
     """Compiles steps, and the layers in them.
 
     Args:
-        compile_graph: Makes a function of a graph and its inputs.
+        compile_graph: Compiles a graph, given its inputs.
 
     Attributes:
-        graphs: Of layers.
+        graphs: The graphs of layers.
     """
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
         self.compile_graph = compile_graph
         self.graphs = LayerGraphs(compile_graph)
-        self._regions: list[Region | None] | None = None  # while a step is learnt
-        self._to_place: Iterator[Region | None] | None = None  # while it is traced
+        self._regions: list[Region | None] | None = None  # set while a step is recorded
+        self._to_insert: Iterator[Region | None] | None = None  # set while it is traced
 
     def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer as `gate.native` would."""
-        if self._to_place is not None:
-            region = next(self._to_place)
+        """Run a layer in place of `gate.native`."""
+        if self._to_insert is not None:
+            region = next(self._to_insert)
             if region is None:
                 return gate.native(*args, **kwargs)
             state = torch.ops.tide_hf.layer(_inputs_of(LayerArguments(args, kwargs), gate), region.number)
             return gate.with_state(None, state)
-        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have their weights' layouts
+        output = gate.native(*args, **kwargs)  # before tracing, so that weights are converted to their layouts
         if self._regions is not None:
             self._regions.append(self._region_of(gate, args, kwargs, gate.state_of(output)))
         return output
@@ -106,25 +106,25 @@ class StepCompiler:
         """Compile a step.
 
         Args:
-            function: Reads and writes tensors that stay where they are.
-            state: Those of them that it changes so that it could not run again; they are put back.
+            function: The step; reads and writes tensors at fixed addresses.
+            state: Tensors that it changes and that are restored after trial runs.
         """
-        put_back = restorer(state)
+        restore = restorer(state)
         try:
             with compiling(), torch.inference_mode(False), torch.no_grad():
-                regions = self._learn(function)
-                put_back()
+                regions = self._record(function)
+                restore()
                 graph, lifted = lift_constants(self._trace(function, regions))
                 quantized = layouts_of(call_kernels(graph, lifted), lifted)
                 constants = [*(tensor.detach() for tensor in lifted), *quantized_tensors(quantized)]
                 compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self.compile_graph)
                 compiled(*constants)
-        # Dynamo and Inductor raise the first, also where there is no compiler or a shape hangs on values; a compiled
-        # graph raises the second over inputs that it was not made for.
+        # Dynamo and Inductor raise RuntimeError, also without a compiler or for data-dependent shapes; a compiled graph
+        # raises AssertionError for inputs that do not match its own.
         except (RuntimeError, AssertionError) as error:
-            put_back()
+            restore()
             return Replay(function, refused=first_line(error))
-        put_back()
+        restore()
 
         def run() -> Any:
             with torch.inference_mode(False), torch.no_grad():
@@ -132,7 +132,7 @@ class StepCompiler:
 
         return Replay(run, kept=(regions, quantized))
 
-    def _learn(self, function: Callable[[], Any]) -> list[Region | None]:
+    def _record(self, function: Callable[[], Any]) -> list[Region | None]:
         regions: list[Region | None] = []
         self._regions = regions
         try:
@@ -142,14 +142,14 @@ class StepCompiler:
         return regions
 
     def _trace(self, function: Callable[[], Any], regions: list[Region | None]) -> fx.GraphModule:
-        self._to_place = iter(regions)
+        self._to_insert = iter(regions)
         try:
             graph = traced(function)
         finally:
-            self._to_place = None
+            self._to_insert = None
         used = [node for node in graph.graph.nodes if node.target is torch.ops.tide_hf.layer.default and node.users]
         if len(used) < sum(region is not None for region in regions):
-            raise RuntimeError("a layer whose result nobody uses")
+            raise RuntimeError("a layer's output is not used")
         return graph
 
     def _region_of(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> Region | None:
@@ -163,7 +163,7 @@ class StepCompiler:
             *rest, slots, start = tensors
             call = arguments.rebuilt(rest)
             with filled_up_to(slots[-1] + 1):
-                output = layer_on_fixed_cache(gate, *call, place, stored.keys, stored.values, slots, start)
+                output = layer_on_static_cache(gate, *call, place, stored.keys, stored.values, slots, start)
             return (gate.state_of(output).contiguous(),)
 
         inputs = _inputs_of(arguments, gate)
@@ -174,32 +174,32 @@ class CompiledSteps(StepStore):
     """The steps of one model on a CPU, compiled.
 
     Args:
-        compile_graph: As `StepCompiler` takes it.
+        compile_graph: As for `StepCompiler`.
 
     Attributes:
-        prompts: Reads prompts.
+        prompts: The compiled layers of prefill.
     """
 
     kind = "compiled steps"
-    reads_drafts = True  # it costs nothing
-    grows = True  # the few sizes serve all calls; slots that are not filled would take memory, and a mask over them
+    reads_drafts = True  # free on a CPU
+    grows = True  # a few sizes serve all calls; unfilled slots would take memory and mask computation
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]] = compile_graph) -> None:
         self._compile_graph = compile_graph
         super().__init__(partial(StepCompiler, compile_graph), WarmUp("Compiling steps", "steps"))
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles of a model compile for themselves."""
+        """Leave compiled steps out of copies and pickles."""
         return CompiledSteps, (self._compile_graph,)
 
     def release(self) -> None:
-        """Give buffers and graphs back."""
+        """Free buffers and graphs."""
         super().release()
         self._kept: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
-        self.prompts = CompiledPrompts(self._compile_graph, self.warm_up)
+        self.prompts = CompiledPrefill(self._compile_graph, self.warm_up)
 
     def refresh(self, parts: Callable[[], Parts]) -> None:
-        """As `StepStore.refresh`; graphs with layouts of weights that have changed are forgotten as well."""
+        """As `StepStore.refresh`; also drops graphs whose converted weights have changed."""
         if any(gate.kept.get(layout) is not kept for (gate, layout), kept in self._kept.items()):
             self.release()
         super().refresh(parts)
@@ -208,17 +208,17 @@ class CompiledSteps(StepStore):
         parts = buffers.parts
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
-        if not self._kept:  # else it was asked before, and the copies made then have taken memory
+        if not self._kept:  # checked once, since the copies made then have taken memory
             may_copy = all(gate.may_copy for gate in gates)
             self.layers.graphs.has_room = may_copy and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and self.layers.graphs.has_room else KERNEL_LAYOUTS
-        with shared_heads(parts.model, block), allowed_layouts(layouts):
+        with gqa_attention(parts.model, block), allowed_layouts(layouts):
             replay = self.layers.replay_of(function, buffers.state())
         self._kept = {(gate, layout): kept for gate in gates for layout, kept in gate.kept.items()}
         return replay
 
 
 def _inputs_of(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
-    """What changes from pass to pass in a layer's call: tensors among its arguments, and where the pass stands."""
+    """The inputs of a layer that change from pass to pass: its tensor arguments, and the cursor."""
     where = arguments.cache.layers[gate.layer_idx].cursor
     return [*arguments.tensors, where.slots, where.start]

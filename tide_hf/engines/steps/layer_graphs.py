@@ -1,4 +1,4 @@
-"""Graphs of decoder layers: each layer is traced by itself, and compiled once for all that do the same."""
+"""Graphs of decoder layers: each layer is traced by itself, and equal layers share a compiled graph."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .step_graphs import lift_constants, traced
 
 
 class LayerArguments:
-    """What a layer is called with, taken apart into tensors and all else.
+    """A layer's arguments, split into tensors and other values.
 
     Args:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
     Attributes:
-        place: Of the cache, a position or a name; `None` where there is none.
+        place: Index or name of the cache argument; `None` without one.
         cache: The cache.
-        tensors: Those among the arguments.
-        leaves: All arguments but the cache, tensors where they stand.
-        tree_spec: How the leaves are nested.
+        tensors: The tensor arguments.
+        leaves: The flattened arguments (pytree), without the cache.
+        tree_spec: The pytree structure of the leaves.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,13 +47,13 @@ class LayerArguments:
 
 
 class LayerGraph:
-    """What is compiled, with one layer's constants.
+    """A compiled graph bound to one layer's constants.
 
     Args:
-        function: Takes inputs and `constants`, and returns a tuple.
-        constants: Weights, K/V and what else stays where it is.
-        fused: Products of several layers' weights, which are among the constants.
-        quantized: Those by quantized weights, which `function` takes behind the constants.
+        function: Takes inputs and `constants`; returns a tuple.
+        constants: Weights, K/V and other tensors at fixed addresses.
+        fused: Fused products, whose weights are among the constants.
+        quantized: Products by quantised weights, which `function` takes after the constants.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class LayerGraph:
 
 
 class LayerGraphs:
-    """Compiles functions of layers.
+    """Compiles the graphs of layers.
 
     Args:
-        compile_graph: Makes a function of a graph and its inputs.
-        trace: Makes a graph of a function and its inputs.
+        compile_graph: Compiles a graph, given its inputs.
+        trace: Traces a function, given its inputs.
 
     Attributes:
         has_room: Whether there is memory for one more copy of the weights.
@@ -91,27 +91,29 @@ class LayerGraphs:
     ) -> None:
         self._compile, self._trace = compile_graph, trace
         self._compiled: dict[tuple, Callable[..., Any]] = {}
-        # Compiled, which constants it takes, and which of those are fused, and quantized.
-        self._alike: dict[tuple, tuple[Callable[..., Any], list[int], list[LinearWeights], list[LinearWeights]]] = {}
+        # By operations: the compiled graph, the order of its constants, its fused and its quantised products.
+        self._by_operations: dict[
+            tuple, tuple[Callable[..., Any], list[int], list[LinearWeights], list[LinearWeights]]
+        ] = {}
         self.has_room = False
 
     @property
     def num_compiled(self) -> int:
-        """Graphs that were compiled so far."""
+        """Number of graphs compiled so far."""
         return len(self._compiled)
 
     def graph_of(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> LayerGraph:
         """The graph of a layer.
 
         Args:
-            function: Runs it on `inputs`; all else that it reads or writes stays where it is.
-            inputs: What changes from pass to pass.
+            function: Runs the layer on `inputs`; other tensors that it reads or writes have fixed addresses.
+            inputs: Tensors that change from pass to pass.
         """
-        with OperationLog(inputs) as log:  # it costs a tenth of a trace, and layers are mostly alike
+        with OperationLog(inputs) as log:  # a tenth of the cost of a trace, and most layers are equal
             function(*inputs)
         operations = log.key
-        if operations in self._alike:
-            compiled, order, *products = self._alike[operations]
+        if operations in self._by_operations:
+            compiled, order, *products = self._by_operations[operations]
             return LayerGraph(compiled, [log.constants[i] for i in order], *products)
         graph, constants = lift_constants(self._trace(function, *inputs))
         fused = fuse_linears(graph, constants, self.has_room)
@@ -123,28 +125,28 @@ class LayerGraphs:
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):
             order = [known[id(tensor)] for tensor in constants]
-            self._alike[operations] = self._compiled[kind], order, fused, quantized
+            self._by_operations[operations] = self._compiled[kind], order, fused, quantized
         return LayerGraph(self._compiled[kind], constants, fused, quantized)
 
 
-class _FixedLayerCache:
-    """What a layer sees of a cache of fixed size while it is traced: its own K/V."""
+class _StaticLayerCache:
+    """Stands for the static cache while a layer is traced, with that layer's K/V alone."""
 
     def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, start: Tensor) -> None:
         self.keys, self.values, self.slots, self.start = keys, values, slots, start
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `FixedLayer.update`."""
+        """As `StaticKVLayer.update`."""
         self.keys.index_copy_(2, self.slots, key_states)
         self.values.index_copy_(2, self.slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self, *_args: Any) -> Tensor:
-        """Tokens in front of the pass."""
+        """Number of tokens before the pass."""
         return self.start
 
 
-def layer_on_fixed_cache(
+def layer_on_static_cache(
     gate: LayerGate,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -154,13 +156,13 @@ def layer_on_fixed_cache(
     slots: Tensor,
     start: Tensor,
 ) -> Any:
-    """Run a layer's own forward, writing to `slots` of K/V that stay in place."""
-    args, kwargs = placed(_FixedLayerCache(keys, values, slots, start), place, args, kwargs)
+    """Run a layer's own forward, writing to `slots` of K/V at fixed addresses."""
+    args, kwargs = placed(_StaticLayerCache(keys, values, slots, start), place, args, kwargs)
     return gate.native(*args, **kwargs)
 
 
 def place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-    """Where the cache stands among a layer's arguments: a position, a name, or nowhere."""
+    """Index or name of the cache among a layer's arguments, or `None`."""
     for name, value in kwargs.items():
         if isinstance(value, Cache):
             return name
@@ -168,7 +170,7 @@ def place_of_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str |
 
 
 def cache_at(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cache, which stands at that place."""
+    """The cache argument at that place."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 

@@ -1,4 +1,4 @@
-"""What a function does with tensors, in a form in which two of them can be compared, without tracing either."""
+"""A log of a function's tensor operations, with which functions are compared without tracing them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class OperationLog(TorchDispatchMode):
-    """Notes the operations of what runs within, and of each the arguments: tensors by where they come from.
+    """Records each operation with its arguments, where tensors are named by their origin.
 
-    Two functions that have equal logs over inputs of the same shapes do the same with them and with their constants,
-    the first of the one being the first of the other.
+    Two functions with equal logs over inputs of the same shapes compute the same from their inputs and constants, where
+    the constants correspond in order.
 
     Args:
-        inputs: What the function is called with.
+        inputs: The inputs of the function.
 
     Attributes:
-        constants: Tensors that were neither passed nor made, in the order in which they are first used.
+        constants: Tensors that are neither inputs nor results, in order of first use.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self.constants: list[Tensor] = []
         self._entries: list[tuple[Any, str]] = []
-        self._seen = list(inputs)  # kept, lest an address be that of another tensor later
-        self._names = {id(tensor): f"input {number} {_form(tensor)}" for number, tensor in enumerate(inputs)}
+        self._seen = list(inputs)  # kept alive, so that ids stay unique
+        self._names = {id(tensor): f"input {number} {_describe(tensor)}" for number, tensor in enumerate(inputs)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note an operation, and do it."""
+        """Record an operation and run it."""
         kwargs = kwargs or {}
         self._entries.append((func, str(tree_map_only(Tensor, self._name, (args, kwargs)))))
         result = func(*args, **kwargs)
@@ -45,22 +45,22 @@ class OperationLog(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Like PyTorch's own modes that trace, it is none of a user's who counts operations."""
+        """Count as one of PyTorch's own tracing modes, not as a user's mode."""
         return True
 
     @property
     def key(self) -> tuple[tuple[Any, str], ...]:
-        """The operations; equal where two functions do the same."""
+        """The operations; equal for functions that compute the same."""
         return tuple(self._entries)
 
     def _name(self, tensor: Tensor) -> str:
         if id(tensor) not in self._names:
-            self._names[id(tensor)] = f"constant {len(self.constants)} {_form(tensor)}"
+            self._names[id(tensor)] = f"constant {len(self.constants)} {_describe(tensor)}"
             self.constants.append(tensor)
             self._seen.append(tensor)
         return self._names[id(tensor)]
 
 
-def _form(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     laid_out = tensor.stride() if tensor.layout == torch.strided else tensor.layout
     return f"{tuple(tensor.shape)} {laid_out} {tensor.dtype}"

@@ -1,4 +1,4 @@
-"""A function on tensors that stay where they are, made ready to run again: as a CUDA graph, or as it is."""
+"""A function on tensors at fixed addresses, captured as a CUDA graph, or run as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.errors import first_line
 
-WARM_UPS = 2  # in which libraries choose kernels and take their working memory
+WARM_UPS = 2  # runs in which libraries choose kernels and allocate workspaces
 HOST_READS = (
     torch.ops.aten._local_scalar_dense,
     torch.ops.aten.nonzero,
@@ -32,14 +32,14 @@ INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 class Replay:
-    """Runs a function as it is; `run` returns what the function does, which the next run may write over.
+    """A function that can run again; `run` returns its result, which the next run may overwrite.
 
     Args:
-        function: The function.
-        pool: Memory that graphs share, for the next one.
-        refused: Why there is no graph; `None` where there is one, or none was asked for.
-        kept: What has to live as long as this does.
-        may_do_later: Whether what refused the graph is none of the function's own doing.
+        function: The function, or the replay of its graph.
+        pool: Memory pool that graphs share.
+        refused: Why there is no graph; `None` if there is one, or none was requested.
+        kept: Objects to keep alive.
+        may_do_later: Whether capture failed for a temporary reason, such as lack of memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Replay:
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the first operation that would make the host wait for the device, or make a shape depend on values.
+    """Records the first operation that synchronises the host with the device, or has a data-dependent shape.
 
     Args:
         device: The device.
@@ -66,7 +66,7 @@ class HostReads(TorchDispatchMode):
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at it."""
+        """Run the operation and check it."""
         kwargs = kwargs or {}
         if self.found is None and self._waits(func, args, kwargs) and not _in_masking(sys._getframe(1)):
             self.found = str(func.overloadpacket)
@@ -87,7 +87,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _in_masking(frame: FrameType | None) -> bool:
-    """Whether transformers' masks ask, which they leave off while a graph is captured."""
+    """Whether transformers' mask code made the call, which skips it during capture."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "transformers.masking_utils":
@@ -99,24 +99,24 @@ def _in_masking(frame: FrameType | None) -> bool:
 
 
 def restorer(state: list[Tensor]) -> Callable[[], None]:
-    """Note what tensors hold; return what puts it back into them."""
+    """Save the values of tensors; return a function that restores them."""
     before = [tensor.clone() for tensor in state]
 
-    def put_back() -> None:
+    def restore() -> None:
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
 
-    return put_back
+    return restore
 
 
-_capturing = Lock()  # what another thread did on the stream would be captured as well
+_capturing = Lock()  # another thread's work on the stream would be captured as well
 
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """For all captures of a device, since they share memory; PyTorch's own is of the device that captured first.
+    """One stream for all captures of a device, since they share memory; PyTorch's own is bound to the first device.
 
-    What comes before a capture runs there as well: cuBLAS keeps working memory for every stream that it has seen.
+    Warm-up runs use it too, since cuBLAS keeps a workspace for every stream that it has seen.
     """
     return torch.cuda.Stream(device)
 
@@ -125,25 +125,25 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
     """Capture a function in a CUDA graph.
 
     Args:
-        function: Reads and writes tensors that stay where they are.
-        state: Those of them that it changes so that it could not run again; they are put back.
-        device: Where they are, a GPU.
-        pool: Memory that it shares with other graphs.
+        function: Reads and writes tensors at fixed addresses.
+        state: Tensors that it changes and that are restored after trial runs.
+        device: The GPU.
+        pool: Memory pool that it shares with other graphs.
 
     Returns:
-        What runs it; as it is where it cannot be captured, and then with the reason.
+        The replay; without a graph, and with the reason, if capture failed.
     """
-    put_back = restorer(state)
+    restore = restorer(state)
     with _capturing, torch.cuda.device(device):
         reads, stream = HostReads(device), _stream_of(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 function()
-                put_back()
+                restore()
             with reads:
                 function()
-            put_back()
+            restore()
         torch.cuda.current_stream().wait_stream(stream)
         if reads.found is not None:
             return Replay(function, pool, f"its forward needs the host ({reads.found})")
@@ -152,14 +152,14 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
         try:
             with _capture(graph, own_pool, stream):
                 found = function()
-        except RuntimeError as error:  # of CUDA: something that a capture does not allow
+        except RuntimeError as error:  # from CUDA: an operation that capture does not allow
             try:
-                graph.pool()  # which a capture has only if its end succeeded
+                graph.pool()  # raises unless the capture ended properly
             except RuntimeError:
-                _clear_up(device, own_pool, put_back)
+                _clear_up(device, own_pool, restore)
                 pool = None
-            put_back()
-            before = error.__context__  # which the end of the capture tells less about
+            restore()
+            before = error.__context__  # more specific than the error at the end of the capture
             reason = before if isinstance(before, Exception) else error
             is_full = isinstance(reason, torch.OutOfMemoryError)
             return Replay(function, pool, first_line(reason), may_do_later=is_full)
@@ -173,9 +173,9 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
 
 @contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    # cuBLAS keeps working memory for each stream. A graph goes on using it, so it has to be the graph's own: what was
-    # taken before is given back by whoever captures next, as torch.compile's graphs do, and calls must not use this.
-    # The outer stream comes back also where the end of a capture fails, which leaves the inner one in place.
+    # cuBLAS keeps a workspace per stream, and a graph goes on using the one that it was captured with. So it must be
+    # the graph's own: earlier ones are freed by the next capture, and later calls must not use this one. The outer
+    # stream context restores the current stream even if ending the capture fails.
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with (
@@ -188,16 +188,16 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
 
 
 def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> None:
-    """Do what PyTorch leaves out where the end of a capture fails.
+    """Clean up after a capture whose end failed, which PyTorch does not.
 
     Args:
         device: The device.
-        pool: The capture's. PyTorch 2.11 still takes pinned memory for it, so it serves no other.
-        function: Anything that can be captured.
+        pool: The capture's pool. PyTorch 2.11 still allocates pinned memory for it, so it is not reused.
+        function: A function that can be captured.
     """
-    with suppress(RuntimeError):  # or the allocator would ask the lost graph at each allocation, and keep its memory
+    with suppress(RuntimeError):  # or the allocator would query the lost graph at each allocation
         torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)  # not where the former failed: the count would not be its own
+        torch._C._cuda_releasePool(device.index, pool)  # only if the line before succeeded: it decrements a count
     other = _capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), _stream_of(device))
-    with suppress(RuntimeError), other:  # or random numbers would be refused until another capture ends
+    with suppress(RuntimeError), other:  # or random numbers would raise until another capture ends
         function()

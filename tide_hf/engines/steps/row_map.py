@@ -1,4 +1,4 @@
-"""Which row of the buffers belongs to which sequence of a batch."""
+"""The mapping between the rows of the buffers and the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ T = TypeVar("T")
 
 
 class RowMap:
-    """The rows of buffers that may have more of them than there are sequences.
+    """Maps sequences to rows of buffers, which may have more rows than there are sequences.
 
-    Shapes are fixed, so every row takes part in every step. One that belongs to no sequence, or to one that is over, is
-    told what the first sequence is told: so it stays within what the model allows, and nobody looks at it.
+    Shapes are fixed, so every row runs in every step. A row without a sequence, or whose sequence has finished, gets
+    the inputs of the first sequence, which are valid for the model; its results are ignored.
 
     Args:
-        num_sequences: Sequences, in the first rows.
-        num_rows: Rows of the buffers.
+        num_sequences: Number of sequences, which take the first rows.
+        num_rows: Number of rows of the buffers.
 
     Attributes:
-        own: The row of each sequence that goes on, ascending.
+        own: The row of each unfinished sequence, ascending.
     """
 
     def __init__(self, num_sequences: int, num_rows: int) -> None:
@@ -28,18 +28,18 @@ class RowMap:
 
     @property
     def shown(self) -> list[int]:
-        """For each row the number of the sequence that it is told of."""
+        """For each row, the index of the sequence whose inputs it gets."""
         numbers = {row: number for number, row in enumerate(self.own)}
         return [numbers.get(row, 0) for row in range(self.num_rows)]
 
     def spread(self, values: Sequence[T]) -> list[T]:
-        """From one value for each sequence to one for each row."""
+        """Map one value per sequence to one per row."""
         return [values[number] for number in self.shown]
 
     def gather(self, found: Sequence[T]) -> list[T]:
-        """From one value for each row to one for each sequence."""
+        """Map one value per row to one per sequence."""
         return [found[row] for row in self.own]
 
     def keep(self, going: Sequence[int]) -> None:
-        """Go on with these sequences alone."""
+        """Keep these sequences alone."""
         self.own = [self.own[number] for number in going]

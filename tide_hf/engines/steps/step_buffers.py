@@ -1,8 +1,8 @@
-"""The tensors of steps, which stay where they are, and what a draft step and a verify pass do with them.
+"""The tensors of steps, at fixed addresses, and the draft and verify passes that run on them.
 
-A step runs the model's own forward on fixed K/V (`fixed_cache`). What changes from round to round (tokens, slots,
-positions) is in tensors on the device, written by one copy. A draft step puts its token where the next step looks for
-it, so a chain of drafts and the pass that verifies them need the host only to start them.
+A step runs the model's own forward on a `static_cache`. What changes from round to round (tokens, slots, positions) is
+in tensors on the device, uploaded by one copy. A draft step writes its token where the next step reads it, so a chain
+of draft steps and the verify pass need the host only to launch them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ...base_model.unembed import DraftUnembed, Unembed, greedy_tokens
 from ...depth.block_drafting import BlockRun
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...routers.routers import TIDERouters
-from .fixed_cache import fill, first_rows, fixed_cache, take_rows
+from .static_cache import fill, first_rows, static_cache, take_rows
 
-WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are filled up
+WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are padded
 WIDEST = WIDTHS[-1]
-BUCKET = 256  # slots; buffers, and so graphs, serve all calls up to the next multiple
+BUCKET = 256  # slots; buffers, and so graphs, are shared up to the next multiple
 FIRST_SLOTS = 1024  # of buffers that grow, where a call may need so many
 SPARE_SLOTS = 256  # for holes, with several rows
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What of an attached model the steps run.
+    """The parts of an attached model that steps run.
 
     Attributes:
         model: The model.
         structure: Its structure.
         unembed: Its unembedding.
-        draft_unembed: What the heads draft with.
+        draft_unembed: The unembedding of draft heads.
         routers: Routers and exit heads, if any.
-        execute_layer: As of a `LayerRun`.
+        execute_layer: As for `LayerRun`.
     """
 
     model: Any
@@ -54,14 +54,15 @@ class StepBuffers:
     """The tensors of all steps of one number of rows and slots.
 
     Args:
-        parts: What the steps run.
-        like: A filled cache of the model's, for shapes and dtypes.
-        rows: Sequences.
-        capacity: Slots of each.
-        position_shape: In front of rows, where the model is told positions of several kinds; `None`: it is told none.
-        has_block: Whether the block drafts, whose K/V are in the last layer of the cache.
-        has_scores: Whether each draft token's exit score is wanted.
-        shared: K/V of as many slots and more rows, of which these are to be a part.
+        parts: The parts of the model that steps run.
+        like: A filled cache of the model, for shapes and dtypes.
+        rows: Number of sequences.
+        capacity: Slots per sequence.
+        position_shape: Leading dimensions of the positions (mRoPE has one), `()` for plain ones; `None` if the model
+            takes no positions.
+        has_block: Whether the block head drafts, whose K/V are the last layer of the cache.
+        has_scores: Whether the exit score of each draft token is computed.
+        shared: A static cache of as many slots and more rows, whose first rows to use.
     """
 
     def __init__(
@@ -79,107 +80,107 @@ class StepBuffers:
         self.last_position = last_position(parts.model.config.get_text_config())
         first: Any = like.layers[0]
         self.device = device = first.keys.device
-        self.cache = fixed_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
+        self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         hidden, dtype = parts.structure.hidden_size, first.keys.dtype
-        kinds = position_shape or ()
-        sizes = (1, 1, math.prod(kinds) * rows, rows, rows * WIDEST)  # of what the host says in each round
+        leading = position_shape or ()
+        sizes = (1, 1, math.prod(leading) * rows, rows, rows * WIDEST)  # start, fed, positions, kept, ids
         with torch.inference_mode(False):
-            self._said = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._heard = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.mask = torch.ones((rows, capacity), dtype=torch.int64, device=device)
-            self._mask_said = torch.ones((rows, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._host_mask = torch.ones((rows, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
             self.scores = torch.zeros(rows, device=device) if has_scores else None
             if has_block:
-                self.finals = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
-                self.deep = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
-                self.deep_drafted = torch.zeros_like(self.deep)
-        self.start, self.fed, positions, self.kept, ids = self._heard.split(sizes)
-        self.positions = positions.view(*kinds, rows)
+                self.last_hidden_states = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
+                self.prev_hidden_state = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
+                self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
+        self.start, self.fed, positions, self.kept, ids = self._device_inputs.split(sizes)
+        self.positions = positions.view(*leading, rows)
         self.ids = ids.view(rows, WIDEST)
         self.block: BlockRun | None = None
         if has_block and parts.routers is not None and parts.routers.block is not None:
             block_layer = parts.routers.config.block_layer
             self.block = BlockRun(parts.structure, self.cache, parts.unembed, parts.routers.block, block_layer)
 
-    def load(self, source: Cache, length: int, mask: Tensor | None, deep: Tensor | None) -> None:
-        """Take over a cache of `length` tokens, a (rows, length) mask, and the block's last deep state.
+    def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
+        """Copy in a cache of `length` tokens, a (rows, length) mask and the block's previous hidden state.
 
-        Cache and state may be of fewer rows, the first ones.
+        Cache and hidden state may have fewer rows, the first ones.
         """
         fill(self.cache, source, length)
         self.write_mask(mask)
-        if deep is not None and self.block is not None:
-            self.deep[: len(deep)] = deep
+        if prev_hidden_state is not None and self.block is not None:
+            self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
 
     def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
-        """Go on with some rows of other buffers, which may share memory with these.
+        """Copy in some rows of other buffers, which may share memory with these.
 
         Args:
-            other: The buffers.
-            length: Slots of theirs that are filled.
+            other: The other buffers.
+            length: Number of their filled slots.
             mask: (rows of these buffers, length).
-            rows: Of `other`, ascending, for the first rows of these.
+            rows: Rows of `other`, ascending; they become the first rows.
         """
         for own, layer in zip(self.cache.layers, other.cache.layers, strict=True):
             take_rows(own, layer, length, rows)
         self.write_mask(mask)
         if self.block is not None:
-            self.finals[: len(rows)] = other.finals[rows]
+            self.last_hidden_states[: len(rows)] = other.last_hidden_states[rows]
 
     def write_mask(self, mask: Tensor | None) -> None:
-        """Hide what a (rows, length) mask on the CPU hides; `None` hides nothing."""
-        self._mask_said.fill_(1)
+        """Upload a (rows, length) attention mask from the CPU; `None` masks nothing."""
+        self._host_mask.fill_(1)
         if mask is not None:
-            self._mask_said[:, : mask.shape[1]] = mask
-        self.mask.copy_(self._mask_said, non_blocking=True)
+            self._host_mask[:, : mask.shape[1]] = mask
+        self.mask.copy_(self._host_mask, non_blocking=True)
 
     def write(self, start: int, positions: list[list[int]], ids: list[list[int]], kept: list[int] | None) -> None:
-        """Say what a round starts from, by one copy that nobody waits for.
+        """Upload the inputs of a round, by one asynchronous copy.
 
         Args:
             start: The first slot to write to.
-            positions: Of each row's first token, one of each kind.
-            ids: Each row's last token, and draft tokens behind it.
-            kept: How many tokens of the pass before each row kept; `None` before the first.
+            positions: Position of each row's first token, one per kind.
+            ids: Each row's last token, followed by its draft.
+            kept: Accepted tokens of each row in the previous pass; `None` before the first.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
-        behind = [max(0, count - 1) for count in kept] if kept is not None else [0] * self.rows
+        last = [max(0, count - 1) for count in kept] if kept is not None else [0] * self.rows
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
-        self._said.copy_(torch.tensor([start, 0, *by_kind, *behind, *padded]))
-        self._heard.copy_(self._said, non_blocking=True)
+        self._host_inputs.copy_(torch.tensor([start, 0, *by_kind, *last, *padded]))
+        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
         if self.block is not None:
             if kept is not None:
-                index = self.kept[:, None, None].expand(-1, 1, self.finals.shape[-1])
-                self.deep.copy_(self.finals.gather(1, index))
-            self.deep_drafted.copy_(self.deep)
+                index = self.kept[:, None, None].expand(-1, 1, self.last_hidden_states.shape[-1])
+                self.prev_hidden_state.copy_(self.last_hidden_states.gather(1, index))
+            self.draft_hidden_state.copy_(self.prev_hidden_state)
 
     def read(self) -> list[list[int]]:
-        """Wait for the round; return for each row the full model's tokens, and behind `WIDEST` what it was fed."""
+        """Wait for the round; return per row the full model's tokens and, from index `WIDEST` on, its input tokens."""
         return self._results.tolist()
 
     def state(self) -> list[Tensor]:
-        """What a step changes that another run of it would not change back."""
-        return [self._heard, *([self.deep_drafted] if self.block is not None else [])]
+        """The tensors that a trial run of a step changes and that have to be restored."""
+        return [self._device_inputs, *([self.draft_hidden_state] if self.block is not None else [])]
 
     def verify(self, width: int) -> tuple[int, Tensor]:
-        """A pass at full depth over the first `width` tokens of each row; return layers run and logits."""
+        """Run a full-depth pass over the first `width` tokens of each row; return layers executed and logits."""
         run = self.block or LayerRun(self.parts.structure, self.cache)
         run.execute_layer = self.parts.execute_layer
         before = run.layers_executed
         if self.block is not None:
-            self.block.deep_before = self.deep
+            self.block.prev_hidden_state = self.prev_hidden_state
         with active(run):
             logits = self._forward(self.ids[:, :width], self.start[0]).logits
         self._results[:, :width] = greedy_tokens(logits)
         self._results[:, WIDEST:] = self.ids
         if self.block is not None:
-            final: Any = self.block.final
-            self.finals[:, :width].copy_(final)
+            final: Any = self.block.last_hidden_states
+            self.last_hidden_states[:, :width].copy_(final)
         return run.layers_executed - before, logits
 
     def draft(self, exit_layer: int) -> tuple[int, None]:
-        """One draft token for each row, put behind the one it was drafted from; return layers run."""
+        """Draft one token for each row and append it to the row's tokens; return layers executed."""
         run = FixedDepthRun(self.parts.structure, self.cache, exit_layer)
         run.execute_layer = self.parts.execute_layer
         if self.block is not None:
@@ -188,9 +189,9 @@ class StepBuffers:
         with active(run):
             call = run.call_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
         if self.block is not None and exit_layer == self.block.block_layer:
-            self.block.drafted = self.deep_drafted
+            self.block.draft_hidden_state = self.draft_hidden_state
             state = self.block.draft(call)
-            self.deep_drafted.copy_(self.block.drafted)
+            self.draft_hidden_state.copy_(self.block.draft_hidden_state)
             top = self._block_top(state)
         else:
             routers: Any = self.parts.routers
@@ -210,7 +211,7 @@ class StepBuffers:
         return top
 
     def feed(self, tokens: list[int]) -> None:
-        """Let the next draft step go on behind these tokens, one a row, instead of those drafted last."""
+        """Replace the last draft token of each row, which the next draft step continues from."""
         self.ids[:, int(self.fed)] = torch.tensor(tokens, device=self.device)
 
     def read_draft(self) -> tuple[list[int], list[float]]:
@@ -224,7 +225,7 @@ class StepBuffers:
         if self.position_shape is not None:
             steps = torch.arange(width, device=self.device) + fed
             positions = self.positions[..., None] + steps
-            # What fills a pass up may stand behind the last position that there is.
+            # Padding tokens may lie beyond the last position.
             inputs["position_ids"] = (
                 positions if self.last_position is None else positions.clamp(max=self.last_position - 1)
             )
@@ -232,11 +233,11 @@ class StepBuffers:
 
 
 def slots_for_now(filled: int, most: int) -> int:
-    """Slots of buffers that grow: few sizes, so few graphs, and at most twice as many as are filled, or `FIRST_SLOTS`.
+    """Number of slots of growing buffers: powers of two, for few graphs, and at most twice what is filled.
 
     Args:
-        filled: Slots that are filled.
-        most: Slots that the call may need.
+        filled: Number of filled slots.
+        most: Number of slots that the call may need.
     """
     slots = FIRST_SLOTS // 2
     while slots < most and (slots < FIRST_SLOTS or slots - WIDEST <= filled):
@@ -245,6 +246,6 @@ def slots_for_now(filled: int, most: int) -> int:
 
 
 def capacity_for(rows: int, slots: int) -> int:
-    """Slots of the buffers for a call that may need `slots`, and room for a pass."""
+    """Capacity of the buffers for a call that may need `slots`, with room for one more pass."""
     needed = slots + WIDEST + (SPARE_SLOTS if rows > 1 else 0)
     return -(-needed // BUCKET) * BUCKET

@@ -1,4 +1,4 @@
-"""Graphs of steps and of the layers in them: traced, and compiled by Inductor."""
+"""Trace graphs of steps and layers, and compile them with Inductor."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch.fx.passes.split_module import split_module
 
 from ...kernels.compile_cache import compiling
 
-VALUES_PER_THREAD = 16384  # for fewer, waiting for another thread takes longer than what it would do
+VALUES_PER_THREAD = 16384  # for fewer, synchronising another thread costs more than it saves
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """The operations of a function; whatever it asks of values is an error."""
+    """Trace a function with static shapes; data-dependent operations raise."""
     return _traced(function, inputs, "fake")
 
 
 def traced_for_sizes(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """As [`traced`], for other sizes of the inputs as well; see [`Sizes`]."""
+    """Trace a function with symbolic sizes; see [`Sizes`]."""
     shapes: Any = torch.fx.experimental._config
-    with shapes.patch(use_duck_shape=False):  # or sizes that are the same by chance would have to stay so
+    with shapes.patch(use_duck_shape=False):  # or equal sizes would be assumed equal
         return _traced(function, inputs, "symbolic")
 
 
@@ -38,7 +38,8 @@ def _traced(
     function: Callable[..., Any], inputs: tuple[Tensor, ...], mode: Literal["fake", "symbolic"]
 ) -> fx.GraphModule:
     torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, torch_logger.disabled = torch_logger.disabled, True  # or it prints a traceback of what is caught here
+    # Else it logs a traceback of errors that are handled here.
+    before, torch_logger.disabled = torch_logger.disabled, True
     try:
         return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     finally:
@@ -46,7 +47,7 @@ def _traced(
 
 
 class Sizes:
-    """For which sizes of its inputs a graph holds, by what its trace, and then its compiler, asked of them.
+    """The guards on input sizes that tracing and compiling a graph have collected.
 
     Args:
         graph: From [`traced_for_sizes`], compiled.
@@ -57,19 +58,19 @@ class Sizes:
         inputs = [node.meta["val"] for node in placeholders if "val" in node.meta]  # constants have none
         self._env = inputs[0].fake_mode.shape_env
         sizes = [size for tensor in inputs for size in tensor.shape]
-        self._asked = self._env.produce_guards_expression(placeholders=sizes) or "True"
+        self._guards = self._env.produce_guards_expression(placeholders=sizes) or "True"
         self._known: dict[tuple[int, ...], bool] = {}
 
     def hold(self, inputs: list[Tensor]) -> bool:
-        """Whether the graph can take these inputs."""
+        """Whether the inputs satisfy the guards."""
         sizes = tuple(size for tensor in inputs for size in tensor.shape)
         if sizes not in self._known:
-            self._known[sizes] = bool(self._env.evaluate_guards_expression(self._asked, list(sizes)))
+            self._known[sizes] = bool(self._env.evaluate_guards_expression(self._guards, list(sizes)))
         return self._known[sizes]
 
 
 def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Make a graph's constants its last inputs, where Inductor need not look into them; return them as well."""
+    """Turn a graph's constants into its last inputs, so that Inductor does not specialise on them; return both."""
     constants: dict[str, Tensor] = {}
     nodes: dict[str, fx.Node] = {}
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
@@ -88,10 +89,10 @@ def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
 
 
 def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph by Inductor, for inputs of these shapes alone, or of the sizes for which it was traced."""
+    """Compile a graph with Inductor, for the shapes of these inputs or, if traced so, for symbolic sizes."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     sized = {node: node.meta["val"] for node in placeholders if _changes_size(node.meta.get("val"))}
-    # Without an environment Inductor would not look into its cache on disk.
+    # Inductor uses its cache on disk only with a shape environment.
     mode = next((value.fake_mode for value in sized.values()), None) or FakeTensorMode(shape_env=ShapeEnv())
     fakes: list[Any] = [
         sized[node] if node in sized else mode.from_tensor(tensor, static_shapes=True)
@@ -122,9 +123,9 @@ class _Part(nn.Module):
 def in_parts(
     graph: fx.GraphModule, layer: OpOverload, compile_graph: Callable[..., Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Have what comes before the first `layer` compiled by itself.
+    """Compile the operations before the first `layer` as a graph of their own.
 
-    It makes what all layers read, such as masks. In one graph Inductor makes that anew for each of them.
+    They compute what all layers read, such as masks. In a single graph Inductor would recompute that for each layer.
     """
     before = set(takewhile(lambda node: node.target is not layer, graph.graph.nodes))
     parts: Any = split_module(graph, graph, lambda node: int(node not in before))

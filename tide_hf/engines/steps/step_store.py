@@ -1,4 +1,4 @@
-"""The steps of one model: made ready when they are first needed, and kept from call to call."""
+"""The steps of one model, prepared at first use and kept between calls."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .module_facts import hooks_of, settings_of
+from .module_guards import hooks_of, settings_of
+from .progress import WarmUp
 from .replay import Replay
 from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
-from .warm_up import WarmUp
 
-MOST_GRAPHS = 64
-MOST_BUFFERS = 8  # by numbers of rows and slots
+MAX_GRAPHS = 64
+MAX_BUFFERS = 8  # by number of rows and slots
 
 logger = logging.getLogger(__name__)
 
 
 class Step:
-    """What a step leaves behind.
+    """A prepared step.
 
     Attributes:
         replay: Runs it.
-        num_layers: Decoder layers that it runs, once per row.
-        logits: (rows, width, vocabulary) of a verify pass; the next step may write over them.
+        num_layers: Decoder layers that it executes, counted once per row.
+        logits: (rows, width, vocabulary) of a verify pass; overwritten by the next step.
     """
 
     replay: Replay
@@ -40,24 +40,22 @@ class Step:
 
 
 class StepStore:
-    """The steps of one model. One call at a time can use them.
-
-    What makes them ready to run again is up to the class.
+    """The steps of one model. One call at a time can use them; subclasses decide how steps are prepared.
 
     Args:
-        layers: Makes what runs the layers inside steps; `None` leaves them as they are.
-        warm_up: Counts what making steps ready takes.
+        layers: Makes the compiler of layers inside steps; `None` runs layers natively.
+        warm_up: Counts prepared steps and what they took.
 
     Attributes:
-        kind: What steps are made into, in words.
-        widths: Of verify passes.
-        reads_drafts: Whether the host reads each draft token, and its score, before it asks for the next.
-        grows: Whether buffers begin with few slots, and grow with the answer.
-        prompts: Reads prompts, where that is faster than by the model itself.
-        warm_up: Steps made ready so far, and what that took, the memory of buffers included.
-        refused: Why the model's steps cannot be made ready, once that is known, and until it is released.
-        reads: Times that the host waited for the device.
-        replays: Steps run.
+        kind: Name of the prepared form, for log messages.
+        widths: Widths of verify passes.
+        reads_drafts: Whether the host reads each draft token and its score before the next draft step.
+        grows: Whether buffers start with few slots and grow with the answer.
+        prompts: Runs the layers of prefill, where that is faster than natively.
+        warm_up: Steps prepared so far and what they took, including the memory of buffers.
+        refused: Why the model's steps cannot be prepared, if so; reset by `release`.
+        reads: Number of host synchronisations.
+        replays: Number of steps run.
     """
 
     kind: str
@@ -73,7 +71,7 @@ class StepStore:
         self.release()
 
     def release(self) -> None:
-        """Give buffers and graphs back."""
+        """Free buffers and graphs."""
         self._buffers: OrderedDict[tuple, StepBuffers] = OrderedDict()
         self._steps: OrderedDict[tuple[StepBuffers, str, int], Step] = OrderedDict()
         self._fingerprint: tuple = ()
@@ -82,12 +80,12 @@ class StepStore:
         self.layers: Any = self._make_layers() if self._make_layers is not None else None
 
     def refresh(self, parts: Callable[[], Parts]) -> None:
-        """Begin a call: graphs of a model that has changed since the last one are forgotten.
+        """Begin a call: drop the graphs if the model has changed since the last call.
 
-        Steps for whose graphs there was no memory are made anew.
+        Steps whose capture ran out of memory are prepared again.
 
         Args:
-            parts: Makes what the steps run, where it is not known yet.
+            parts: Returns the parts of the model that steps run.
         """
         for key in [key for key, step in self._steps.items() if step.replay.may_do_later]:
             del self._steps[key]
@@ -102,14 +100,14 @@ class StepStore:
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
 
-        Those of up to twice as many slots, and less than twice as many rows, will do where there are some: what is not
-        used costs less than steps of one's own.
+        Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
+        cost less than preparing further steps.
 
         Args:
             like: The filled cache of the call.
-            rows: Sequences.
-            slots: Slots that the call may need.
-            **kinds: As `StepBuffers` takes them.
+            rows: Number of sequences.
+            slots: Number of slots that the call may need.
+            **kinds: As for `StepBuffers`.
         """
         first: Any = like.layers[0]
         key, alike = self._key_of(like, rows, slots, kinds)
@@ -119,7 +117,7 @@ class StepStore:
             parts: Any = self._parts
             self._buffers[key] = StepBuffers(parts, like, rows, key[1], **kinds, shared=shared)
             self.warm_up.add(0, 0.0, reserved_bytes(first.keys.device) - before)
-            while len(self._buffers) > MOST_BUFFERS:
+            while len(self._buffers) > MAX_BUFFERS:
                 _, oldest = self._buffers.popitem(last=False)
                 for step in [step for step in self._steps if step[0] is oldest]:
                     del self._steps[step]
@@ -127,12 +125,12 @@ class StepStore:
         return self._buffers[key]
 
     def has_memory(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
-        """Whether there are K/V already for what [`buffers`] would return."""
+        """Whether the K/V of what [`buffers`] would return are allocated already."""
         key, alike = self._key_of(like, rows, slots, kinds)
         return any(other[1] == key[1] for other in alike)
 
     def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, Any]) -> tuple[tuple, list[tuple]]:
-        """The buffers that will do, or are to be made, and all that are large enough."""
+        """The key of the buffers to reuse or to allocate, and the keys of all that are large enough."""
         first: Any = like.layers[0]
         capacity = capacity_for(rows, slots)
         others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
@@ -141,8 +139,8 @@ class StepStore:
         return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
-        """Buffers for the `rows` sequences that are left, if there are some with fewer rows and all the same steps."""
-        kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)  # `None`: released
+        """Existing buffers with fewer rows and the same steps, for the `rows` sequences that are left."""
+        kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)
         steps = self._steps_of(buffers)
         for key in sorted(key for key in self._buffers if key[1:] == kind and rows <= key[0] < buffers.rows):
             if steps <= self._steps_of(self._buffers[key]):
@@ -154,12 +152,12 @@ class StepStore:
         return {(kind, size) for found, kind, size in self._steps if found is buffers}
 
     def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
-        """Run a step: `("verify", width)` or `("draft", exit_layer)`. The first time it is made ready."""
+        """Run a step: `("verify", width)` or `("draft", exit_layer)`. It is prepared at first use."""
         key = (buffers, kind, size)
         if key not in self._steps:
-            while len(self._steps) >= MOST_GRAPHS:
+            while len(self._steps) >= MAX_GRAPHS:
                 self._steps.popitem(last=False)
-            self._steps[key] = self._made(buffers, kind, size)
+            self._steps[key] = self._prepare(buffers, kind, size)
         self._steps.move_to_end(key)
         step = self._steps[key]
         step.logits = step.replay.run()
@@ -167,11 +165,11 @@ class StepStore:
         return step
 
     def read(self, buffers: StepBuffers) -> list[list[int]]:
-        """Wait for what the steps have found."""
+        """Wait for the steps' results and return them."""
         self.reads += 1
         return buffers.read()
 
-    def _made(self, buffers: StepBuffers, kind: str, size: int) -> Step:
+    def _prepare(self, buffers: StepBuffers, kind: str, size: int) -> Step:
         step = Step()
         method: Any = {"verify": buffers.verify, "draft": buffers.draft}[kind]
 
@@ -195,24 +193,24 @@ class StepStore:
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        """Make a step ready to run again; it is of so many tokens, all rows together."""
+        """Prepare a step; `tokens` counts all rows."""
         raise NotImplementedError
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch holds on a GPU, for a difference of two; 0 elsewhere."""
+    """Bytes that PyTorch has reserved on a GPU, to compare before and after; 0 on other devices."""
     if device.type != "cuda":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()  # as captures do, and so is the next: what is given back is none of theirs
+    torch._C._cuda_clearCublasWorkspaces()  # captures free these, and empty the cache, too
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
 
 def fingerprint_of(parts: Parts) -> tuple:
-    """What graphs depend on that can change between calls: modules, their weights' places, how they attend, hooks."""
+    """What graphs depend on that may change between calls: modules, weight addresses, attention, hooks, settings."""
     facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
-        for module in root.modules():  # walking over it once more for its tensors would take as long
+        for module in root.modules():  # one walk for modules and tensors, since it takes time in every call
             facts.append((id(module), id(module.__dict__.get("forward")), hooks_of(module), settings_of(module)))
             tensors = (*module._parameters.values(), *module._buffers.values())
             facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
@@ -220,5 +218,5 @@ def fingerprint_of(parts: Parts) -> tuple:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's values are; packed ones do not say, and are known by the object alone."""
+    """A tensor's address; 0 for subclasses such as quantised weights, which are identified by the object."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0

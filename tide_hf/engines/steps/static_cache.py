@@ -1,8 +1,8 @@
-"""K/V buffers that stay where they are, for steps whose shapes and addresses may not change.
+"""A static KV cache, for steps whose shapes and addresses must not change.
 
-Every layer holds as many slots as the call can need, windows or not: the model's own masks hide what lies outside a
-window, behind a padded prompt's start, or in front of the current token. Which slots a pass writes is a tensor on the
-device, so taking tokens back is a smaller number, and what lies behind is written over.
+Every layer holds as many slots as the call may need, sliding window or not: the model's own masks hide slots outside
+the window, padding, and unfilled slots. The slots that a pass writes are a tensor on the device, so a rollback lowers a
+number, and the next pass overwrites the rejected slots.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...kernels.reference import kv_compact
 
 
 class Cursor:
-    """Where the pass that is running stands; shared by all layers.
+    """The position of the running pass in the cache; shared by all layers.
 
     Attributes:
-        start: () int64, the slot of its first token.
+        start: () int64, the slot of the pass's first token.
         slots: (width,) int64, the slots of its tokens.
     """
 
@@ -29,15 +29,15 @@ class Cursor:
     slots: Tensor
 
     def move_to(self, start: Tensor, width: int) -> None:
-        """Go to the slots from `start` on."""
+        """Move to the `width` slots from `start` on."""
         self.start = start
         self.slots = start + torch.arange(width, device=start.device)
 
 
-class FixedLayer(CacheLayerMixin):
+class StaticKVLayer(CacheLayerMixin):
     """K/V of one layer, (rows, heads, capacity, head size) each."""
 
-    is_compileable = True  # or transformers would leave the mask of a single token away
+    is_compileable = True  # or transformers would omit the mask of a single token
     is_sliding = False
 
     def __init__(self, keys: Tensor, values: Tensor, cursor: Cursor) -> None:
@@ -46,7 +46,7 @@ class FixedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are there."""
+        """Do nothing, since the buffers exist."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the K/V of a pass into its slots; return all slots."""
@@ -59,49 +59,49 @@ class FixedLayer(CacheLayerMixin):
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> Any:
-        """() int64 on the device: the tokens in front of the pass that is running."""
+        """() int64 on the device, the number of tokens before the running pass."""
         return self.cursor.start
 
     def get_max_length(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return self.keys.shape[2]
 
 
-def fixed_cache(like: Cache, rows: int, capacity: int) -> Cache:
-    """Buffers for K/V such as a filled cache holds.
+def static_cache(like: Cache, rows: int, capacity: int) -> Cache:
+    """Allocate a static cache for K/V of the shapes and dtypes of a filled cache.
 
     Args:
-        like: The cache.
-        rows: Sequences.
-        capacity: Slots of each.
+        like: The filled cache.
+        rows: Number of sequences.
+        capacity: Slots per sequence.
     """
     cursor = Cursor()
     layers: Any = []
-    with torch.inference_mode(False):  # calls inside and outside of it write to them
+    with torch.inference_mode(False):  # written to inside and outside of inference mode
         for layer in like.layers:
             keys, values = (part.new_zeros((rows, part.shape[1], capacity, part.shape[3])) for part in _kv(layer))
-            layers.append(FixedLayer(keys, values, cursor))
+            layers.append(StaticKVLayer(keys, values, cursor))
     return Cache(layers=layers)
 
 
 def first_rows(cache: Cache, rows: int) -> Cache:
-    """The first rows of buffers, as buffers of their own in the same memory."""
+    """A view of the first rows of a static cache, in the same memory."""
     cursor = Cursor()
     parts = [_kv(layer) for layer in cache.layers]
-    layers: Any = [FixedLayer(keys[:rows], values[:rows], cursor) for keys, values in parts]
+    layers: Any = [StaticKVLayer(keys[:rows], values[:rows], cursor) for keys, values in parts]
     return Cache(layers=layers)
 
 
-def fixed_bytes(like: Cache, rows: int, capacity: int) -> int:
-    """What [`fixed_cache`] would take."""
+def static_cache_bytes(like: Cache, rows: int, capacity: int) -> int:
+    """The bytes that [`static_cache`] would take."""
     parts = [part for layer in like.layers for part in _kv(layer)]
     return sum(rows * part.shape[1] * capacity * part.shape[3] * part.element_size() for part in parts)
 
 
 def fill(cache: Cache, source: Cache, length: int) -> None:
-    """Copy a cache of `length` tokens into a fixed one; dynamic layers with a window hold only the last of them.
+    """Copy a dynamic cache of `length` tokens into a static one, which may have more rows.
 
-    The fixed one may have more rows.
+    Dynamic sliding-window layers hold only the last tokens.
     """
     for fixed, layer in zip(cache.layers, source.layers, strict=True):
         for into, part in zip(_kv(fixed), _kv(layer), strict=True):
@@ -110,15 +110,15 @@ def fill(cache: Cache, source: Cache, length: int) -> None:
 
 
 def take_rows(layer: Any, source: Any, length: int, rows: list[int]) -> None:
-    """Copy the first `length` slots of some rows, ascending, into the first rows of a layer, which may be the same."""
+    """Copy the first `length` slots of some rows, ascending, into the first rows of a layer, possibly the same."""
     for into, part in zip(_kv(layer), _kv(source), strict=True):
-        for row, taken in enumerate(rows):  # none is written over before it is read
+        for row, taken in enumerate(rows):  # ascending, so no row is overwritten before it is read
             if into[row].data_ptr() != part[taken].data_ptr():
                 into[row, :, :length] = part[taken, :, :length]
 
 
 def give_back(cache: Cache, source: Cache, length: int) -> None:
-    """Copy what [`fill`] took, and the tokens since, back into the dynamic cache; `length` tokens in all."""
+    """Copy a static cache of `length` tokens back into the dynamic cache that [`fill`] copied from."""
     for fixed, layer in zip(cache.layers, source.layers, strict=False):
         any_layer: Any = layer
         start = 0
@@ -129,38 +129,38 @@ def give_back(cache: Cache, source: Cache, length: int) -> None:
         layer.keys, layer.values = (part[:rows, :, start:length].clone() for part in _kv(fixed))
 
 
-class FixedSlots(CacheSlots):
-    """The slots of a batch's fixed cache. Its books are kept on the CPU, so nothing has to be read from the device.
+class StaticCacheSlots(CacheSlots):
+    """The slots of a batch's static cache. Masks and holes are tracked on the CPU, without reads from the device.
 
     Args:
-        cache: The fixed cache.
-        length: Slots that are filled.
-        attention_mask: (rows, length) of the prompt, on the CPU; `None` where nothing is padded.
-        compaction_threshold: Share of holes that is put up with.
+        cache: The static cache.
+        length: Number of filled slots.
+        attention_mask: (rows, length) of the prompt, on the CPU; `None` without padding.
+        compaction_threshold: Largest share of holes before the cache is compacted.
     """
 
     def __init__(self, cache: Cache, length: int, attention_mask: Tensor | None, compaction_threshold: float) -> None:
         super().__init__(cache, length, attention_mask, compaction_threshold, torch.device("cpu"))
 
     def make_room(self, width: int) -> bool:
-        """Take holes away where `width` more slots would not fit; return whether they do now."""
+        """Compact the cache if `width` more slots would not fit; return whether they fit then."""
         most = self.cache.layers[0].get_max_length()
         if self.length + width > most:
             self.settle()
         return self.length + width <= most
 
     def show(self, rows: list[int]) -> None:
-        """Let each row hide what that of `rows` in its place has hidden so far."""
+        """Reorder the masks and holes of the rows."""
         if self.mask is not None:
             self.mask = self.mask[rows]
         if self.holes is not None:
             self.holes = self.holes[rows]
 
     def _crop(self, num_tokens: int) -> None:
-        """Do nothing: what lies behind is written over."""
+        """Do nothing, since the next pass overwrites the slots."""
 
     def _move(self, order: Tensor, total: int) -> None:
-        order = order.to(self.cache.layers[0].keys.device)  # once, since copies to a GPU wait for it
+        order = order.to(self.cache.layers[0].keys.device)  # once, since each upload synchronises with the GPU
         for layer in self.cache.layers:
             keys, values = _kv(layer)
             for part, moved in zip((keys, values), kv_compact(keys, values, order), strict=True):

@@ -14,7 +14,7 @@ from test_prompt_groups import attach_eagerly
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.depth.block_memory import memory_of
+from tide_hf.depth.block_state import block_state_of
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
@@ -92,11 +92,11 @@ def test_a_cache_that_was_cut_back(talk):
     model, cache, ids = talk
     cache.crop(12 - cache.get_seq_length())
     identity = model._tide.routers.block.identity
-    memory = memory_of(copy.deepcopy(cache), identity)
+    memory = block_state_of(copy.deepcopy(cache), identity)
     assert memory.layer.get_seq_length() == 12
-    assert memory.deep_before is None  # of the token that is the last now it is not known
+    assert memory.prev_hidden_state is None  # of the token that is the last now it is not known
     assert drafts_behind(model, cache, ids[:, :16])
-    assert memory_of(cache, identity).deep_before is not None
+    assert block_state_of(cache, identity).prev_hidden_state is not None
 
 
 def test_an_emptied_cache(talk):

@@ -1,10 +1,9 @@
-"""Attention on CPUs in which query heads that share K/V read them where they are.
+"""Attention on CPUs that does not repeat the K/V of grouped query heads (GQA).
 
-Where there is a mask, transformers' `sdpa` copies K/V for every query head that shares them, in every layer and step.
-Over 96 rows that took longer than all products of matrices, and over K/V of a fixed size it copies all of them for each
-token. Query heads may as well stand behind each other as further queries of one head, under the same mask. Of K/V of a
-fixed size those slots that nothing was written to yet can be left out, where it is said how many are filled. Many
-queries, and few over filled slots, have kernels of their own.
+Under a mask, transformers' `sdpa` repeats K/V for every query head of a group, in every layer and step. For 96 rows
+that took longer than all matrix products, and with a static cache it repeats every slot for each token. Instead, the
+query heads of a group are stacked as further queries of one head, under the same mask. Unfilled slots of a static cache
+are skipped where their number is known. Prefill, and decode over a static cache, have kernels of their own.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ from ..kernels.cpu.decode_attention import decode_sdpa
 from ..kernels.cpu.prefill_attention import prefill_sdpa
 from ..routers.block_head import BlockHead
 
-NAME = "tide_shared_heads"
-UNUSUAL = ("position_bias", "softcap", "cache", "s_aux")  # what changes the scores, or where K/V are
+NAME = "tide_gqa"
+OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change the scores, or where K/V are
 
 _changing = Lock()
-# Calls, of several threads, that need it now, and the configs that were changed for them.
+# Number of active users, from several threads, and the configs that were changed for them.
 _users: WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]] = WeakKeyDictionary()
-_filled: ContextVar[Tensor | None] = ContextVar("filled", default=None)
-_may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in a pass over many queries
+_num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
+_may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
 
 
 @contextmanager
 def filled_up_to(end: Tensor) -> Iterator[None]:
-    """Let attention by [`attend`] read no slots from `end` on, () int64 on the CPU; its mask has to hide them."""
-    token = _filled.set(end)
+    """Limit [`attend`] to the slots before `end`, () int64 on the CPU; the mask has to hide the others."""
+    token = _num_filled.set(end)
     try:
         yield
     finally:
-        _filled.reset(token)
+        _num_filled.reset(token)
 
 
 @contextmanager
-def shared_heads(
+def gqa_attention(
     model: PreTrainedModel, block: BlockHead | None = None, may_use_kernels: bool = True
 ) -> Iterator[None]:
-    """Let a model on a CPU that attends by `sdpa` attend in this way, until the last of those that ask for it has done.
+    """Make a model on a CPU use this attention instead of `sdpa`, until the last concurrent user is done.
 
     Args:
-        model: Any model; one that attends otherwise, or knows no other ways to, stays as it is.
-        block: A block that runs with it, if any.
-        may_use_kernels: Whether many queries may have a kernel of their own.
+        model: Any model; one with another attention implementation, or with only one, is not changed.
+        block: The block head that runs with it, if any.
+        may_use_kernels: Whether prefill may use the compiled kernel.
     """
     is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
     if model.device.type != "cpu" or not is_sdpa:
@@ -81,9 +80,9 @@ def shared_heads(
 
 
 def sdpa_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs of those parts of a model that attend by `sdpa` and can attend by another function.
+    """The configs of the submodels that use `sdpa` attention and support other implementations.
 
-    Others stay as they are: an encoder that knows `eager` attention alone raises where it is told of another.
+    Others are left out: an encoder that supports `eager` attention alone raises when another is set.
     """
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     configs = [part.config for part in parts if part._can_set_attn_implementation()]
@@ -91,85 +90,85 @@ def sdpa_configs(model: PreTrainedModel) -> list[Any]:
 
 
 def set_attention(configs: list[Any], name: str) -> None:
-    """Have the parts of a model with these configs attend by the function that is registered as `name`."""
+    """Set the attention implementation `name` on submodels with these configs."""
     for config in configs:
-        config._attn_implementation = {"": name}  # its own alone, not that of the configs in it
+        config._attn_implementation = {"": name}  # this config alone, not its sub-configs
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What `sdpa_attention_forward` does, in a form that suits many queries, or few under a mask.
+    """Drop-in replacement for `sdpa_attention_forward`, without repeated K/V.
 
     Args:
-        module: The attention.
+        module: The attention module.
         query: (rows, heads, width, head_size).
-        key: (rows, shared heads, slots, head_size).
+        key: (rows, KV heads, slots, head_size).
         value: Shaped as `key`.
         attention_mask: (rows, 1, width, slots), if any.
-        kwargs: As there.
+        kwargs: As for `sdpa_attention_forward`.
 
     Returns:
         (rows, width, heads, head_size), and no weights.
     """
     found = None
-    # Dynamo cannot read context variables: it may trace layers of this model in another thread's call.
-    if is_usual(kwargs) and not torch.compiler.is_dynamo_compiling():
-        scale, end, is_masked = kwargs.get("scaling"), _filled.get(), attention_mask is not None
-        may_be_many = end is None and _may_use_kernels.get() and (is_masked or _sees_back(module, kwargs))
-        if may_be_many and not _is_watched(query, key, value):
+    # Dynamo cannot read context variables.
+    if is_plain_attention(kwargs) and not torch.compiler.is_dynamo_compiling():
+        scale, end, is_masked = kwargs.get("scaling"), _num_filled.get(), attention_mask is not None
+        may_prefill = end is None and _may_use_kernels.get() and (is_masked or _is_causal(module, kwargs))
+        if may_prefill and not _needs_pytorch(query, key, value):
             found = prefill_sdpa(query, key, value, attention_mask, scale)
         if found is None and attention_mask is not None:
-            found = attend_joined(query, key, value, attention_mask, scale, end)
+            found = attend_grouped(query, key, value, attention_mask, scale, end)
     if found is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return found, None
 
 
-def is_usual(kwargs: dict[str, Any]) -> bool:
-    """Whether nothing that an attention function is called with changes its scores, or where K/V are."""
-    return not any(kwargs.get(name) is not None for name in UNUSUAL) and not kwargs.get("dropout")
+def is_plain_attention(kwargs: dict[str, Any]) -> bool:
+    """Whether no argument changes the scores or where K/V are, such as a soft cap or attention sinks."""
+    return not any(kwargs.get(name) is not None for name in OTHER_SEMANTICS) and not kwargs.get("dropout")
 
 
-def _is_watched(*tensors: Tensor) -> bool:
-    """Whether somebody looks at every operation, or asks of it what a kernel lacks: gradients, other dtypes."""
-    is_looked_at = is_in_torch_dispatch_mode(include_infra_modes=False)  # traces may see kernels
+def _needs_pytorch(*tensors: Tensor) -> bool:
+    """Whether a dispatch mode, gradients or autocast are active, which kernels do not support."""
+    has_mode = is_in_torch_dispatch_mode(include_infra_modes=False)  # traces may contain kernels
     has_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-    return is_looked_at or has_gradients or torch.is_autocast_enabled("cpu")
+    return has_mode or has_gradients or torch.is_autocast_enabled("cpu")
 
 
-def _sees_back(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether without a mask a token sees those before it alone."""
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether attention without a mask is causal."""
     is_causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def attend_joined(
+def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None = None
 ) -> Tensor | None:
-    """With query heads that share K/V behind each other, as queries of one head; `None` where that has no gain.
+    """Attend with the query heads of a group stacked as queries of one head; `None` where that gains nothing.
 
     Args:
         query: (rows, heads, width, head_size).
-        key: (rows, shared heads, slots, head_size).
+        key: (rows, KV heads, slots, head_size).
         value: Shaped as `key`.
         mask: (rows, 1, width, slots).
-        scale: Of the scores; `None` is the usual one.
-        end: () int64 on the CPU, the slots that are filled, if the others are to be left out.
+        scale: Scale of the scores; default: 1 / sqrt(head_size).
+        end: () int64 on the CPU, the number of filled slots; `None` to read all.
 
     Returns:
         (rows, width, heads, head_size).
     """
     rows, heads, width, size = query.shape
-    shared = key.shape[1]
-    group = heads // shared
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
     is_usual = mask.shape[1] == 1 and key.shape == value.shape
-    is_narrow = group * width <= 2 * heads * size  # it is the mask that is copied: no more of it than of K/V
+    is_narrow = group * width <= 2 * heads * size  # the mask is repeated, so it should be no larger than K/V
     has_gain = end is not None or group > 1
     if not (has_gain and is_usual and is_narrow):
         return None
-    joined = query.reshape(rows, shared, group * width, size)
-    output = _attended(joined, key, value, mask.repeat(1, 1, group, 1), end, scale)
+    grouped = query.reshape(rows, kv_heads, group * width, size)
+    output = _attended(grouped, key, value, mask.repeat(1, 1, group, 1), end, scale)
     return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
 
 
@@ -178,13 +177,13 @@ def _attended(
 ) -> Tensor:
     if end is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    if mask.dtype is torch.bool:  # or each call would make it into numbers once more
+    if mask.dtype is torch.bool:  # converted once, rather than by each call
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     found = decode_sdpa(query, key, value, mask, end, scale)
     return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale) if found is None else found
 
 
-# An op, since how much of K/V it reads is known in each run alone.
+# An op, since the number of slots that it reads differs from run to run.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define("attend_filled(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float? scale) -> Tensor")
 

@@ -1,4 +1,4 @@
-"""Passes over several tokens, as those that verify drafts: where they give what a token by itself would."""
+"""Multi-token passes, such as verify passes: where they give the logits of token-by-token decoding."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from ..base_model.structure import DecoderStructure, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .kv_cache import crop, start_recording
 
-WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # the masks of these models know of none
-SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # names in configs: how many keys a token chooses at most
+WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # these models' masks ignore the window
+SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config names: the most keys that a token selects
 
 PROBE_LENGTH = 8
-VERIFY_WIDTH = 4  # tokens of the probe that are read at once through the cache
-SMALL_LIMIT = 64  # tokens; a probe beyond a larger limit would take too long
-# Names in a config of what a token's attention is limited to: a window, a chunk, a number of keys or of blocks.
+VERIFY_WIDTH = 4  # tokens of the probe in one pass over the cache
+SMALL_LIMIT = 64  # tokens; probing beyond a larger limit would take too long
+# Config names of limits on attention: a window, a chunk, a number of keys or of blocks.
 LIMIT_NAMES = re.compile("window|chunk|block|top_?k")
 
 
-def wide_pass_limit(config: Any) -> tuple[str, int] | None:
-    """Up to how many tokens a pass over several attends to the same keys as token by token; `None`: any number.
+def multi_token_limit(config: Any) -> tuple[str, int] | None:
+    """The length up to which a multi-token pass attends to the same keys as token-by-token decoding, if limited.
 
-    Beyond a window that the cache alone keeps to, it attends to more. Where a token chooses the keys that score best
-    (DeepSeek Sparse Attention, Doge), scores that are equal are told apart by the shape of the pass.
+    Beyond a window that only the cache enforces, such a pass attends to more keys. Where a token selects its top-k keys
+    (DeepSeek Sparse Attention, Doge), ties are broken by the shape of the pass.
 
     Args:
         config: The base model's text config.
 
     Returns:
-        What the config calls it, and the limit.
+        The config's name for the limit and its value; `None` without a limit.
     """
     names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
     limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}
     return min(limits.items(), key=lambda item: item[1], default=None)
 
 
-def check_wide_passes(config: Any, num_slots: int) -> None:
-    """Refuse to draft where a pass over several tokens may attend to other keys than token by token.
+def check_multi_token_passes(config: Any, num_slots: int) -> None:
+    """Refuse to draft where a multi-token pass may attend to other keys than token-by-token decoding.
 
     Args:
         config: The base model's text config.
         num_slots: Tokens of prompt and answer, padding included.
 
     Raises:
-        UnsupportedOptionError: It is a model that is so, and the answer may go beyond its limit.
+        UnsupportedOptionError: The answer may exceed the model's limit.
     """
-    found = wide_pass_limit(config)
+    found = multi_token_limit(config)
     if found is not None and num_slots > found[1]:
         raise UnsupportedOptionError(
             describe(
@@ -64,20 +64,20 @@ def check_wide_passes(config: Any, num_slots: int) -> None:
 
 
 def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Prove on a tiny probe that passes of any width through a cache give the model's logits, and its parts them.
+    """Check on a tiny probe that the model's logits do not depend on the width of a pass, and as `check_parity`.
 
-    Three passes: all tokens, some of them once more at once, and one by itself. Only the first where the model keeps a
-    recurrent state, since it never verifies drafts.
+    Three passes: all tokens, a few of them again in one pass over the cache, and single ones. Models with a recurrent
+    state, which never verify drafts, run the first alone.
 
-    In reduced precision, rounding sends a token to another expert now and then. So there, most tokens of the wide pass
-    have to agree, and of those that are read one by one the first that does is enough.
+    In reduced precision, rounding may route a token to another expert. So the median token of the multi-token pass has
+    to agree there, and one of the single tokens.
 
     Args:
         model: The base model.
         structure: What `find_structure` found.
 
     Raises:
-        UnsupportedModelError: The logits differ, or as `check_parity`.
+        UnsupportedModelError: The logits differ, or `check_parity` fails.
     """
     if structure.is_recurrent:
         check_parity(model, structure)
@@ -105,11 +105,11 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
 
 
 def _probe_length(model: PreTrainedModel) -> int:
-    """Tokens of a probe that goes beyond small limits of attention, but for those that calls are refused beyond."""
+    """The length of a probe that exceeds small attention limits, but none beyond which calls are refused."""
     config = model.config.get_text_config()
     named = [value for name, value in vars(config).items() if LIMIT_NAMES.search(name) and type(value) is int]
     length = max(PROBE_LENGTH, *(2 * VERIFY_WIDTH + value for value in named if value <= SMALL_LIMIT), 0)
-    refused = wide_pass_limit(config)
+    refused = multi_token_limit(config)
     limits = (*rope_limits(config).values(), last_position(config), refused and refused[1])
     return min(length, *(limit for limit in limits if limit), length)
 
@@ -120,7 +120,7 @@ def _crop(cache: DynamicCache, num_tokens: int) -> None:
 
 
 def _differences(logits: Tensor, expected: Tensor) -> Tensor:
-    """How far logits (..., vocabulary) are from the expected ones, in units of the spread of these."""
+    """Distance of logits (..., vocabulary) from the expected ones, relative to the norm of these around their mean."""
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     return (logits - expected).norm(dim=-1) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tide_hf.engines.steps.module_facts import hooks_of, settings_of
+from tide_hf.engines.steps.module_guards import hooks_of, settings_of
 
 
 @pytest.mark.parametrize(

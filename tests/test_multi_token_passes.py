@@ -12,8 +12,8 @@ from transformers.cache_utils import StaticIndexedLayer
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
-from tide_hf.depth import kv_cache, wide_passes
-from tide_hf.depth.wide_passes import check_widths
+from tide_hf.depth import kv_cache, multi_token_passes
+from tide_hf.depth.multi_token_passes import check_widths
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 MOSHI = {name: value for name, value in _COMMON.items() if name != "intermediate_size"}
@@ -47,8 +47,8 @@ def test_tokens_up_to_the_limit_are_plain_decodings_and_beyond_it_nothing_drafts
 def test_the_probe_finds_such_a_family_that_is_not_known(family, monkeypatch):
     model = limited_model(family, seed=1)
     check_widths(model, find_structure(model))
-    monkeypatch.setattr(wide_passes, "SPARSE_ATTENTION", ())
-    monkeypatch.setattr(wide_passes, "WINDOW_IN_CACHE_ALONE", frozenset())
+    monkeypatch.setattr(multi_token_passes, "SPARSE_ATTENTION", ())
+    monkeypatch.setattr(multi_token_passes, "WINDOW_IN_CACHE_ALONE", frozenset())
     with pytest.raises(UnsupportedModelError, match="has other logits in a pass over several tokens than token by"):
         TIDEModelForCausalLM.attach(model)
     assert type(model).__module__.startswith("transformers")

@@ -1,4 +1,4 @@
-"""Make an engine ready before the first answer: calls in which every step runs that answers are likely to need."""
+"""Warm an engine up before the first answer: calls that run every step that answers are likely to need."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ..speculation.drafters import UNREAD, Draft, Drafter
 from ..speculation.engine import DraftEngine
 from ..speculation.policy import Option, choose
 from ..speculation.rows import RowCriterion
+from .steps.progress import WarmUp
 from .steps.step_buffers import WIDTHS
-from .steps.warm_up import WarmUp
 
-# Tokens of prompts: a linear layer may read its weights in another form for each of these numbers.
+# Prompt lengths, each of which may use another weight layout.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)
-ANSWER_LENGTH = 2 * sum(WIDTHS)  # room for what is drafted
+ANSWER_LENGTH = 2 * sum(WIDTHS)  # room for the drafts
 
 
 class WarmUpDrafter:
-    """Drafts a token with a head, and then as many as each width of a verify pass takes, right or wrong.
+    """Drafts one token with each head, then arbitrary tokens for each width of a verify pass.
 
     Args:
         engine: Runs the draft heads.
-        exit_layers: The heads' layers.
-        widths: Of verify passes.
+        exit_layers: Exit layers of the heads.
+        widths: Widths of verify passes.
 
     Attributes:
-        rounds: What is still to be drafted: `("draft", exit_layer)` or `("verify", width)`.
+        rounds: Rounds that are left: `("draft", exit_layer)` or `("verify", width)`.
     """
 
     def __init__(self, engine: DraftEngine, exit_layers: Iterable[int], widths: Iterable[int]) -> None:
@@ -45,7 +45,7 @@ class WarmUpDrafter:
         self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """Draft what is next."""
+        """Draft for the next round."""
         kind, size = self.rounds.pop() if self.rounds else ("verify", 1)
         if kind == "verify" or min(limits) < 1:
             return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
@@ -57,11 +57,11 @@ class WarmUpDrafter:
         return [Draft().add([token], "warm-up", size) for token in tokens]
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        """Learn nothing."""
+        """Ignore the outcome."""
 
 
-class _Enough(RowCriterion):
-    """Ends all rows once nothing is left to be drafted."""
+class _StopAfterWarmUp(RowCriterion):
+    """Ends all rows once no rounds are left."""
 
     def __init__(self) -> None:
         self.drafter: WarmUpDrafter | None = None
@@ -71,13 +71,13 @@ class _Enough(RowCriterion):
 
 
 def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int], max_length: int) -> float:
-    """Make an engine ready; see `TIDEGenerationMixin.tide_warm_up`.
+    """Warm an engine up; see `TIDEGenerationMixin.tide_warm_up`.
 
     Args:
         model: The attached model.
-        attachment: What TIDE added to it.
-        engine: One that has to be made ready.
-        numbers: Of the sequences of a call, descending: fewer share the memory of more.
+        attachment: TIDE's state of the model.
+        engine: Name of the engine.
+        numbers: Batch sizes, descending, since smaller batches share the memory of larger ones.
         max_length: Most tokens of prompt and answer.
 
     Returns:
@@ -97,7 +97,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
 
 
 def compile_kernels(attachment: Attachment) -> float:
-    """Have the kernels compiled that eager calls use where they are there; return the seconds that it took."""
+    """Compile the kernels that eager calls use once they are cached; return the seconds that it took."""
     dtypes = weight_dtypes(attachment.gates()) & VALUES.keys() if attachment.use_kernels is not False else ()
     missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
     counter = WarmUp("Compiling kernels for this CPU", "kernels")
@@ -109,15 +109,15 @@ def compile_kernels(attachment: Attachment) -> float:
 
 
 def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:
-    """Rows, and whether they are padded: a batch is read together, or in groups of about one length."""
+    """Batch sizes, and whether rows are padded: prefill runs a batch at once, or in groups of similar length."""
     return {(1, False), (2, False), (2, True), (most_rows, True)} if most_rows > 1 else {(1, False)}
 
 
 def checked_rows(rows: Any, max_length: Any) -> list[int]:
-    """The numbers of sequences, descending.
+    """Validate batch sizes and return them in descending order.
 
     Raises:
-        ConfigurationError: These, or that of tokens, are none.
+        ConfigurationError: `rows` or `max_length` is not a positive integer.
     """
     numbers = list(rows) if isinstance(rows, Iterable) else [rows]
     bad = [("max_length", max_length)] if not _is_count(max_length) else []
@@ -143,24 +143,24 @@ def _is_count(value: object) -> bool:
 def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
-    """One call, on any tokens: every step runs in it, or, where there is room for one token, the prompt alone."""
-    enough = _Enough()
+    """Run one call on arbitrary tokens: every step, or prefill alone if only one token may be generated."""
+    criterion = _StopAfterWarmUp()
 
     def make(_attachment: Attachment, _prompts: list[list[int]], engine: Any) -> WarmUpDrafter:
-        enough.drafter = WarmUpDrafter(engine, _layers_to_draft(attachment, engine), engine.widths or WIDTHS)
-        return enough.drafter
+        criterion.drafter = WarmUpDrafter(engine, _layers_to_draft(attachment, engine), engine.widths or WIDTHS)
+        return criterion.drafter
 
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
-    ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows that are alike would be read once
+    ids = (columns + row[:, None]) % attachment.structure.vocab_size  # prefill runs equal rows once
     mask = torch.ones_like(ids)
-    if padded:  # which takes graphs of its own
+    if padded:  # padding needs other graphs
         mask[1:, 0] = 0
     with _drafting_by(attachment, make):
         model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=max(1, max_length - length),
-            stopping_criteria=[enough],
+            stopping_criteria=[criterion],
             tide_mode="self_speculative",
             tide_engine=engine,
             tide_strict=True,
@@ -174,9 +174,9 @@ def _run(
 
 
 def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
-    """The layer of the head that the policy would choose if costs went by depth, if any."""
+    """The exit layer of the head that the policy would choose at costs proportional to depth, if any."""
     costs = CostTable(attachment.structure.num_layers, attachment.structure.head_share, WIDTHS)
-    for _ in range(2):  # the first is not believed
+    for _ in range(2):  # the first measurement is discarded
         costs.record(("verify", 1), 1.0)
     priors = head_priors(attachment, engine)
     choice = choose([Option("head", ((prior, WIDTHS[-1] - 1),), layer) for layer, prior in priors.items()], costs)
@@ -185,7 +185,7 @@ def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
 
 @contextmanager
 def _drafting_by(attachment: Attachment, make: Callable[..., Drafter]) -> Iterator[None]:
-    """Let calls of this thread, and of no other, draft by what `make` makes."""
+    """Make calls of this thread, and of no other, use the drafter that `make` returns."""
     before, own = attachment.make_drafter, get_ident()
     attachment.make_drafter = lambda *args: make(*args) if get_ident() == own else before(*args)
     try:

@@ -1,4 +1,4 @@
-"""What making an engine ready takes, and a line on the terminal that shows it while somebody waits."""
+"""Count what warm-up takes, and show it in a progress line on the terminal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from transformers.utils import logging
 
 
 class WarmUp:
-    """Counts what is made ready once and kept from call to call.
+    """Counts steps or kernels that are prepared once and kept between calls.
 
-    The line obeys `transformers.utils.logging.disable_progress_bar`, and is only drawn on a terminal.
+    The progress line obeys `transformers.utils.logging.disable_progress_bar`, and is only drawn on a terminal.
 
     Args:
-        description: What is being done, for the line.
-        unit: What is counted, in the plural.
+        description: Label of the line.
+        unit: Name of what is counted, in the plural.
 
     Attributes:
-        num_made: Things made ready so far.
-        seconds: What that took.
-        bytes: Device memory that it took.
+        num_made: Number prepared so far.
+        seconds: Time that they took.
+        bytes: Device memory that they took.
     """
 
     def __init__(self, description: str, unit: str) -> None:
@@ -31,15 +31,15 @@ class WarmUp:
         self._shown = 0
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles count for themselves."""
+        """Leave counts out of copies and pickles."""
         return WarmUp, (self.description, self.unit)
 
     @contextmanager
     def shown(self, *, is_due: bool = False) -> Iterator[None]:
-        """A call, or several in turn, in which things may have to be made ready: the line ends with the outermost.
+        """Show the line while steps are prepared within; nested uses share one line.
 
         Args:
-            is_due: Draw the line at once, since something will be.
+            is_due: Whether to draw the line at once.
         """
         if is_due:
             self._draw()
@@ -53,7 +53,7 @@ class WarmUp:
                 self._line = None
 
     def add(self, number: int, seconds: float, num_bytes: int = 0) -> None:
-        """Count what was made ready."""
+        """Add what was prepared."""
         self.num_made, self.seconds, self.bytes = self.num_made + number, self.seconds + seconds, self.bytes + num_bytes
         if number:
             self._draw()

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.shared_heads import shared_heads
+from tide_hf.engines.gqa_attention import gqa_attention
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -43,7 +43,7 @@ def last_logits(model, width=1):
 def test_every_family_computes_what_it_did(family, width):
     model = tiny_model(family, attention="sdpa")
     expected, _ = last_logits(model, width)
-    with shared_heads(model):
+    with gqa_attention(model):
         found, _ = last_logits(model, width)
     torch.testing.assert_close(found, expected)
     assert model.config._attn_implementation == "sdpa"
@@ -57,7 +57,7 @@ def test_heads_are_not_copied_where_they_are_shared(tiny_llama, width):
     packs = width == 1 and hasattr(sdpa_attention, "pack_gqa")  # transformers 5.23 does the same, for one token
     plain = {shared if packs else heads}
     assert last_logits(model, width)[1] == plain
-    with shared_heads(model):
+    with gqa_attention(model):
         assert last_logits(model, width)[1] == {shared}
     assert last_logits(model, width)[1] == plain
 
@@ -67,14 +67,14 @@ def test_the_mask_is_not_copied_where_that_is_the_larger_copy(tiny_llama):
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
     width = 2 * config.num_attention_heads * config.head_dim // group
-    with shared_heads(model):
+    with gqa_attention(model):
         assert last_logits(model, width)[1] == {config.num_key_value_heads}
         assert last_logits(model, width + 1)[1] == {config.num_attention_heads}
 
 
 def test_the_models_own_attention_comes_back_after_an_error(tiny_llama):
     model = tiny_llama()
-    with pytest.raises(RuntimeError, match="enough"), shared_heads(model):
+    with pytest.raises(RuntimeError, match="enough"), gqa_attention(model):
         raise RuntimeError("enough")
     assert model.config._attn_implementation == "sdpa"
 
@@ -82,6 +82,6 @@ def test_the_models_own_attention_comes_back_after_an_error(tiny_llama):
 def test_a_model_that_attends_otherwise_stays_as_it_is(tiny_llama):
     model = tiny_llama()
     model.set_attn_implementation("eager")
-    with shared_heads(model):
+    with gqa_attention(model):
         assert model.config._attn_implementation == "eager"
     assert model.config._attn_implementation == "eager"

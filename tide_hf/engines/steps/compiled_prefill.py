@@ -1,9 +1,9 @@
-"""The layers of a pass that reads a prompt, as Inductor graphs for any number of tokens.
+"""The layers of prefill as Inductor graphs with dynamic shapes.
 
-Between a layer's products of matrices a prompt spends a fifth to a third of its time: forty small operations, each of
-which reads and writes all tokens. The native forward of a layer is traced with the sizes of its inputs left open, and
-compiled once for all layers of a kind. What the trace asked of sizes, such as which form of the weights is the fastest
-for so many rows, bounds those that a graph serves; others get a graph of their own.
+Prefill spends a fifth to a third of its time between matrix products, in forty small operations per layer, each of
+which reads and writes all tokens. The native forward of a layer is traced with symbolic sizes and compiled once for all
+layers of a kind. Guards on sizes, such as the choice of the fastest weight layout, bound the sizes that a graph serves;
+others get a graph of their own.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ...common.errors import first_line
 from ...depth.gates import LayerGate
 from ...kernels.compile_cache import compiling
 from .layer_graphs import LayerArguments, LayerGraph, LayerGraphs
+from .progress import WarmUp
 from .step_graphs import Sizes, traced_for_sizes
-from .warm_up import WarmUp
 
-MOST_GRAPHS = 8  # of a layer, by sizes; for further ones it runs as it is
+MAX_GRAPHS = 8  # per layer, by sizes; further sizes run natively
 
 logger = logging.getLogger(__name__)
 
 
-class CompiledPrompts:
-    """Runs layers that write the first tokens of a cache compiled where it can, and natively where it cannot.
+class CompiledPrefill:
+    """Runs the layers of prefill compiled where possible, else natively.
 
     Args:
-        compile_graph: As `StepCompiler` takes it.
+        compile_graph: As for `StepCompiler`.
         warm_up: Counts what compiling takes.
 
     Attributes:
@@ -52,12 +52,12 @@ class CompiledPrompts:
         self._graphs: defaultdict[tuple, list[tuple[Sizes, LayerGraph]]] = defaultdict(list)
 
     def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer as `gate.native` would."""
+        """Run a layer in place of `gate.native`."""
         arguments = LayerArguments(args, kwargs)
         others = [leaf for leaf in arguments.leaves if not isinstance(leaf, Tensor)]
         is_plain = all(leaf is None or isinstance(leaf, (bool, int, float, str)) for leaf in others)
         is_own = is_plain and gate.replaced is None and type(gate.module) not in self.refused
-        if is_in_torch_dispatch_mode() or not is_own or not _is_first(arguments, gate):  # the first: somebody looks on
+        if is_in_torch_dispatch_mode() or not is_own or not _is_first(arguments, gate):  # a dispatch mode is active
             return gate.native(*args, **kwargs)
         inputs = [tensor.contiguous() for tensor in arguments.tensors]
         kinds = tuple((tensor.ndim, tensor.dtype) for tensor in inputs)
@@ -71,8 +71,8 @@ class CompiledPrompts:
                 arguments.cache.update(*stored, gate.layer_idx)
             self.num_compiled += 1
             return gate.with_state(None, state)
-        output = gate.native(*args, **kwargs)  # before it is traced, so that linear layers have their weights' forms
-        if len(known) < MOST_GRAPHS:
+        output = gate.native(*args, **kwargs)  # before tracing, so that weights are converted to their layouts
+        if len(known) < MAX_GRAPHS:
             self._add_to(known, gate, arguments, inputs)
         return output
 
@@ -84,7 +84,7 @@ class CompiledPrompts:
         inputs: list[Tensor],
     ) -> None:
         def layer(*tensors: Tensor) -> tuple[Tensor, ...]:
-            cache = _FirstTokens()
+            cache = _TracedEmptyCache()
             args, kwargs = arguments.rebuilt(tensors, cache)
             state = gate.state_of(gate.native(*args, **kwargs))
             return state.contiguous(), *cache.stored
@@ -95,17 +95,17 @@ class CompiledPrompts:
                 graph: Any = self._layers.graph_of(layer, inputs)
                 graph(*inputs)
             known.append((graph.function.sizes, graph))
-        except (RuntimeError, AssertionError) as error:  # as of steps
+        except (RuntimeError, AssertionError) as error:  # as for steps
             self.refused[type(gate.module)] = reason = first_line(error)
-            logger.info("%s reads prompts uncompiled: %s", type(gate.module).__name__, reason)
+            logger.info("%s runs prefill uncompiled: %s", type(gate.module).__name__, reason)
         num_new, seconds = self._layers.num_compiled - num_before, perf_counter() - start
         self._warm_up.add(num_new, seconds)
         if num_new:
-            logger.info("layers of a prompt compiled: %.2f s", seconds)
+            logger.info("layers of prefill compiled: %.2f s", seconds)
 
 
 class _ForSizes:
-    """A graph that is compiled, and the sizes that it is for."""
+    """A compiled graph, and the sizes that it serves."""
 
     def __init__(
         self, compile_graph: Callable[..., Callable[..., Any]], graph: fx.GraphModule, inputs: list[Tensor]
@@ -117,8 +117,8 @@ class _ForSizes:
         return self._compiled(*inputs)
 
 
-class _FirstTokens:
-    """What a layer sees of an empty cache while it is traced."""
+class _TracedEmptyCache:
+    """Stands for an empty cache while a layer is traced."""
 
     def __init__(self) -> None:
         self.stored: tuple[Tensor, ...] = ()
@@ -129,12 +129,12 @@ class _FirstTokens:
         return key_states, value_states
 
     def get_seq_length(self, *_args: Any) -> int:
-        """No tokens are stored."""
+        """Zero tokens."""
         return 0
 
 
 def _is_first(arguments: LayerArguments, gate: LayerGate) -> bool:
-    """Whether a layer is about to write the first tokens of a cache that grows."""
+    """Whether a layer is about to write the first tokens of a dynamic cache."""
     if arguments.place is None or len(arguments.cache.layers) <= gate.layer_idx:
         return False
     layer = arguments.cache.layers[gate.layer_idx]

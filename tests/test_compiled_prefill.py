@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps import compiled_prompts
-from tide_hf.engines.steps.compiled_prompts import MOST_GRAPHS
+from tide_hf.engines.steps import compiled_prefill
+from tide_hf.engines.steps.compiled_prefill import MAX_GRAPHS
 from tide_hf.kernels.cpu.prefill_attention import MIN_QUERIES
 
 
@@ -116,8 +116,8 @@ def test_making_graphs_is_part_of_the_warm_up(tiny_llama):
 
 
 def test_there_are_so_many_graphs_of_a_layer_at_most(tiny_llama, monkeypatch):
-    monkeypatch.setattr(compiled_prompts, "MOST_GRAPHS", 1)
-    assert MOST_GRAPHS > 1
+    monkeypatch.setattr(compiled_prefill, "MAX_GRAPHS", 1)
+    assert MAX_GRAPHS > 1
     prompts_of, counts = check(tiny_llama(), [prompts(length) for length in (9, MIN_QUERIES, MIN_QUERIES, 9)])
     assert counts == [1, 0, 0, 0]
     assert prompts_of.num_compiled == LAYERS
@@ -152,7 +152,7 @@ def test_what_cannot_be_traced_is_read_natively_and_said_once(tiny_llama, monkey
     assert counts == [0, 0]
     assert prompts_of.num_compiled == 0
     assert list(prompts_of.refused) == [type(model.model.layers[0])]
-    assert sum("reads prompts uncompiled" in record.message for record in caplog.records) == 1
+    assert sum("runs prefill uncompiled" in record.message for record in caplog.records) == 1
 
 
 def test_those_who_count_operations_see_them_all(tiny_llama):
