@@ -108,7 +108,7 @@ def test_the_options_have_the_names_of_the_function_s():
     ("arguments", "message"),
     [
         (["MODEL", "--output-dir", "FILE"], "the output folder cannot be used"),
-        (["no/such/model", "--output-dir", "OUT"], "no/such/model cannot be loaded"),
+        (["no/such/model", "--output-dir", "OUT"], "no base model at no/such/model"),
         (["MODEL", "--output-dir", "OUT", "--exit-layers", "9"], "exit layer out of range"),
     ],
 )

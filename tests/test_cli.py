@@ -96,7 +96,7 @@ def test_an_error_is_explained_on_standard_error(tiny_model_folder, monkeypatch,
     ids=["argument", "pipe", "demo", "benchmark"],
 )
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(arguments):
-    code = "import sys; from tide_hf import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from tide_hf.cli import main as cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, input="\n")
     assert done.stdout == "2 False\n"
@@ -115,13 +115,13 @@ def test_debug_shows_the_traceback(tmp_path, capsys, caplog):
     assert main(["demo", "--debug", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
-    assert f"tide-hf: {tmp_path} cannot be loaded" in err
+    assert f"tide-hf: no base model at {tmp_path}" in err
 
 
 @pytest.mark.parametrize(("options", "said"), [([], False), (["--debug"], True)])
 def test_debug_logs_what_goes_on_inside(tmp_path, options, said):
     code = (
-        "import logging, sys; from tide_hf import cli; "
+        "import logging, sys; from tide_hf.cli import main as cli; "
         "cli._run = lambda args: logging.getLogger('tide_hf.some.where').info('begun'); cli.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, "demo", *options]
@@ -141,7 +141,7 @@ def test_an_interrupt_while_a_command_loads_ends_quietly(monkeypatch, capsys):
     def interrupt(name, package):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tide_hf.cli.import_module", interrupt)
+    monkeypatch.setattr("tide_hf.cli.main.import_module", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -166,7 +166,7 @@ def test_streams_that_are_closed_count_as_empty():
 
 
 def test_characters_that_the_output_does_not_know_are_replaced():
-    code = "from tide_hf import cli; cli._run = lambda args: print('a\u65e5\xe9'); cli.main(['demo'])"
+    code = "from tide_hf.cli import main as cli; cli._run = lambda args: print('a\u65e5\xe9'); cli.main(['demo'])"
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONIOENCODING": "cp1252"}
     done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=environment)
@@ -192,7 +192,7 @@ def test_progress_bars_vanish_where_there_is_no_terminal(tiny_model_folder, monk
 @pytest.mark.parametrize("inside", [True, False], ids=["installed", "source tree"])
 def test_shipped_routers_are_found(tmp_path, monkeypatch, inside):
     package = tmp_path / "tide_hf"
-    monkeypatch.setattr(loading, "__file__", str(package / "loading.py"))
+    monkeypatch.setattr(loading, "__file__", str(package / "hub" / "load.py"))
     assert loading.shipped_routers("org/name") is None
     folder = (package if inside else tmp_path) / "model_cards" / "org--name"
     folder.mkdir(parents=True)

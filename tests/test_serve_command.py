@@ -17,6 +17,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli import main as cli
 from tide_hf.cli import serve
 from tide_hf.cli.parser import make_parser
+from tide_hf.common.errors import ConfigurationError
 from tide_hf.generation import TIDEGenerationMixin
 
 for package in ("fastapi", "uvicorn", "openai"):
@@ -115,7 +116,6 @@ def test_a_server_from_the_command_line_takes_the_options_of_transformers(tiny_m
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "early_exit"], "--mode early_exit, which needs them"),
         (["--routers", "no/such/routers"], "no routers at no/such/routers"),
         (["--port", "8001", "--continuous-batching"], "TIDE does not decode in continuous batches"),
     ],
@@ -124,6 +124,13 @@ def test_errors_are_explained_before_a_model_is_loaded(tiny_model_folder, monkey
     monkeypatch.setattr(ModelManager, "_load_model", lambda *_, **__: pytest.fail("it loads"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(["serve", str(tiny_model_folder), *arguments], message)
+
+
+def test_a_mode_that_needs_routers_is_refused_without_any(tiny_llama, tiny_model_folder):
+    """Those that come with the library are found by the model's head, so it has to be loaded."""
+    args = parsed(str(tiny_model_folder), "--mode", "early_exit")
+    with pytest.raises(ConfigurationError, match="got --mode early_exit, which needs them"):
+        serve.attach_warmed_up(tiny_llama(), args, serve.named_routers(args))
 
 
 def test_an_option_that_nobody_knows_is_refused_before_a_model_is_loaded(tiny_model_folder, monkeypatch, capsys):

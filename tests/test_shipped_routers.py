@@ -25,7 +25,7 @@ def shipped(tmp_path, tiny_llama, monkeypatch):
         routers = TIDERouters.for_model(model, exit_layers=[2])
         routers.config.base_model_name_or_path = name.replace("--", "/")
         routers.save_pretrained(cards / name)
-    monkeypatch.setattr(loading, "__file__", str(cards.parent / "loading.py"))
+    monkeypatch.setattr(loading, "__file__", str(cards.parent / "hub" / "load.py"))
     return cards / "org--tiny"
 
 

@@ -1,6 +1,6 @@
-"""A base model: where its parts are, how its logits are made, and what it is given.
+"""The base model: where its parts are, how its logits are computed, and which inputs it takes.
 
-`structure` finds the decoder layers, the final norm and the head; `unembed` turns hidden states into logits, and
-`parity` proves that it does. `inputs` knows what belongs to a prompt alone (images, token types), `adapters` what PEFT
-adds, and `compilation` what `torch.compile` has taken in.
+`structure` finds the decoder layers, the final norm and the head; `unembed` maps hidden states to logits, and `parity`
+checks both on a probe. `inputs` knows which inputs belong to prefill alone (images, token types), `adapters` handles
+PEFT, and `compilation` refuses models under `torch.compile`.
 """

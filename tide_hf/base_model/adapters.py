@@ -1,4 +1,4 @@
-"""Adapters of PEFT: the model inside them, and what a verify pass has to know about them."""
+"""PEFT adapters: the model inside them, and which of them verify passes support."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .structure import DecoderStructure
 
-# Arguments that PEFT hands to its layers by hooks while `generate` runs.
+# Arguments that PEFT passes to its layers through hooks during `generate`.
 BY_ROW = "adapter_names"  # one adapter for each row of the batch
-BY_POSITION = "alora_offsets"  # activated LoRA: how many tokens, from the end, an adapter works on
+BY_POSITION = "alora_offsets"  # activated LoRA: the number of last tokens that an adapter applies to
 
 
 def base_inside(model: Any) -> Any:
@@ -20,13 +20,13 @@ def base_inside(model: Any) -> Any:
 
 
 def check_wrapper(model: Any) -> None:
-    """Refuse a `PeftModel` whose adapter is no part of the layers.
+    """Refuse a `PeftModel` with prompt learning, whose adapter is not in the layers.
 
     Args:
-        model: What the caller passed, wrapped or not.
+        model: The caller's model, wrapped or not.
 
     Raises:
-        UnsupportedModelError: It puts virtual tokens in front of the prompt.
+        UnsupportedModelError: The adapter prepends virtual tokens to the prompt.
     """
     config = getattr(model, "active_peft_config", None)
     if config is not None and getattr(config, "is_prompt_learning", False):
@@ -41,14 +41,14 @@ def check_wrapper(model: Any) -> None:
 
 
 def check_adapters(model: Any, structure: DecoderStructure) -> None:
-    """Refuse adapters that treat a pass over several tokens otherwise than several passes over one.
+    """Refuse adapters for which a multi-token pass differs from token-by-token decoding.
 
     Args:
         model: The attached model, while `generate` runs.
         structure: Its structure.
 
     Raises:
-        UnsupportedOptionError: There is such an adapter.
+        UnsupportedOptionError: Such an adapter is active.
     """
     owner = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
     problems = {
@@ -68,7 +68,7 @@ def check_adapters(model: Any, structure: DecoderStructure) -> None:
 
 
 def has_adapters_by_row(model: Any, structure: DecoderStructure) -> bool:
-    """Whether this call of `generate` gave each row an adapter of its own, so that rows must keep their places."""
+    """Whether this call of `generate` uses one adapter per row, so that rows must not be reordered."""
     return BY_ROW in _hooked_arguments(model, structure)
 
 

@@ -1,4 +1,4 @@
-"""Models that `torch.compile` has taken in: what is compiled runs every layer."""
+"""Models under `torch.compile`, which always run every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
-    """Refuse a model in which something that TIDE has to decide about was compiled.
+    """Refuse a model in which `torch.compile` wraps decoder layers or MLPs.
 
     Args:
         model: The attached model.
@@ -40,19 +40,19 @@ def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
 
 
 def leave_uncompiled(generation_config: Any) -> None:
-    """Keep `generate` from compiling passes, of which the model decides what they run while they run.
+    """Keep `generate` from compiling passes, since gates decide at run time which layers run.
 
     Args:
-        generation_config: Of this call.
+        generation_config: Generation config of this call; changed in place.
     """
     if generation_config.compile_config is not None and not generation_config.disable_compile:
-        _say_that_it_is_not_used()
+        _warn_unused_compile_config()
     generation_config.disable_compile = True
 
 
 @cache
-def _say_that_it_is_not_used() -> None:
-    logger.warning("TIDE does not use compile_config: what it compiles is said by engine= or tide_engine=")
+def _warn_unused_compile_config() -> None:
+    logger.warning("TIDE ignores compile_config: use engine= or tide_engine= to choose what is compiled")
 
 
 def _is_compiled(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Proof on a probe that the parts that were found in a model, and its unembedding, are the right ones."""
+"""Check on a probe that the structure found in a model, and its unembedding, reproduce its logits."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PROBE_LENGTH = 4
 def check_parity(
     model: PreTrainedModel, structure: DecoderStructure, length: int = PROBE_LENGTH, cache: Cache | None = None
 ) -> Tensor:
-    """Prove on a tiny probe that `structure` and [`Unembed`] give the model's own logits.
+    """Check on a tiny probe that `structure` and [`Unembed`] reproduce the model's own logits.
 
     Args:
         model: The base model.
-        structure: What `find_structure` found.
-        length: Tokens of the probe.
-        cache: An empty cache to read them into, if any.
+        structure: The result of `find_structure`.
+        length: Length of the probe in tokens.
+        cache: An empty cache for the probe's K/V, if any.
 
     Returns:
         The model's logits, (length, vocabulary).
 
     Raises:
-        UnsupportedModelError: The logits differ, a layer returns another kind than the structure says, or the model
-            does not run on tokens alone.
+        UnsupportedModelError: The logits differ, a layer's return type does not match the structure, or the model does
+            not run on text alone.
     """
     last: list[Any] = []
     with structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output)):
         expected = probe(model, structure, 0, length, cache)
-    if not last:  # mllama's, where the last layer attends to images
+    if not last:  # Mllama, whose last layer is cross-attention to images
         raise _no_parity(model, "a last layer that does not run on text alone", "one that does")
     if isinstance(last[0], tuple) != structure.returns_tuple:
         raise _no_parity(
@@ -58,21 +58,21 @@ def check_parity(
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None) -> Tensor:
-    """Logits (end - start, vocabulary) of a pass over some tokens of the probe.
+    """Return logits (end - start, vocabulary) of a pass over a range of the probe.
 
     Args:
         model: The base model.
         structure: Its structure.
-        start: The first of them.
-        end: The one behind the last.
-        cache: What holds those before `start`, if any.
+        start: The first token of the probe to run.
+        end: The end of the range, exclusive.
+        cache: The cache with the tokens before `start`, if any.
 
     Raises:
-        UnsupportedModelError: The model does not run on tokens alone.
+        UnsupportedModelError: The model does not run on text alone.
     """
     positions = torch.arange(start, end, device=input_device(model))[None]
     tokens = positions % structure.vocab_size
-    # A mask, since one of the tokens may be the pad token, of which transformers warns.
+    # An explicit mask, since transformers warns if the probe contains the pad token.
     inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
     try:
         if cache is None:
@@ -83,9 +83,9 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
             inputs = model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
         with evaluating(model):
             return model(**inputs).logits[0].float()
-    except torch.OutOfMemoryError:  # no property of the model's
+    except torch.OutOfMemoryError:  # not a property of the model
         raise
-    # So models say that they want images or sound, or stumble where there are none.
+    # The errors of models that require images or audio.
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             describe(

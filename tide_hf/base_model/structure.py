@@ -22,7 +22,7 @@ from ..common.errors import UnsupportedModelError, UnsupportedOptionError, descr
 
 
 class Layout(NamedTuple):
-    """Dotted paths, from the causal language model, of the parts of one way to arrange a decoder."""
+    """Module paths of the decoder's parts, relative to the causal language model."""
 
     layers: str
     norm: str
@@ -41,8 +41,8 @@ LAYOUTS = (
     Layout("language_model.model.layers", "language_model.model.norm"),  # llama4
 )
 TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
-MLP_NAMES = ("mlp", "feed_forward")  # a layer's part that treats each token by itself; opt has none of its own
-# What `generate`, models and their outputs call the cache: transformers 5.24 renamed it, and warns of the old name.
+MLP_NAMES = ("mlp", "feed_forward")  # the token-wise MLP of a layer; OPT has no such module
+# The name of the cache argument of models; transformers 5.24 renamed it and warns about the old name.
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
 CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past", "past_key_value", "cache_params")
@@ -50,19 +50,19 @@ CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past", "past_key_value", "ca
 
 @dataclass(frozen=True)
 class DecoderStructure:
-    """The parts of a base model that early exit needs.
+    """The parts of a base model that TIDE uses.
 
     Attributes:
         layers: The decoder layers, in order.
-        mlps: The layers' MLPs, where they are modules of their own.
-        norm: The final norm; `None` where the model has none.
-        projection: What stands between norm and head (opt's `project_out`); mostly `None`.
-        head: Hidden state to logits, without scaling or softcapping.
+        mlps: The layers' MLPs, as far as they are modules.
+        norm: The final norm, or `None`.
+        projection: The projection between norm and head (OPT's `project_out`); usually `None`.
+        head: The output head, without scaling or softcapping of the logits.
         cache_argument: The parameter of a layer's forward that takes the cache.
         returns_tuple: Whether a layer returns `(hidden_states, ...)` instead of `hidden_states`.
-        is_recurrent: Whether any layer keeps a recurrent state, which can be neither skipped nor rolled back.
+        is_recurrent: Whether any layer has a recurrent state, which can neither be skipped nor rolled back.
         hidden_size: Width of the hidden states between layers.
-        vocab_size: Rows of the head.
+        vocab_size: Output size of the head.
     """
 
     layers: tuple[nn.Module, ...]
@@ -83,7 +83,7 @@ class DecoderStructure:
 
     @property
     def head_share(self) -> float:
-        """Share of the head in the weights that a pass at full depth reads."""
+        """The head's share of the weights that a full-depth pass reads."""
         head = self.vocab_size * self.hidden_size
         layers = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
         return head / (head + layers)
@@ -96,10 +96,10 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         model: A causal language model of transformers.
 
     Returns:
-        Its structure. `parity.check_parity` proves on a probe that it is the right one.
+        Its structure. `parity.check_parity` checks it on a probe.
 
     Raises:
-        UnsupportedModelError: Nothing in `LAYOUTS` fits, or there is no head. The message lists what was looked for.
+        UnsupportedModelError: No row of `LAYOUTS` matches, or there is no head. The message lists the rows.
     """
     if not isinstance(model, PreTrainedModel):
         raise _unsupported(model, "it is no transformers model")
@@ -118,22 +118,22 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
         head=head,
         cache_argument=cache_argument_of(model, layers[0]),
         returns_tuple=config.model_type in TUPLE_LAYERS,
-        # MiniMax does not say so by itself, but has a cache of its own kind for it.
+        # MiniMax does not set `_is_stateful`, but has a cache class of its own.
         is_recurrent=bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache(),
         hidden_size=config.hidden_size,
-        vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have shapes of their own
+        vocab_size=getattr(head, "out_features", head.weight.shape[0]),  # packed weights have other shapes
     )
 
 
 def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a model whose decoder layers are not those that its structure was found with, in the same order.
+    """Refuse a model whose decoder layers have changed since its structure was found.
 
     Args:
         model: The model.
-        structure: Its structure, as it was. Layers may have been wrapped since then.
+        structure: The structure found earlier. Layers may have been wrapped since then.
 
     Raises:
-        UnsupportedModelError: A layer was taken out, replaced, moved or added.
+        UnsupportedModelError: A layer was removed, replaced, moved or added.
     """
     known = structure.layers
     lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
@@ -159,7 +159,7 @@ def _holds(module: nn.Module, layer: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let a model be in evaluation mode; each of its modules gets its own mode back."""
+    """Put a model into evaluation mode; restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -170,7 +170,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens. `model.device` does not tell: offloaded weights are nowhere until they are used.
+    """The device of a model's inputs. `model.device` is `meta` where accelerate offloads weights.
 
     Args:
         model: A causal language model, possibly dispatched or offloaded by accelerate.
@@ -179,7 +179,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def output_device(structure: DecoderStructure) -> torch.device:
-    """Where the final norm of a model reads states and leaves them; the head, where the norm has no weights."""
+    """The device of the final norm, or of the head where the norm has no weights."""
     has_weights = structure.norm is not None and any(True for _ in structure.norm.parameters())
     return _device_of(structure.norm if has_weights else structure.head)
 
@@ -193,12 +193,12 @@ def _device_of(module: Any) -> torch.device:
 
 
 def rope_limits(config: Any) -> dict[str, int]:
-    """Where the angles of rotary embeddings begin to depend on the longest position of a pass, by kind of these.
+    """The lengths from which rotary angles depend on the longest position of a pass, by RoPE type.
 
-    With `longrope` they change once, behind so many tokens; with `dynamic`, at every longer pass from there on.
+    With `longrope` the angles change once, beyond that length; with `dynamic`, at every longer pass.
 
     Args:
-        config: The base model's text config. It has settings for all layers, or some for each kind of layer.
+        config: The base model's text config, with RoPE parameters for all layers or per layer type.
     """
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
@@ -213,7 +213,7 @@ def rope_limits(config: Any) -> dict[str, int]:
 
 
 def may_replace_cache(config: Any, prompt_length: int) -> bool:
-    """Whether a model may read a prompt into a cache of its own, as Phi-3's do behind the context they began with.
+    """Whether a model may replace the cache it is passed, as Phi-3 does beyond its original context length.
 
     Args:
         config: The base model's text config.
@@ -224,11 +224,11 @@ def may_replace_cache(config: Any, prompt_length: int) -> bool:
 
 
 def counts_slots(config: Any, max_length: int) -> bool:
-    """Whether attention counts slots of the cache, hidden or not, from some length on, as Llama 4's does.
+    """Whether attention depends on the number of cache slots, masked ones included, as Llama 4's does beyond a length.
 
     Args:
         config: The base model's text config.
-        max_length: Most tokens of prompt and answer, padding included.
+        max_length: Maximum length of prompt and answer, padding included.
     """
     return bool(getattr(config, "attn_temperature_tuning", False)) and max_length > getattr(config, "floor_scale", 0)
 
@@ -236,16 +236,15 @@ def counts_slots(config: Any, max_length: int) -> bool:
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
     """Refuse to draft where a model's rotary embedding changes with length.
 
-    The longest position so far, which decides, may be that of a draft that is rejected, so that tokens could differ
-    from plain decoding's.
+    A rejected draft token may be the longest position, which decides, so that tokens could differ from plain decoding.
 
     Args:
         config: The base model's text config.
         prompt_length: Tokens of the prompt.
-        max_length: Most tokens of prompt and answer.
+        max_length: Maximum length of prompt and answer.
 
     Raises:
-        UnsupportedOptionError: The answer may come to a length at which it changes.
+        UnsupportedOptionError: The answer may reach a length at which the embedding changes.
     """
     for kind, limit in rope_limits(config).items():
         if limit >= max_length or (kind == "longrope" and prompt_length > limit):
@@ -263,7 +262,7 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
 
 
 def last_position(config: Any) -> int | None:
-    """Positions that a model has embeddings for, each learnt or tabled by itself; `None` where any will do.
+    """The number of learned or tabulated position embeddings; `None` without such a limit.
 
     Args:
         config: The base model's text config.
@@ -274,7 +273,7 @@ def last_position(config: Any) -> int | None:
 
 
 def has_windows(config: Any) -> bool:
-    """Whether some layers attend to a part of the context: a window counts slots of the cache, hidden or not.
+    """Whether some layers have windowed attention, which counts cache slots, masked ones included.
 
     Args:
         config: The base model's text config.
@@ -305,7 +304,7 @@ def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
     """The parameter of a layer's forward that takes the cache.
 
     Raises:
-        UnsupportedModelError: There is none.
+        UnsupportedModelError: There is no such parameter.
     """
     parameters = inspect.signature(type(layer).forward).parameters
     for name in CACHE_ARGUMENTS:

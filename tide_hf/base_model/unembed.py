@@ -1,4 +1,4 @@
-"""From a hidden state before the final norm to logits, exactly as the base model does it."""
+"""Map hidden states before the final norm to logits, exactly as the base model does."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from .inputs import takes_media
 from .structure import DecoderStructure
 
 HASH_ROWS = 256
-SAMPLED_WEIGHTS = 16  # of each tensor, to tell models apart
-# Models around a text model that do to the logits what its config says; the others do nothing to them.
-SCALING_AROUND = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
+SAMPLED_WEIGHTS = 16  # values of each tensor that enter a hash
+# Multimodal models that apply the text config's logit scaling; others leave the logits unscaled.
+SCALING_MULTIMODAL = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
 
 
 class Unembed:
-    """The base model's final norm, projection, head and what it does to the logits after the head.
+    """The base model's final norm, projection, head, and scaling or softcapping of logits.
 
     Args:
         model: The base model.
         structure: Its structure.
-        ops: What is run where kernels fuse several steps.
+        ops: The fused kernels, if any.
     """
 
     def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = PLAIN) -> None:
         config = model.config.get_text_config()
-        if takes_media(model) and model.config.model_type not in SCALING_AROUND:
+        if takes_media(model) and model.config.model_type not in SCALING_MULTIMODAL:
             config = None
         self.structure = structure
         self.ops = ops
-        self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # what kernels call the final norm, once known
+        self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # the kernels' name and eps, by dtype
         self.divisor = getattr(config, "logits_scaling", None)  # granite
         self.factor = getattr(config, "logit_scale", None)  # cohere
         self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
 
     def normalize(self, hidden_states: Tensor) -> Tensor:
-        """Hidden states of any layer, before the final norm -> after it. Shape and dtype stay."""
+        """Apply the final norm to hidden states of any layer."""
         norm = self.structure.norm
         return hidden_states if norm is None else norm(hidden_states)
 
@@ -63,7 +63,7 @@ class Unembed:
             self._norms[hidden_states.dtype] = which_norm(norm, hidden_states)
         found = self._norms[hidden_states.dtype] if fused else None
         if found is None:
-            return router(self.normalize(hidden_states).to(down.weight.device))  # the norm may be on another one
+            return router(self.normalize(hidden_states).to(down.weight.device))  # the norm may be on another device
         rows, (name, eps) = hidden_states.reshape(-1, hidden_states.shape[-1]), found
         weights = (weight, bias, down.weight, down.bias, up.weight, up.bias)
         scores, _ = self.ops.norm_route(rows, *weights, eps=eps, exit_threshold=1.0, norm=name)
@@ -92,13 +92,13 @@ class Unembed:
 
 
 class DraftUnembed:
-    """Top tokens of hidden states, among all tokens or a few.
+    """Top-1 tokens of hidden states, over the whole or a draft vocabulary.
 
-    What a base model does to its logits behind the head keeps their order, so it is left out.
+    Scaling and softcapping keep the order of the logits, so they are left out.
 
     Args:
         unembed: The base model's unembedding.
-        token_ids: (draft_vocab_size,) the tokens to choose from; `None` for all.
+        token_ids: (draft_vocab_size,) the draft vocabulary; `None` for all tokens.
     """
 
     def __init__(self, unembed: Unembed, token_ids: Tensor | None = None) -> None:
@@ -108,7 +108,7 @@ class DraftUnembed:
         self._source = self._find_source()
 
     def is_current(self) -> bool:
-        """Whether the head still has the rows that were copied, unless they were written to by way of `.data`."""
+        """Whether the copied rows still match the head, apart from writes through `.data`."""
         return self._find_source() == self._source
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class DraftUnembed:
         return self._tokens(greedy_tokens(self.head(state)))
 
     def top1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """As a call; with them, (...) their log-probabilities among the tokens to choose from, float32."""
+        """Return top-1 tokens and their log-probabilities over the draft vocabulary, (...) float32."""
         state = self._state(hidden_states)
         if self._is_fused(state):
             return self._fused(state)
@@ -135,7 +135,7 @@ class DraftUnembed:
         return self._tokens(top), best - logits.logsumexp(dim=-1)
 
     def _find_source(self) -> tuple[tuple[int, ...], ...] | None:
-        """Where the copied rows come from; `None` where none were copied."""
+        """Identity and version of the head that rows were copied from; `None` without a copy."""
         if self.token_ids is None:
             return None
         head: Any = self.unembed.structure.head
@@ -146,7 +146,7 @@ class DraftUnembed:
         state = self.unembed.normalize(hidden_states)
         projection = self.unembed.structure.projection
         state = state if projection is None else projection(state)
-        # A head's own hooks move what it reads; a copy of some of its rows has none.
+        # Accelerate's hooks move the head's inputs; a copy of some of its rows has no hooks.
         return state if self.token_ids is None else state.to(next(self.head.parameters()).device)
 
     def _is_fused(self, state: Tensor) -> bool:
@@ -165,7 +165,7 @@ class DraftUnembed:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """The first of the highest logits, as `argmax` finds it, which takes six times as long in bfloat16 on CPUs.
+    """Return what `argmax` does, which is six times slower in bfloat16 on CPUs.
 
     Args:
         logits: (..., V).
@@ -216,7 +216,7 @@ def unembed_hash(head: nn.Module) -> str | None:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Tell models apart that share a head, as one does with and without an adapter.
+    """Fingerprint a model by its weights, since models with and without an adapter share a head.
 
     Args:
         model: The model, or a part of it. Of each tensor a few values are read; what is offloaded, or packed and

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import glob
+import logging
 import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import CalibrationError, MissingPackageError, describe
+from .errors import CalibrationError, MissingPackageError, describe
 
 # The builder of the datasets library by suffix; None is read without that library.
 FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -93,4 +94,5 @@ def _rows(file: Path, builder: str) -> Iterator[object]:
     if file.stat().st_size == 0:
         return  # most builders fail here
     pattern = glob.escape(str(file.absolute()))
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # errors are raised, and told once
     yield from datasets.load_dataset(builder, data_files=pattern, split="train", streaming=True)

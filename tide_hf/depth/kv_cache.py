@@ -64,9 +64,7 @@ def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         gate.native(*args, **kwargs)
     except _Stored:
         return
-    raise AssertionError(
-        "a decoder layer ran to its end without updating its cache"
-    )  # a bug in tide_hf, not a user error
+    raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug in tide_hf
 
 
 def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..base_model.inputs import names_of_prompt_inputs, says_nothing
+from ..base_model.inputs import is_absent, names_of_prompt_inputs
 from ..base_model.structure import CACHE, has_windows
 from ..speculation.ranks import ranks_of
 from .steps.step_store import StepStore
@@ -82,7 +82,7 @@ def facts_of(model: Any, steps: StepStore, rows: int, model_kwargs: dict[str, An
         attention=config._attn_implementation,
         cache="an offloaded cache" if cache.offloading else type(cache).__name__,
         layer_kinds=frozenset(type(layer).__name__ for layer in cache.layers),
-        arguments=frozenset(name for name, value in model_kwargs.items() if not says_nothing(value))
+        arguments=frozenset(name for name, value in model_kwargs.items() if not is_absent(value))
         - names_of_prompt_inputs(model),
         has_windows=has_windows(config),
         is_sharded=ranks_of(model).many,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..base_model.adapters import has_adapters_by_row
-from ..base_model.inputs import says_nothing
+from ..base_model.inputs import is_absent
 from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_limits
 from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
@@ -164,7 +164,7 @@ def _can_be_read_apart(model: Any, input_ids: Tensor, model_kwargs: dict[str, An
         and cache.get_seq_length() == 0
         and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
         and all(value is None or value.shape[-2:] == input_ids.shape for value in by_row)
-        and all(isinstance(value, _SHARED) or says_nothing(value) for value in others)
+        and all(isinstance(value, _SHARED) or is_absent(value) for value in others)
         and not has_adapters_by_row(model, model._tide.structure)
     )
 

@@ -28,11 +28,8 @@ from ...common.errors import first_line
 from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder, write_all_whole
 from ..compile_cache import compiling
 
-VALUES = {
-    torch.float32: "float",
-    torch.bfloat16: "at::BFloat16",
-    torch.float16: "at::Half",
-}  # as kDtypes of ops.cpp
+# In the order of kDtypes in ops.cpp.
+VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
 KERNELS = ("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention")  # file names without .cpp
 EAGER_KERNELS = ("skinny_gemm", "prefill_attention")  # the ones that eager calls use once they are cached
 OPS = "ops"  # ops.cpp, which registers them as PyTorch ops for all dtypes
