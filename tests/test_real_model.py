@@ -76,7 +76,7 @@ class Always:
         self.drafter, self.exit_layer = drafter, exit_layer
 
     def draft(self, rows, limits):
-        shallow, ngrams, width = self.drafter.shallow, self.drafter.indexes[0], min(2, limits[0])
+        shallow, ngrams, width = self.drafter.engine, self.drafter.indexes[0], min(2, limits[0])
         draft = Draft()
         if self.exit_layer and width:
             for _ in range(width):
