@@ -46,7 +46,7 @@ def test_every_command_that_runs_a_model_looks(load_average, monkeypatch, tmp_pa
     def stop(*_args, **_options):
         raise DemoModelError("as far as this test goes")
 
-    monkeypatch.setattr("tide_hf.cli.model_arguments.load_model", stop)
+    monkeypatch.setattr("tide_hf.hub.load.hub_options", stop)
     load_average(3.0)
     threads = torch.get_num_threads()
     line = [str(tmp_path / "made") if word == "FOLDER" else word for word in command]

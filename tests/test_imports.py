@@ -66,6 +66,15 @@ def test_no_module_needs_itself():
     assert needs == {}
 
 
+def test_one_place_hooks_layers_and_one_replaces_their_forward():
+    trees = {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in MODULES.items()}
+    attributes = [(m, node) for m, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    hooks = {module for module, node in attributes if node.attr.startswith("register_forward_")}
+    replaced = {module for module, node in attributes if node.attr == "forward" and isinstance(node.ctx, ast.Store)}
+    assert hooks == {"tide_hf.base_model.hooks"}
+    assert replaced == {"tide_hf.depth.gates"}
+
+
 def test_nothing_is_a_kind_of_the_loop_or_of_an_engine():
     """They are composed of parts, and the parts hold no owner."""
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in MODULES.values()]

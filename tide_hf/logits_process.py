@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from .base_model.adapters import base_inside, check_wrapper
+from .base_model.hooks import hook_layer
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
@@ -68,20 +69,14 @@ class TIDELogitsProcessor(LogitsProcessor):
             routers.config.exit_threshold if exit_threshold is None else exit_threshold
         )
         self._states: dict[int, Tensor] = {}
-        self._handles = [
-            structure.layers[exit_layer - 1].register_forward_hook(self._hook(exit_layer))
-            for exit_layer in routers.exit_layers
-        ]
+        self._handles = [hook_layer(structure, exit_layer, self._keep) for exit_layer in routers.exit_layers]
 
-    def _hook(self, exit_layer: int) -> Any:
-        def keep(_module: Any, _args: Any, output: Any) -> None:
-            state = output[0] if isinstance(output, tuple) else output
-            if state.shape[1] == 1:
-                self._states[exit_layer] = state[:, -1]
-            else:
-                self._states.pop(exit_layer, None)
-
-        return keep
+    def _keep(self, exit_layer: int, output: Any) -> None:
+        state = output[0] if isinstance(output, tuple) else output
+        if state.shape[1] == 1:
+            self._states[exit_layer] = state[:, -1]
+        else:
+            self._states.pop(exit_layer, None)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

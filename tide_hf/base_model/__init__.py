@@ -2,5 +2,5 @@
 
 `structure` finds the decoder layers, the final norm and the head; `unembed` maps hidden states to logits, and `parity`
 checks both on a probe. `inputs` knows which inputs belong to prefill alone (images, token types), `adapters` handles
-PEFT, and `compilation` refuses models under `torch.compile`.
+PEFT, `compilation` refuses models under `torch.compile`, and `hooks` watches what decoder layers return.
 """

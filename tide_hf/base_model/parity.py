@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..common.errors import UnsupportedModelError, describe, quoted
+from .hooks import hook_layer
 from .structure import CACHE, DecoderStructure, evaluating, input_device
 from .unembed import Unembed
 
@@ -37,7 +38,7 @@ def check_parity(
             not run on text alone.
     """
     last: list[Any] = []
-    with structure.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output)):
+    with hook_layer(structure, structure.num_layers, lambda _, output: last.append(output)):
         expected = probe(model, structure, 0, length, cache)
     if not last:  # Mllama, whose last layer is cross-attention to images
         raise _no_parity(model, "a last layer that does not run on text alone", "one that does")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..base_model.hooks import hooked_layers
 from ..base_model.structure import DecoderStructure, evaluating, input_device, last_position
 from ..base_model.unembed import Unembed, greedy_tokens
 from ..common.errors import CalibrationError, describe, quoted
@@ -202,18 +203,8 @@ def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator
     def keep(depth: int, output: Any) -> None:
         captured[depth] = output[0] if isinstance(output, tuple) else output
 
-    handles = []
-    try:
-        for depth in (*exit_layers, structure.num_layers):
-            handles.append(
-                structure.layers[depth - 1].register_forward_hook(
-                    lambda _module, _args, output, depth=depth: keep(depth, output)
-                )
-            )
+    with hooked_layers(structure, (*exit_layers, structure.num_layers), keep):
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _check_finite(states: dict[int, Tensor]) -> None:
