@@ -23,7 +23,7 @@ def test_forms_of_weights_are_measured_on_the_cpu():
 @pytest.mark.usefixtures("fresh_kernels")
 def test_attention_is_measured_on_the_cpu(monkeypatch):
     devices, attended = [], prefill_attention._attended
-    assert load_op("prefill_attention", torch.float32, prefill_attention._like) is not None
+    assert load_op("prefill_attention", torch.float32, prefill_attention._fake) is not None
     monkeypatch.setattr(
         prefill_attention, "_attended", lambda query, *rest: devices.append(query.device.type) or attended(query, *rest)
     )
