@@ -91,7 +91,7 @@ def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None 
     try:
         return load_from(name, dtype, origin=origin, **options)
     except LOAD_ERRORS as error:
-        raise _model_not_found(name, why_not_found(error)) from error
+        raise _model_not_found(name, why_not_found(error), " and its tokenizer") from error
 
 
 def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -114,12 +114,12 @@ def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _model_not_found(name: str | os.PathLike[str], got: str) -> ModelNotFoundError:
+def _model_not_found(name: str | os.PathLike[str], got: str, needed: str = "") -> ModelNotFoundError:
     return ModelNotFoundError(
         describe(
             f"no base model at {name}",
             got=got,
-            expected="a folder with a causal language model, or the Hub name of one, within reach",
+            expected=f"a folder with a causal language model{needed}, or the Hub name of one, within reach",
             do="Check the name (`~` is not expanded) and the network.",
         )
     )

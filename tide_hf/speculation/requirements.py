@@ -74,7 +74,7 @@ def check_call(
     """
     mode, rows = "tide_mode='self_speculative'", input_ids.shape[0]
     config = model.config.get_text_config()
-    check_loop(model._tide.base_class, config.model_type)
+    check_loop(model._tide.base_class, model.config.model_type)
     check_no_cross_attention(mode, model_kwargs)
     refused = {
         f"a streamer with a batch of {rows}": streamer is not None and rows != 1,
