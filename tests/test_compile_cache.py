@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from torch._inductor import codecache
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -145,6 +146,22 @@ def test_where_headers_have_no_place_of_their_own_none_are_precompiled(home, mon
     with compiling():
         assert not torch._inductor.config.cpp_cache_precompile_headers
     assert torch._inductor.config.cpp_cache_precompile_headers
+
+
+def test_a_library_whose_linker_was_killed_is_made_anew(home):
+    with compiling():
+        library = Path(CppCodeCache.load('extern "C" int whole() { return 7; }', device_type="cpu")._name)
+    whole, other = library.read_bytes(), library.with_name("other.main.so")
+    for content, is_whole in ((whole, True), (whole[:-1], False), (whole[:1000], False), (b"", False), (b"MZ", True)):
+        other.write_bytes(content)
+        compile_cache._remove_cut_short.cache_clear()
+        with compiling():
+            assert other.exists() == is_whole
+    other.write_bytes(b"")
+    compile_cache._remove_cut_short.cache_clear()
+    with FileLock(home / "inductor" / "locks" / "other.lock"), compiling():  # another process links it
+        assert other.exists()
+    assert library.read_bytes() == whole
 
 
 def test_one_thread_at_a_time(home):

@@ -55,7 +55,7 @@ def test_another_value_is_refused_before_anything_is_loaded():
 
 
 def test_importing_and_attaching_needs_no_network():
-    code = "import socket; socket.socket.connect = None; import tide_hf.model; from tide_hf import ops; "
+    code = "import socket; socket.socket.connect = None; import tide_hf.model; from tide_hf.kernels import ops; "
     code += "ops.load_kernels()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -10,12 +10,15 @@ import atexit
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ..common.errors import KernelError, describe, quoted
 from ..common.files import cache_folder, is_private_folder, make_private_folder
@@ -41,6 +44,7 @@ def compiling() -> Iterator[None]:
 
     with compile_lock:
         folder = compile_cache_folder()
+        _remove_cut_short(folder)
         variables = {VARIABLE: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
@@ -81,6 +85,31 @@ def compile_cache_folder() -> Path:
         except OSError as error:
             _say_that_it_is_not_used(folder, str(error))
     return _temporary_folder()
+
+
+@cache
+def _remove_cut_short(folder: Path) -> None:
+    """Remove libraries whose linker was killed, which Inductor would try to load for ever; done once a process.
+
+    Those that another process is about to write are locked by Inductor, and stay.
+    """
+    for library in folder.glob("*/*.so"):
+        if _is_cut_short(library):
+            key = library.name.partition(".")[0]
+            with suppress(Timeout, OSError), FileLock(folder / "locks" / f"{key}.lock", timeout=0):
+                library.unlink()
+
+
+def _is_cut_short(library: Path) -> bool:
+    """Whether an ELF file ends before its section headers do, which are its last part."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if not (header.startswith(b"\x7fELF\x02\x01") or b"\x7fELF\x02\x01".startswith(header)):
+        return False  # of another system
+    if len(header) < 64:
+        return True
+    offset, (size, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    return offset == 0 or library.stat().st_size < offset + size * count
 
 
 @cache
