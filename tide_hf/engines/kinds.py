@@ -85,12 +85,11 @@ class CompiledKind:
         call = (model, attachment, input_ids, generation_config, model_kwargs)
         steps = self.steps.get(model.device.type)
         if steps is None:
-            reason: str | None = f"there are no steps for {model.device.type!r}"
+            self.log_eager(f"there are no steps for {model.device.type!r}")
+        elif (reason := why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))) is not None:
+            self.log_eager(reason)
         else:
-            reason = why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))
-        if steps is not None and reason is None:
             return StaticEngine(EagerEngine(*call, name="compiled", fills_block_lazily=False), steps)
-        self.log_eager(str(reason))
         return EagerEngine(*call, name=EAGER)
 
     def log_eager(self, reason: str) -> None:
