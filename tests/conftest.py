@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 from loopback_hub import loopback_hub  # noqa: E402
+from records import record  # noqa: E402
 from repository import ROOT  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: E402
@@ -213,8 +214,6 @@ def model_hub(tmp_path, monkeypatch):
 @pytest.fixture
 def hub_routers(model_hub, tiny_model_folder):
     """Calibrated routers of `org/base`, which is on the Hub, and they are not."""
-    from test_model_card import record  # noqa: PLC0415 - which few of the tests need
-
     commit = model_hub.add("org/base", tiny_model_folder)
     model = AutoModelForCausalLM.from_pretrained("org/base", tie_word_embeddings=False)
     layers = {"1": {"agreement": 0.25, "exit_rate": 0.1}, "3": {"agreement": 0.75, "exit_rate": 0.1}}

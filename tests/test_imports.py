@@ -91,6 +91,15 @@ def test_the_architecture_lists_the_rooms_in_their_order():
     assert tuple(name for cell in cells for name in re.findall(r"`(\w+)/?`", cell)) == ORDER
 
 
+def test_no_test_module_imports_another():
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("hub_kernels/*/tests/*.py")]
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree)]
+    needed = {(file, node.module) for file, node in nodes if isinstance(node, ast.ImportFrom)}
+    needed |= {(file, one.name) for file, node in nodes if isinstance(node, ast.Import) for one in node.names}
+    assert [(file, name) for file, name in needed if (name or "").startswith("test_")] == []
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_says_what_each_of_its_modules_is_for(room):
     said = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))

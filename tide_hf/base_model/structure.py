@@ -2,7 +2,7 @@
 
 To add a model family: if its layers and norm sit at paths that `LAYOUTS` lacks, add a row; if its layers return a
 tuple, add its `model_type` to `TUPLE_LAYERS`; if it does something to the logits after the head, add that to
-`unembed.py`; then add a tiny config to `tests/families.py`, which puts it through every test.
+`unembed.py`; then add a tiny config to `tests/support/families.py`, which puts it through every test.
 """
 
 from __future__ import annotations

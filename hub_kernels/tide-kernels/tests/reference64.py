@@ -42,3 +42,16 @@ def strided(tensor):
         tensor = torch.stack([tensor, torch.full_like(tensor, -1)], dim=dim + 1).flatten(dim, dim + 1)
     tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1) if tensor.dim() > 1 else tensor
     return tensor[tuple(slice(None, None, 2) for _ in range(tensor.dim()))]
+
+
+def norm_route_arguments(dtype, num_rows, size, rank=7, norm="rms", norm_dtype=None, device="cpu"):
+    generator = torch.Generator().manual_seed(size)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    hidden_states = (random(num_rows, size) * 3 + 1).to(device, dtype)
+    norm_weight = (random(size) * 0.5 + 1).to(device, norm_dtype or dtype)
+    norm_bias = random(size).to(device, norm_dtype or dtype) if norm == "layer" else None
+    router = [random(rank, size) / size**0.5, random(rank) * 0.1, random(1, rank), random(1) * 0.1]
+    return [hidden_states, norm_weight, norm_bias, *(tensor.to(device) for tensor in router)]

@@ -3,23 +3,10 @@
 import pytest
 import reference64
 import torch
-from reference64 import DTYPES, NORMS, SIZES, strided
+from reference64 import DTYPES, NORMS, SIZES, norm_route_arguments, strided
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-3}
-
-
-def arguments(dtype, num_rows, size, rank=7, norm="rms", norm_dtype=None, device="cpu"):
-    generator = torch.Generator().manual_seed(size)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    hidden_states = (random(num_rows, size) * 3 + 1).to(device, dtype)
-    norm_weight = (random(size) * 0.5 + 1).to(device, norm_dtype or dtype)
-    norm_bias = random(size).to(device, norm_dtype or dtype) if norm == "layer" else None
-    router = [random(rank, size) / size**0.5, random(rank) * 0.1, random(1, rank), random(1) * 0.1]
-    return [hidden_states, norm_weight, norm_bias, *(tensor.to(device) for tensor in router)]
 
 
 def check(ops, args, norm, exit_threshold=0.5):
@@ -35,32 +22,34 @@ def check(ops, args, norm, exit_threshold=0.5):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms(ops, device, dtype, norm):
-    check(ops, arguments(dtype, 3, 127, norm=norm, device=device), norm)
+    check(ops, norm_route_arguments(dtype, 3, 127, norm=norm, device=device), norm)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sizes(ops, device, dtype, size):
-    check(ops, arguments(dtype, 2, size, device=device), "rms")
+    check(ops, norm_route_arguments(dtype, 2, size, device=device), "rms")
 
 
 @pytest.mark.parametrize("rank", [1, 4, 33])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_rows_and_ranks(ops, device, num_rows, rank):
-    check(ops, arguments(torch.float32, num_rows, 12, rank, device=device), "rms")
+    check(ops, norm_route_arguments(torch.float32, num_rows, 12, rank, device=device), "rms")
 
 
 def test_many_rows(ops, device):
-    check(ops, arguments(torch.bfloat16, 259, 70, 35, device=device), "rms")
+    check(ops, norm_route_arguments(torch.bfloat16, 259, 70, 35, device=device), "rms")
 
 
 def test_a_norm_in_float32_beside_states_in_bfloat16(ops, device):
     for norm in NORMS[:3]:
-        check(ops, arguments(torch.bfloat16, 3, 33, norm=norm, norm_dtype=torch.float32, device=device), norm)
+        check(
+            ops, norm_route_arguments(torch.bfloat16, 3, 33, norm=norm, norm_dtype=torch.float32, device=device), norm
+        )
 
 
 def test_strided_inputs(ops, device):
-    args = arguments(torch.bfloat16, 3, 127, norm="layer", device=device)
+    args = norm_route_arguments(torch.bfloat16, 3, 127, norm="layer", device=device)
     plain, _ = check(ops, args, "layer")
     args[:4] = [strided(tensor) for tensor in args[:4]]
     assert not args[0].is_contiguous()
@@ -69,31 +58,31 @@ def test_strided_inputs(ops, device):
 
 
 def test_without_biases(ops, device):
-    args = arguments(torch.float32, 3, 33, device=device)
+    args = norm_route_arguments(torch.float32, 3, 33, device=device)
     args[4] = args[6] = None
     check(ops, args, "rms")
 
 
 def test_no_rows(ops, device):
-    scores, exit_mask = check(ops, arguments(torch.float16, 0, 33, device=device), "rms")
+    scores, exit_mask = check(ops, norm_route_arguments(torch.float16, 0, 33, device=device), "rms")
     assert scores.shape == exit_mask.shape == (0,)
 
 
 @pytest.mark.parametrize(("exit_threshold", "exits"), [(0.0, True), (1.1, False)])
 def test_all_or_none_exit(ops, device, exit_threshold, exits):
-    _, exit_mask = check(ops, arguments(torch.float32, 3, 33, device=device), "rms", exit_threshold)
+    _, exit_mask = check(ops, norm_route_arguments(torch.float32, 3, 33, device=device), "rms", exit_threshold)
     assert exit_mask.tolist() == [exits] * 3
 
 
 def test_called_again_it_says_the_same(ops, device):
-    args = arguments(torch.float32, 5, 127, 33, device=device)
+    args = norm_route_arguments(torch.float32, 5, 127, 33, device=device)
     first, _ = ops.norm_route(*args, eps=EPS, exit_threshold=0.5)
     again, _ = ops.norm_route(*args, eps=EPS, exit_threshold=0.5)
     assert torch.equal(first, again)
 
 
 def test_what_cannot_be_is_refused(kernel_module, device):
-    args = arguments(torch.float32, 3, 33, device=device)
+    args = norm_route_arguments(torch.float32, 3, 33, device=device)
     with pytest.raises(ValueError, match="one of"):
         kernel_module.norm_route(*args, eps=EPS, exit_threshold=0.5, norm="batch")
     args[3] = args[3][:, 1:]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import stage
 import torch
-from test_kernel_norm_route import arguments
+from reference64 import norm_route_arguments
 
 from tide_hf.kernels.loader import check_files
 
@@ -26,7 +26,7 @@ def samples(device):
     rows, mask = torch.randn(3, 5, device=device), torch.tensor([True, False, True], device=device)
     indices, counters = torch.tensor([2, 0, 1], device=device), torch.zeros(3, dtype=torch.int32, device=device)
     tokens = torch.zeros(2, 4, dtype=torch.int64, device=device)
-    router = arguments(torch.float32, 3, 5, device=device)
+    router = norm_route_arguments(torch.float32, 3, 5, device=device)
     return {
         "norm_route": (*router[:5], router[5].flatten(), router[6], 1e-5, 0.5, 0, counters),
         "exit_compact": (rows, mask),
@@ -44,7 +44,7 @@ def test_opcheck(registered, device, name):
 
 
 def test_compiles_without_a_graph_break(kernel_module, device):
-    args = arguments(torch.float32, 3, 33, device=device)
+    args = norm_route_arguments(torch.float32, 3, 33, device=device)
 
     def route_and_compact(*args):
         _, exit_mask = kernel_module.norm_route(*args, eps=1e-5, exit_threshold=0.5)

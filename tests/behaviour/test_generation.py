@@ -1,0 +1,170 @@
+"""`generate` of an attached model: its options in every mode, pipelines, streamers, and what it refuses."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from families import VOCAB, prompt, tiny_model
+from modes import MODES, OPTIONS, attached
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_inside_generate_leaves_the_model_at_full_depth(mode):
+    class Bomb(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            Bomb.calls += 1
+            if Bomb.calls == 3:
+                raise KeyError("boom")
+            return scores
+
+    model = attached(exit_threshold=0.0)
+    tokens = prompt()
+    expected = model(input_ids=tokens).logits
+    with pytest.raises(KeyError, match="boom"):
+        model.generate(tokens, tide_mode=mode, logits_processor=[Bomb()], **OPTIONS)
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected)
+    plain = tiny_model("llama").generate(tokens, **OPTIONS)
+    assert torch.equal(model.generate(tokens, tide_mode="self_speculative", **OPTIONS), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs_in_every_mode(dtype):
+    model = tiny_model("llama").to(dtype)
+    routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear", exit_threshold=0.0)
+    TIDEModelForCausalLM.attach(model, routers)
+    for mode in MODES:
+        assert model.generate(prompt(), tide_mode=mode, **OPTIONS).shape == (1, 19)
+
+
+def test_without_routers_n_grams_draft():
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    tokens = torch.tensor([[5, 6, 7, 8] * 6])
+    expected = tiny_model("llama").generate(tokens, **OPTIONS)
+    assert torch.equal(model.generate(tokens, **OPTIONS), expected)
+    for mode in ("early_exit", "post_hoc"):
+        with pytest.raises(UnsupportedOptionError, match=r"needs routers: got routers=None\. Expected"):
+            model.generate(tokens, tide_mode=mode, **OPTIONS)
+
+
+def test_options_come_from_the_call_the_generation_config_or_the_attachment():
+    model = attached(mode="early_exit", exit_threshold=0.0)
+    model.generate(prompt(), **OPTIONS)
+    assert model.last_exit_stats.mode == "early_exit"
+    config = copy.deepcopy(model.generation_config)
+    config.update(**OPTIONS)
+    config.tide_mode, config.exit_threshold = "post_hoc", 1.5
+    model.generate(prompt(), generation_config=config)
+    assert model.last_exit_stats.mode == "post_hoc"
+    assert model.last_exit_stats.exit_rate == 0.0
+    model.generate(prompt(), tide_mode="post_hoc", exit_threshold=0.0, **OPTIONS)
+    assert model.last_exit_stats.exit_rate == 0.9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampling_runs_in_every_mode(mode):
+    model = attached(exit_threshold=0.4)
+    torch.manual_seed(0)
+    first = model.generate(prompt(), tide_mode=mode, max_new_tokens=12, do_sample=True)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(prompt(), tide_mode=mode, max_new_tokens=12, do_sample=True), first)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_beam_search_stays_at_full_depth(num_beams):
+    options = {**OPTIONS, "num_beams": 3, "num_return_sequences": num_beams}
+    expected = tiny_model("llama").generate(prompt(2), **options)
+    model = attached(mode="early_exit", exit_threshold=0.0)
+    assert torch.equal(model.generate(prompt(2), **options), expected)
+
+
+def test_as_an_assistant_and_with_an_assistant_the_output_is_plain():
+    model = attached(mode="early_exit", exit_threshold=0.0)
+    expected = tiny_model("llama").generate(prompt(), **OPTIONS)
+    assert torch.equal(tiny_model("llama").generate(prompt(), assistant_model=model, **OPTIONS), expected)
+    assert torch.equal(model.generate(prompt(), prompt_lookup_num_tokens=2, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_runs_in_every_mode(mode):
+    assert attached(exit_threshold=0.0).generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 19)
+
+
+@pytest.mark.parametrize("threshold", ["high", float("nan"), float("inf"), -0.1, True, [0.5]])
+def test_a_threshold_that_is_no_number(threshold):
+    model = attached()
+    message = "exit_threshold is no usable number: got .* Expected a number from 0"
+    with pytest.raises(ConfigurationError, match=message):
+        TIDEModelForCausalLM.attach(model, model._tide.routers, exit_threshold=threshold)
+    with pytest.raises(ConfigurationError, match=message):
+        model.generate(prompt(), tide_mode="early_exit", exit_threshold=threshold, **OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        TIDEModelForCausalLM.from_pretrained("nowhere", exit_threshold=threshold)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("mode", "'self_speculative', 'early_exit', 'post_hoc'"), ("engine", "'eager', 'compiled'")],
+)
+def test_an_unknown_mode_or_engine_is_refused_by_the_name_that_the_user_wrote(name, choices):
+    model = tiny_model("llama")
+    message = rf"unknown {{0}}: got 'fast'\. Expected one of {choices}\. Choose another {{0}}\."
+    with pytest.raises(ConfigurationError, match=message.format(name)):
+        TIDEModelForCausalLM.attach(model, **{name: "fast"})
+    with pytest.raises(ConfigurationError, match=message.format(name)):
+        TIDEModelForCausalLM.from_pretrained("nowhere", **{name: "fast"})
+    with pytest.raises(ConfigurationError, match=message.format(f"tide_{name}")):
+        TIDEModelForCausalLM.attach(model).generate(prompt(), **{f"tide_{name}": "fast"}, **OPTIONS)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2", unk_token="w0")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pipeline_and_streamers(mode, caplog):
+    tokenizer, model = word_tokenizer(), attached(exit_threshold=0.5)
+    expected = tokenizer.decode(
+        model.generate(tokenizer("w5 w6 w7", return_tensors="pt").input_ids, tide_mode=mode, **OPTIONS)[0]
+    )
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = generator("w5 w6 w7", tide_mode=mode, **OPTIONS)[0]["generated_text"]
+    assert "not supported" not in caplog.text
+    assert text.replace(" ", "") == expected.replace(" ", "")
+    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    ids = tokenizer("w5 w6 w7", return_tensors="pt").input_ids
+    thread = threading.Thread(
+        target=model.generate, args=(ids,), kwargs={"tide_mode": mode, "streamer": streamer, **OPTIONS}
+    )
+    thread.start()
+    streamed = "".join(streamer)
+    thread.join()
+    assert streamed.replace(" ", "") == expected.replace(" ", "")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_streamer_gets_one_token_at_a_time(mode):
+    class Recorder(TextStreamer):
+        def __init__(self):
+            self.sizes, self.ended = [], False
+
+        def put(self, value):
+            self.sizes.append(value.numel())
+
+        def end(self):
+            self.ended = True
+
+    model, streamer = attached(exit_threshold=0.5), Recorder()
+    model.generate(prompt(), tide_mode=mode, streamer=streamer, **OPTIONS)
+    assert streamer.sizes == [9] + [1] * 10
+    assert streamer.ended

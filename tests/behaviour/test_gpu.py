@@ -1,0 +1,161 @@
+"""What can only be seen on a GPU: `pytest -m gpu`."""
+
+import gc
+
+import pytest
+import torch
+from block_heads import routers_for
+from drafters import AheadDrafter, use_drafter
+from families import ATTENDING, tiny_model
+from on_steps import COPYING, WINDOWED, steps_of, use_steps
+from torch.profiler import ProfilerActivity, profile
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps.replay import replay_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_tests_before():
+    """Given back here, or it would be while a test looks at memory: models with gates are reference cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("cache", [None, "offloaded", "static"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_answers_are_the_base_model_s(family, cache, rows):
+    if cache == "static" and (rows > 1 or family == "gemma2"):
+        pytest.skip("refused with a typed error")
+    model = tiny_model(family).cuda()
+    ids = torch.randint(3, 90, (rows, 9), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "cache_implementation": cache}
+    expected = model.generate(ids, **options)
+    TIDEModelForCausalLM.attach(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def prompt(rows=1):
+    ids = torch.randint(3, 90, (rows, 9), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    mask[-1, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def attach(model, compiles):
+    """Routers with heads at two layers, and graphs, of compiled layers or of the layers as they are."""
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
+    TIDEModelForCausalLM.attach(model, routers, engine="compiled")
+    if not compiles:
+        use_steps(model, CapturedSteps(layers=None))
+    return steps_of(model)
+
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("attention", "family"), ATTENDING)
+def test_captured_steps_give_the_base_model_s_tokens(attention, family, rows, compiles):
+    if rows > 1 and family in WINDOWED:
+        pytest.skip("runs eagerly")
+    if compiles and (rows > 1 or family not in ("llama", "gpt2", "gemma2", "falcon")):
+        pytest.skip("compiling takes long, and the others say no more")
+    if not compiles and family in COPYING:
+        pytest.skip("runs eagerly")
+    model = tiny_model(family, attention=attention).cuda()
+    expected = model.generate(**prompt(rows), **GREEDY)
+    steps = attach(model, compiles)
+    use_drafter(model, "mixed", expected[:, 9:].tolist())
+    assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1, 3], 3)
+    for _ in range(2):
+        assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+    assert steps.refused is None
+    assert steps.warm_up.bytes > 0
+    if compiles:
+        assert steps.layers.num_compiled > 0
+        assert steps.layers.refused == {}
+    model.tide_release()
+    assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_block_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
+    model = tiny_model("llama", attention="sdpa").cuda()
+    options = {**GREEDY, "return_dict_in_generate": True}
+    expected = model.generate(**prompt(rows), **options)
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1), engine="compiled")
+    assert model.tide_warm_up(rows, max_length=64) > 0
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 3)
+    found = model.generate(**prompt(rows), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+    for layer, plain in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
+        assert torch.allclose(layer.keys[0], plain.keys[0], atol=1e-4)
+    assert steps_of(model).refused is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captured_steps_below_float32_agree_with_themselves(dtype):
+    """Rounding may decide near-ties otherwise than plain decoding, but not from call to call."""
+    model = tiny_model("llama").cuda().to(dtype)
+    attach(model, compiles=False)
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1, 3], 3)
+    answers = [model.generate(**prompt(), **GREEDY) for _ in range(3)]
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+def test_one_launch_a_step_and_one_wait_a_round():
+    model = tiny_model("llama").cuda()
+    attach(model, compiles=False)
+    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 7)
+    model.generate(**prompt(), **GREEDY)
+
+    def counted(new):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            model.generate(**prompt(), **{**GREEDY, "max_new_tokens": new})
+        calls = [event.name for event in profiler.events()]
+        waits = sum(name in ("cudaStreamSynchronize", "cudaDeviceSynchronize") for name in calls)
+        stats = model.last_exit_stats
+        return sum(name == "cudaGraphLaunch" for name in calls), waits, stats.rounds, stats.drafted
+
+    short, long = counted(2), counted(24)
+    graphs, waits, rounds, drafted = (after - before for before, after in zip(short, long, strict=True))
+    assert rounds > 0
+    assert graphs == rounds + drafted
+    assert waits == rounds
+
+
+def test_a_capture_that_fails_leaves_nothing_behind():
+    state, before = torch.zeros((), device="cuda"), torch.cuda.current_stream()
+
+    def waits():
+        state.add_(1)
+        torch.cuda.synchronize()
+
+    def adds():
+        state.add_(1)
+
+    earlier = replay_of(adds, [state], state.device)
+    for pool in (None, earlier.pool):
+        found = replay_of(waits, [state], state.device, pool)
+        assert found.refused
+        assert found.pool in (None, pool)
+        assert torch.cuda.current_stream() == before
+        assert state == 0
+        assert torch.rand(2, device="cuda").isfinite().all()
+        torch.empty(2**20, pin_memory=True)
+        found = replay_of(adds, [state], state.device, found.pool)
+        assert found.refused is None
+        found.run()
+        earlier.run()
+        assert state == 2
+        state.zero_()

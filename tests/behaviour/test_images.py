@@ -1,0 +1,226 @@
+"""Models that take images: the base model's tokens behind prompts with images, by every engine and mode."""
+
+from functools import wraps
+from types import SimpleNamespace
+
+import pytest
+import torch
+from block_heads import routers_for
+from drafters import HeadDrafter, use_drafter
+from families import IMAGE_TOKEN, slow_but
+from images import LENGTH, SEEING, image_prompts, long_image_prompts, seeing_model
+from on_steps import attach_captured as attach_graphs
+from on_steps import attach_compiled, attach_eagerly
+from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.inputs import TYPES
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.depth.block_drafting import block_run
+from tide_hf.engines import eager
+from tide_hf.engines.eager import LONG_PROMPT
+from tide_hf.kernels.cpu.prefill_attention import has_kernel
+from tide_hf.speculation.attachment import hybrid_drafter
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SCORED = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
+FAMILIES = tuple(SEEING)
+FEW = ("gemma3", "qwen2_5_vl")
+
+
+def differ_from(answer, expected):
+    """The largest difference of logits, in parts of the largest logit; infinite where tokens differ."""
+    if not torch.equal(answer.sequences, expected.sequences):
+        return float("inf")
+    ours, theirs = torch.stack(answer.logits), torch.stack(expected.logits)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def test_an_image_makes_a_difference():
+    for family in FAMILIES:
+        model, inputs = seeing_model(family), image_prompts(family)
+        first = model.generate(**inputs, **SCORED)
+        other = model.generate(**inputs | {"pixel_values": -inputs["pixel_values"]}, **SCORED)
+        assert differ_from(other, first) > 1e-3, family
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("attach", "family"),
+    [
+        *((attach_eagerly, family) for family in FAMILIES),
+        *slow_but((*FEW, "paligemma"), FAMILIES, attach_compiled),  # which counts positions from 1
+        *slow_but(FEW, FAMILIES, attach_graphs),
+    ],
+)
+def test_tokens_behind_images_are_the_base_models(family, attach, rows):
+    model, inputs = seeing_model(family), image_prompts(family, rows)
+    expected = model.generate(**inputs, **SCORED)
+    attach(model)
+    use_drafter(model, "wrong at the last position", expected.sequences[:, LENGTH:].tolist())
+    answer = model.generate(**inputs, **SCORED)
+    assert differ_from(answer, expected) < 1e-4
+    assert 0 < model.last_exit_stats.accepted < model.last_exit_stats.drafted
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_a_model_that_takes_images_is_loaded_by_its_name(family, tmp_path):
+    model, inputs = seeing_model(family), image_prompts(family)
+    model.save_pretrained(tmp_path)
+    loaded = TIDEModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, type(model))
+    assert torch.equal(loaded.generate(**inputs, **OPTIONS), model.generate(**inputs, **OPTIONS))
+
+
+def test_a_model_of_neither_kind_is_refused_in_transformers_own_words(tmp_path):
+    ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        TIDEModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated")  # by transformers 5.17 itself
+def test_images_that_layers_attend_to_across_are_left_to_post_hoc():
+    vision = {
+        **SEEING["gemma3"]["vision_config"],
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "vision_output_dim": 32,
+    }
+    vision |= {"intermediate_layers_indices": [0], "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    text = {**SEEING["llava"]["text_config"], "model_type": "mllama_text_model", "cross_attention_layers": [1]}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mllama", text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)
+    model = MllamaForConditionalGeneration(config).eval()
+    ids, one = torch.randint(3, 80, (1, 12)), torch.ones(1, 1, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    image = {"pixel_values": torch.randn(1, 1, 1, 3, 16, 16), "aspect_ratio_ids": one, "aspect_ratio_mask": one[None]}
+    image["cross_attention_mask"] = torch.ones(1, 12, 1, 1, dtype=torch.long)
+    expected = [model.generate(**inputs, **more, **OPTIONS) for more in ({}, image)]
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2]))
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])
+    assert torch.equal(model.generate(**inputs, **image, **OPTIONS, tide_mode="post_hoc"), expected[1])
+    for mode in ("self_speculative", "early_exit"):
+        with pytest.raises(UnsupportedOptionError, match=r"got cross_attention_mask.* Choose tide_mode='post_hoc'"):
+            model.generate(**inputs, **image, **OPTIONS, tide_mode=mode, tide_strict=True)
+    assert torch.equal(model.generate(**inputs, **image, **OPTIONS), expected[1])
+    attach_compiled(TIDEModelForCausalLM.detach(model))
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])  # some layers keep nothing of it
+
+
+def test_what_stands_for_an_image_is_never_drafted(tiny_llama):
+    """It may be no token that the model has an embedding for."""
+    model = tiny_llama()
+    TIDEModelForCausalLM.attach(model)
+    vocab_size = model._tide.structure.vocab_size
+    seen = [5, 6, 7, 8, vocab_size + 3, 9]
+    shallow = SimpleNamespace(costs_of=lambda _: None, temperature=0.0, block_layer=None)
+    drafter = hybrid_drafter(model._tide, [[*seen, *seen[:4]]], shallow)
+    (index,) = drafter.indexes
+    length, position = index.match()
+    assert length == 4
+    assert index.continuation(position, 2) == [0, 9]
+
+
+def test_a_model_that_finds_positions_by_itself_is_left_to(caplog, monkeypatch):
+    """As those that make two dimensions of them at each pass."""
+    model, inputs = seeing_model("llava"), image_prompts("llava")
+    prepare = model.prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def prepare_without(*args, **options):
+        return prepare(*args, **options) | {"position_ids": None}
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prepare_without)
+    expected = model.generate(**inputs, **OPTIONS)
+    attach_compiled(model)
+    with caplog.at_level("INFO", logger="tide_hf"):
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert "runs eagerly after prefill: the model computes positions by itself" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("attach", [attach_compiled, attach_graphs])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_prompts_with_images_are_answered_on_steps(family, attach, rows):
+    model, inputs = seeing_model(family), image_prompts(family, rows)
+    expected = model.generate(**inputs, **OPTIONS)
+    steps = attach(model)
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert steps.warm_up.num_made > 0
+    made = steps.warm_up.num_made
+    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    text["input_ids"] = text["input_ids"].clamp(max=80)
+    answer = model.generate(**text, **OPTIONS)
+    assert steps.warm_up.num_made == made
+    TIDEModelForCausalLM.detach(model)
+    assert torch.equal(model.generate(**text, **OPTIONS), answer)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.usefixtures("fresh_kernels")
+def test_a_long_prompt_is_read_by_kernels_as_its_images_are_masked(family, rows):
+    model = seeing_model(family, attention="sdpa", max_position_embeddings=512)
+    inputs = long_image_prompts(family, rows, 2 * LONG_PROMPT)
+    expected = model.generate(**inputs, **SCORED)
+    TIDEModelForCausalLM.attach(model)
+    model.tide_warm_up()
+    assert has_kernel(model.dtype)
+    assert differ_from(model.generate(**inputs, **SCORED), expected) < 1e-4
+
+
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_second_turn_goes_on_behind_the_images_of_the_first(family, attach):
+    model, inputs = seeing_model(family), image_prompts(family)
+    question = torch.randint(3, 80, (1, 9), generator=torch.Generator().manual_seed(5))
+
+    def talk():
+        first = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, question], dim=1)
+        turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: first[CACHE]}
+        for name in TYPES:
+            if name in inputs:
+                turn[name] = torch.cat([inputs[name], torch.zeros_like(ids[:, LENGTH:])], dim=1)
+        return model.generate(**turn, **SCORED)
+
+    expected = talk()
+    attach(model)
+    assert differ_from(talk(), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", slow_but(FEW, FAMILIES))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_leave_behind_images_as_they_do_where_all_layers_run(family, rows):
+    """`recompute` gives exact K/V, so its tokens are those of `post_hoc`, which skips nothing."""
+    model, inputs = seeing_model(family), image_prompts(family, rows)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2], exit_threshold=0.5)
+    TIDEModelForCausalLM.attach(model, routers)
+    early = model.generate(**inputs, **OPTIONS, tide_mode="early_exit")
+    layers = model.last_exit_stats.per_token
+    late = model.generate(**inputs, **OPTIONS, tide_mode="post_hoc")
+    assert torch.equal(early, late)
+    assert layers == model.last_exit_stats.per_token
+    assert len({layer for row in layers for layer in row}) > 1
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "llava"])
+def test_a_block_drafts_behind_images_whether_or_not_its_keys_and_values_wait(family, every, monkeypatch):
+    model, inputs = seeing_model(family), image_prompts(family)
+    expected = model.generate(**inputs, **OPTIONS)
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    made = []
+
+    def make(_, texts, shallow):
+        made.append(HeadDrafter(texts, shallow, 1, 2, every))
+        return made[-1]
+
+    model._tide.make_drafter = make
+    for is_late in (True, False):
+        monkeypatch.setattr(eager, "block_run", lambda *args, lazy, own=is_late: block_run(*args, lazy=own))
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    late, at_once = (one.drafted for one in made)
+    assert late == at_once
+    assert len([draft for _, draft in late if draft]) > 3

@@ -1,0 +1,164 @@
+"""Drafts on quantised weights: no pass that verifies reads them, whatever they hold."""
+
+import pytest
+import torch
+from block_heads import block_layer_of, routers_for
+from drafters import use_drafter
+from families import tiny_model
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, draft_with_heads, linear_heads, prompts
+from packed_weights import attach_packed, let_pay
+from torch import nn
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.depth import linear_gate
+from tide_hf.depth.linear_gate import linear_gates
+from tide_hf.engines.steps import compiled_steps
+from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.cpp_kernels import VALUES
+from tide_hf.kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for
+from tide_hf.kernels.cpu.weight_layouts import QuantizedWeight
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    """Whatever this machine is, packed weights are the faster ones, and quantised ones are faster still."""
+    let_pay(monkeypatch)
+
+
+@pytest.fixture
+def applied(monkeypatch):
+    """The shapes of what was multiplied by quantised weights, in graphs and outside; they hold other values."""
+    shapes, take, apply, call = [], QuantizedWeight._convert, QuantizedWeight.apply, compiled_steps.call_kernels
+
+    def scrambled(self, weights):
+        take(self, weights)
+        self.packed = self.packed.flip(0).contiguous()
+
+    def applied(self, input, bias):
+        shapes.append(tuple(input.shape))
+        return apply(self, input, bias)
+
+    def called(graph, constants):
+        found, product = call(graph, constants), groupwise_gemm_for(torch.float32)
+        states = [node.args[0].meta["val"] for node in graph.graph.nodes if node.target is product]
+        assert len(states) == len(found)
+        shapes.extend(tuple(state.shape) for state in states)
+        return found
+
+    monkeypatch.setattr(QuantizedWeight, "_convert", scrambled)
+    monkeypatch.setattr(QuantizedWeight, "apply", applied)
+    monkeypatch.setattr(compiled_steps, "call_kernels", called)
+    return shapes
+
+
+def attach_with(kind, model, exit_layer):
+    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
+    steps = attach_packed(model, routers)
+    draft_with_heads(model, exit_layer)
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["linear", "block"])
+@pytest.mark.parametrize("family", [family for family in FEW if family not in UNTRACED])
+def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach_with(kind, model, block_layer_of(family))
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.refused is None
+    assert applied
+    assert {shape[-2] if len(shape) > 2 else shape[0] for shape in applied} == {1}  # a draft's width
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+def test_the_product_is_that_of_the_quantized_weights(on_some_cpu, dtype):
+    torch.manual_seed(0)
+    for size, sizes in [(576, (576, 190)), (64, (3,)), (100, (37, 1)), (5, (2,)), (1152, (9,))]:
+        weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
+        weights[0][-1] = 0.0
+        layout = QuantizedWeight(*weights)
+        exact = ((layout.packed.double() - 64) * layout.scales.double()[..., None]).flatten(1)
+        assert not exact[:, size:].any()
+        torch.testing.assert_close(exact[:, :size].float(), torch.cat(weights).float(), atol=0.04, rtol=0.0)
+        for rows in (1, 3, MAX_QUANTIZED_ROWS):
+            state = torch.randn(rows, size).to(dtype)
+            for bias in (None, torch.randn(sum(sizes)).to(dtype)):
+                expected = nn.functional.linear(
+                    state.double(), exact[:, :size], None if bias is None else bias.double()
+                )
+                error = (layout.apply(state, bias).double() - expected).abs().max()
+                assert float(error) <= 6e-3 * float(expected.abs().max())  # states may be rounded to bfloat16
+
+
+def test_more_rows_than_it_is_for_read_the_weights_as_they_are():
+    weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MAX_QUANTIZED_ROWS, 7)
+    expected = nn.functional.linear(state, torch.cat(weights))
+    assert torch.equal(QuantizedWeight(*weights).apply(state, None), expected)
+
+
+def test_drafts_are_nearly_the_same(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_with("linear", model, 3)
+    model.generate(**prompts(), **OPTIONS)
+    gates = list(linear_gates(model._tide.structure))
+    quantized = [gate for gate in gates if QuantizedWeight in gate.kept]
+    assert len(quantized) == 3 * 7 + 1  # the layers that draft, and the head
+    for gate in quantized:
+        state = torch.randn(1, gate.module.in_features)
+        drafted, native = (
+            gate.kept[QuantizedWeight].apply(state, None),
+            nn.functional.linear(state, gate.module.weight.detach()),
+        )
+        assert float((drafted - native).abs().max()) <= 0.03 * float(native.abs().max())
+
+
+def test_there_has_to_be_memory_for_them(tiny_llama, monkeypatch, applied):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+    steps = attach_with("linear", model, 3)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.replays > 0
+    assert not applied
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+def test_weights_that_change_are_quantized_anew(tiny_llama, change):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_with("linear", model, 3)
+    model.generate(**prompts(), **OPTIONS)
+    gate = next(linear_gates(model._tide.structure))
+    before, weight = gate.kept[QuantizedWeight], gate.module.weight
+    with torch.no_grad():
+        (weight if change == "in place" else weight.data).mul_(-1.0)
+    model.generate(**prompts(), **OPTIONS)
+    state = torch.randn(1, gate.module.in_features)
+    torch.testing.assert_close(gate.kept[QuantizedWeight].apply(state, None), -before.apply(state, None))
+
+
+def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach_with("linear", model, 3)
+    model.generate(**prompts(), **OPTIONS)
+    made, key = (
+        steps.warm_up.num_made,
+        weight_layouts._key_of([model.model.layers[0].mlp.up_proj.weight], QuantizedWeight),
+    )
+    assert any(set(key) <= set(known) for known in weight_layouts._known)
+    model.generate(**prompts(), **OPTIONS, tide_engine="eager")
+    model.generate(**prompts(), **OPTIONS)
+    assert steps.warm_up.num_made == made
+    model.tide_release()
+    assert not any(gate.kept for gate in linear_gates(model._tide.structure))
+    assert not any(set(key) <= set(known) for known in weight_layouts._known)
+
+
+def test_without_drafts_nothing_is_quantized(tiny_llama, applied):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_packed(model)
+    use_drafter(model, "random", [[5] * NEW], width=4)
+    model.generate(**prompts(), **OPTIONS)
+    assert not applied
+    TIDEModelForCausalLM.detach(model)

@@ -1,0 +1,289 @@
+"""Layers that a token does not need do not run, and what they leave in the cache is right."""
+
+from collections import Counter
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from families import ATTENTION, FAMILIES, LAYERS, RECURRENT, prompt, tiny_model
+from skipping_calls import OPTIONS, attached
+from transformers import DynamicCache
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
+from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.common.errors import ConfigurationError
+
+
+@contextmanager
+def layer_calls(model):
+    """Count the decoder layers' own forward: how often entered and how often run to the end, by position."""
+    layers = find_structure(model).layers
+    counts = {"entered": Counter(), "finished": Counter()}
+    position = {id(layer): index for index, layer in enumerate(layers)}
+    natives = {layer_class: layer_class.forward for layer_class in {type(layer) for layer in layers}}
+
+    def counting(native):
+        def forward(self, *args, **kwargs):
+            counts["entered"][position[id(self)]] += 1
+            output = native(self, *args, **kwargs)
+            counts["finished"][position[id(self)]] += 1
+            return output
+
+        return forward
+
+    for layer_class, native in natives.items():
+        layer_class.forward = counting(native)
+    try:
+        yield counts
+    finally:
+        for layer_class, native in natives.items():
+            layer_class.forward = native
+
+
+@pytest.mark.parametrize("exit_layer", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_a_decode_step_executes_exactly_the_exit_layers(family, exit_layer):
+    model = attached(family, [exit_layer], exit_threshold=0.0)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **OPTIONS)
+    steps = OPTIONS["max_new_tokens"] - 1
+    for layer_idx in range(LAYERS):
+        assert counts["entered"][layer_idx] == 1 + steps  # a filled layer is entered for its norm, q, k and v ...
+        assert counts["finished"][layer_idx] == 1 + (steps if layer_idx < exit_layer else 0)  # ... and left there
+    assert model.last_exit_stats.layers_executed == LAYERS + steps * exit_layer
+    assert model.last_exit_stats.exits_per_layer == {exit_layer: steps}
+
+
+def teacher_forced_logits(model, tokens, exit_layer_of_token, routers):
+    """The oracle: one pass over all tokens in which deeper layers return their input for exited ones."""
+    structure, handles = find_structure(model), []
+
+    def freeze(layer_idx):
+        def hook(_module, args, kwargs, output):
+            before = args[0] if args else kwargs["hidden_states"]
+            exited = (exit_layer_of_token <= layer_idx)[:, :, None]
+            state = torch.where(exited, before, output[0] if isinstance(output, tuple) else output)
+            if layer_idx == LAYERS - 1:
+                for exit_layer in routers.exit_layers:
+                    rows = (exit_layer_of_token == exit_layer)[:, :, None]
+                    state = torch.where(rows, routers[exit_layer].head(state), state)
+            return (state, *output[1:]) if isinstance(output, tuple) else state
+
+        return hook
+
+    for layer_idx, layer in enumerate(structure.layers):
+        handles.append(layer.register_forward_hook(freeze(layer_idx), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            return model(input_ids=tokens).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_logits_equal_the_teacher_forced_oracle(family, rows):
+    """Rows of a batch leave at layers of their own, as the routers say."""
+    model = attached(family, [1, 2, 3])
+    result = model.generate(
+        prompt(rows), exit_threshold=0.5, return_dict_in_generate=True, output_logits=True, **OPTIONS
+    )
+    per_token = torch.tensor(model.last_exit_stats.per_token)
+    assert (per_token < LAYERS).any()
+    routers = model._tide.routers
+    TIDEModelForCausalLM.detach(model)
+    prompt_length = prompt().shape[1]
+    fed = result.sequences[:, :-1]
+    depth = torch.full(fed.shape, LAYERS)
+    depth[:, prompt_length - 1 :] = per_token
+    oracle = teacher_forced_logits(model, fed, depth, routers)[:, prompt_length - 1 :]
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), oracle, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ATTENTION)
+def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
+    """Both read exits from the same states and keep exact K/V; one leaves out what it does not need."""
+    model = attached(family, [1, 2, 3], "recompute", exit_threshold=0.5)
+    options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(prompt(rows), tide_mode="post_hoc", **options)
+    post_hoc = model.last_exit_stats
+    result = model.generate(prompt(rows), **options)
+    stats = model.last_exit_stats
+    assert torch.equal(result.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+    assert stats.per_token == post_hoc.per_token
+    for layer, other in zip(result[CACHE].layers, expected[CACHE].layers, strict=True):
+        assert layer.get_seq_length() == other.get_seq_length()
+        kept = other.keys.shape[-2]
+        torch.testing.assert_close(layer.keys[:, :, -kept:], other.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layer.values[:, :, -kept:], other.values, atol=1e-4, rtol=1e-4)
+    if rows == 1:
+        assert stats.exit_rate > 0
+        assert stats.layers_executed < post_hoc.layers_executed
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gemma3_text"])
+def test_an_answer_of_one_token_returns_the_prompts_cache(family):
+    """No pass has rolled anything back by then, and a window may be full already."""
+    model = attached(family, [1, 3], "recompute", exit_threshold=0.0)
+    options = {**OPTIONS, "max_new_tokens": 1, "return_dict_in_generate": True}
+    result = model.generate(prompt(), **options)
+    expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
+    assert torch.equal(result.sequences, expected.sequences)
+    for layer, other in zip(result[CACHE].layers, expected[CACHE].layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys)
+
+
+def test_recompute_runs_deep_layers_once_for_several_tokens():
+    """Nine tokens that all leave after layer 1 never run the others, unless the cache is asked for."""
+    model = attached("llama", [1], "recompute", exit_threshold=0.0)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **OPTIONS)
+    assert counts["finished"] == {0: 10, 1: 1, 2: 1, 3: 1}
+    with layer_calls(model) as counts:
+        model.generate(prompt(), return_dict_in_generate=True, **OPTIONS)
+    assert counts["finished"] == {0: 10, 1: 2, 2: 2, 3: 2}
+
+
+def test_zero_pad_leaves_zeros_for_skipped_layers():
+    model = attached("llama", [2], "zero_pad", exit_threshold=0.0)
+    cache = DynamicCache(config=model.config)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **{CACHE: cache}, **OPTIONS)
+    assert counts["entered"] == {0: 10, 1: 10, 2: 1, 3: 1}
+    for layer_idx, layer in enumerate(cache.layers):
+        assert layer.get_seq_length() == prompt().shape[1] + 9
+        assert layer.values.shape == layer.keys.shape
+        for stored in (layer.keys, layer.values):
+            assert bool((stored[:, :, -9:] == 0).all()) == (layer_idx >= 2)
+
+
+def test_min_layers_raises_the_floor_at_run_time():
+    model = attached("llama", [1, 3], exit_threshold=0.0)
+    model.generate(prompt(), min_layers=2, **OPTIONS)
+    assert model.last_exit_stats.exits_per_layer == {3: 9}
+    model.generate(prompt(), min_layers=4, **OPTIONS)
+    assert model.last_exit_stats.exits_per_layer == {}
+
+
+def test_the_fixed_criterion_leaves_at_the_first_exit_layer():
+    model = attached("llama", [2, 3])
+    model.generate(prompt(), exit_criterion="fixed", exit_threshold=1.0, **OPTIONS)
+    assert model.last_exit_stats.exits_per_layer == {2: 9}
+
+
+def test_the_confidence_criterion_is_the_heads_largest_probability():
+    model = attached("llama", [2], "recompute")
+    result = model.generate(prompt(), exit_criterion="confidence", exit_threshold=0.0,
+        return_dict_in_generate=True, output_logits=True, **OPTIONS)  # fmt: skip
+    largest = [float(logits.softmax(-1).max()) for logits in result.logits[1:]]
+    threshold = sorted(largest)[4]
+    first = next(position for position, value in enumerate(largest) if value < threshold)
+    model.generate(prompt(), exit_criterion="confidence", exit_threshold=threshold, **OPTIONS)
+    per_token = model.last_exit_stats.per_token[0]
+    assert per_token[1 : first + 2] == [2] * first + [LAYERS]
+
+
+def test_an_unknown_criterion():
+    with pytest.raises(ConfigurationError, match=r"unknown exit_criterion: got 'mood'\. Expected one of 'router'"):
+        attached("llama", [2]).generate(prompt(), exit_criterion="mood", **OPTIONS)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_threshold_above_one_is_the_base_model(rows):
+    model = tiny_model("llama")
+    expected = model.generate(prompt(rows), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    assert torch.equal(model.generate(prompt(rows), exit_threshold=1.1, **OPTIONS), expected)
+    assert model.last_exit_stats.depth_fraction == 1.0
+
+
+def test_a_row_that_exits_does_not_disturb_the_others():
+    model = attached("llama", [1])
+    expected = TIDEModelForCausalLM.detach(copy_of := tiny_model("llama")).generate(prompt(2)[1:], **OPTIONS)
+    router = model._tide.routers[1].router
+    model._tide.routers[1].router.forward = lambda state: torch.tensor([[1.0], [0.0]])  # row 0 leaves, row 1 never does
+    result = model.generate(prompt(2), exit_threshold=0.5, **OPTIONS)
+    del model._tide.routers[1].router.forward
+    assert copy_of is not model
+    assert router is model._tide.routers[1].router
+    assert torch.equal(result[1:], expected)
+    assert model.last_exit_stats.per_token[0][1:] == [1] * 9
+    assert model.last_exit_stats.per_token[1] == [LAYERS] * 10
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_models_are_refused_with_the_reason(family):
+    model = tiny_model(family)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    for mode in ("early_exit", "self_speculative"):
+        with pytest.raises(UnsupportedModelError, match=r"recurrent state.*Expected tide_mode='post_hoc'"):
+            TIDEModelForCausalLM.attach(model, routers, mode=mode, strict=True)
+    assert not isinstance(model, TIDEModelForCausalLM)
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
+    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+        model.generate(prompt(), tide_mode="early_exit", **OPTIONS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_post_hoc_runs_all_layers_and_selects_early_states(family):
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[2], exit_strategy="linear")
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
+    assert torch.equal(model.generate(prompt(), exit_threshold=1.5, **OPTIONS), expected)
+    with layer_calls(model) as counts:
+        model.generate(prompt(), exit_threshold=0.0, **OPTIONS)
+    assert counts["finished"] == dict.fromkeys(range(LAYERS), 10)
+    assert model.last_exit_stats.exits_per_layer == {2: 9}
+
+
+def test_every_cache_layer_has_the_same_length_after_a_skip():
+    model = attached("llama", [2], exit_threshold=0.0)
+    cache = DynamicCache(config=model.config)
+    model.generate(prompt(), **{CACHE: cache}, **OPTIONS)
+    assert {layer.get_seq_length() for layer in cache.layers} == {prompt().shape[1] + 9}
+
+
+@pytest.mark.parametrize("strategy", ["propagate", "recompute"])
+def test_passes_with_another_cache_stay_at_full_depth(strategy):
+    """Classifier-free guidance calls the model from a logits processor, with a cache of its own."""
+    model = attached("llama", [1], strategy, exit_threshold=0.0)
+    seen = []
+    options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt()[:, :5]}
+    with layer_calls(model) as counts:
+        model.generate(prompt(), **options)
+    seen.append(counts["finished"])
+    assert seen[0] == {0: 20, 1: 11, 2: 11, 3: 11}  # ten guiding passes at full depth, the prompt's, and the steps'
+    assert model.last_exit_stats.exits_per_layer == {1: 9}
+
+
+@pytest.mark.parametrize("min_layers", [0, -1, 1.5, "two"])
+def test_min_layers_that_is_no_number_of_layers(min_layers):
+    with pytest.raises(ConfigurationError, match=r"min_layers is out of range: got .*Expected a whole number"):
+        attached("llama", [2]).generate(prompt(), min_layers=min_layers, **OPTIONS)
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_recompute_runs_each_layer_once_and_as_late_as_it_can(is_returned):
+    model = attached("llama", [1, 2, 3], "recompute", exit_threshold=0.5)
+    ids = torch.randint(3, 90, (1, 8), generator=torch.Generator().manual_seed(1))
+    model.generate(ids, **{**OPTIONS, "max_new_tokens": 40}, return_dict_in_generate=is_returned)
+    (depths,) = model.last_exit_stats.per_token
+    assert set(depths) == {1, 2, 3, LAYERS}
+    assert (2, 2) in pairwise(depths)
+    executed, pending = LAYERS, []  # the prompt's pass
+    for depth in depths[1:]:
+        if depth < LAYERS and depth <= min(pending, default=LAYERS):
+            executed += depth
+            pending.append(depth)
+        else:  # one that goes deeper than one before it: they run the rest together
+            executed += LAYERS
+            pending.clear()
+    if is_returned:
+        executed += LAYERS - min(pending, default=LAYERS)
+    assert model.last_exit_stats.layers_executed == executed

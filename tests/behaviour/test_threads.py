@@ -1,0 +1,100 @@
+"""Several threads at once: one's mode is not another's, and models load side by side."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from families import prompt
+from on_steps import attach_without_compiler, steps_of
+from skipping_calls import OPTIONS, attached
+from transformers import AutoModelForCausalLM
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.depth.early_exit import PropagateRun
+from tide_hf.depth.gates import active
+from tide_hf.engines.steps import step_graphs
+
+
+def test_other_threads_do_not_see_an_active_run():
+    model = attached("llama", [1], exit_threshold=0.0)
+    tokens = prompt()
+    plain = model(input_ids=tokens).logits
+    run = PropagateRun(model._tide.structure, None, model._tide.routers, model._tide.unembed, 0.0)
+    seen = []
+    with active(run):
+        thread = threading.Thread(target=lambda: seen.append(model(input_ids=tokens).logits))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(seen[0], plain)
+    assert run.layers_executed == 0
+
+
+def test_two_threads_generate_in_different_modes_at_once():
+    model = attached("llama", [1], exit_threshold=0.0)
+    modes = ("early_exit", "self_speculative", "post_hoc") * 2
+    expected = {mode: model.generate(prompt(), tide_mode=mode, **OPTIONS) for mode in set(modes)}
+    results = [None] * len(modes)
+
+    def work(index):
+        results[index] = model.generate(prompt(), tide_mode=modes[index], **OPTIONS)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(modes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(result, expected[mode]) for result, mode in zip(results, modes, strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one model", "three models"])
+def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog, shared):
+    """What one thread traces and compiles is no other's: each is alone at it, and nothing is refused."""
+    busy, alone, make_fx = threading.RLock(), [], step_graphs.make_fx
+
+    def alone_in(function):
+        def run(*args, **kwargs):
+            is_free = busy.acquire(blocking=False)
+            alone.append(is_free)
+            try:
+                threading.Event().wait(0.02)  # in which another would come
+                return function(*args, **kwargs)
+            finally:
+                if is_free:
+                    busy.release()
+
+        return run
+
+    def tracing(*args, **kwargs):
+        return alone_in(make_fx(*args, **kwargs))
+
+    monkeypatch.setattr(step_graphs, "make_fx", tracing)
+    expected = tiny_llama().generate(prompt(), **OPTIONS)
+    modes = ("self_speculative", "early_exit", "early_exit") if shared else ("self_speculative",) * 2 + ("early_exit",)
+    models = [tiny_llama() for _ in range(1 if shared else 3)] * (3 if shared else 1)
+    for model in dict.fromkeys(models):
+        routers = TIDERouters.for_model(model, exit_layers=[2])
+        attach_without_compiler(model, routers, engine="compiled", exit_threshold=2.0)
+    together = threading.Barrier(3, timeout=60)
+
+    def first_call(number):
+        together.wait()
+        return models[number].generate(prompt(), tide_mode=modes[number], **OPTIONS)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(first_call, range(3)))
+    assert all(torch.equal(result, expected) for result in results)
+    assert len(alone) > 3
+    assert all(alone)
+    for model in models:
+        assert steps_of(model).refused is None
+        assert steps_of(model).prompts.refused == {}
+
+
+def test_models_load_in_several_threads_at_once(tmp_path, tiny_llama):
+    """transformers alone would leave the process unable to tie a head to its embeddings."""
+    tiny_llama(tie_word_embeddings=True, num_hidden_layers=2).save_pretrained(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: TIDEModelForCausalLM.from_pretrained(tmp_path), range(12)))
+    models.append(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in models)

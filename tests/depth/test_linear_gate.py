@@ -1,0 +1,271 @@
+"""Linear layers over a handful of rows: the same numbers, and never from weights that are no longer the model's."""
+
+import copy
+
+import pytest
+import torch
+from packed_weights import let_pay
+from recorded import Recording
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.depth import linear_gate
+from tide_hf.depth.gates import LayerRun, active
+from tide_hf.depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, linear_gates
+from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.weight_layouts import (
+    WEIGHT_LAYOUTS,
+    PlainWeight,
+    PrepackedWeight,
+    QuantizedWeight,
+    UpcastWeight,
+)
+
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_layouts.can_pack(dtype)]
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    """Whatever this machine is, packed weights are the faster ones but for 64 to 127 rows."""
+    let_pay(monkeypatch, DTYPES, but=64)
+
+
+class Subclass(torch.Tensor):
+    """Of a user, or of what traces."""
+
+
+@pytest.fixture
+def attached(tiny_llama):
+    model = TIDEModelForCausalLM.attach(tiny_llama())
+    with torch.no_grad(), active(LayerRun(model._tide.structure)):
+        yield model
+
+
+def make_linear(size_in, size_out, bias):
+    torch.manual_seed(0)
+    linear = nn.Linear(size_in, size_out, bias=bias)
+    linear.forward = LinearGate(linear)
+    return linear
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 17, 64, 65, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
+def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, size_out, bias, dtype):
+    linear = make_linear(size_in, size_out, bias).to(dtype)
+    for state in (torch.randn(1, rows, size_in).to(dtype), torch.randn(rows, 2, size_in).to(dtype)[:, :1]):
+        native = linear.forward.native(state)
+        assert linear(state).shape == native.shape
+        assert linear(state).is_contiguous()
+        atol = 1e-5 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(linear(state), native, atol=atol, rtol=atol)
+    assert bool(linear.forward.kept) == (not 64 <= rows < 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
+def test_with_kernels_plain_weights_are_read(attached, size_in, size_out, bias, dtype, monkeypatch):
+    let_pay(monkeypatch, DTYPES, order=(PlainWeight, PrepackedWeight, None))
+    linear = make_linear(size_in, size_out, bias).to(dtype)
+    linear.forward.may_copy = False
+    for rows in (1, 2, 300):
+        state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]  # with gaps
+        with allowed_layouts(KERNEL_LAYOUTS):
+            found = linear(state)
+        native = linear.forward.native(state)
+        assert found.shape == native.shape
+        torch.testing.assert_close(found, native, atol=1e-2, rtol=1e-2)
+    assert list(linear.forward.kept) == [PlainWeight]
+    assert linear.forward.kept[PlainWeight]._plain[0].data_ptr() == linear.weight.data_ptr()
+    with allowed_layouts(DRAFT_LAYOUTS):  # copies are not allowed
+        linear(torch.randn(1, size_in).to(dtype))
+    assert list(linear.forward.kept) == [PlainWeight]
+
+
+def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(attached, monkeypatch):
+    let_pay(monkeypatch, order=(PlainWeight, PrepackedWeight, None))
+    linear, state = make_linear(32, 32, bias=False), torch.randn(2, 32)
+    with allowed_layouts(KERNEL_LAYOUTS):
+        before = linear(state)
+        linear.weight.data = torch.randn(32, 32)  # the old values have no other owner
+        torch.testing.assert_close(linear.forward.kept[PlainWeight].apply(state, None), before)
+        linear.forward.release_if_changed()
+        torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(attached, dtype, has_onednn, monkeypatch):
+    let_pay(monkeypatch, [dtype], order=(UpcastWeight, None))
+    monkeypatch.setattr(weight_layouts, "UPCAST_CHUNK", 100)
+    monkeypatch.setattr(weight_layouts, "can_pack", lambda dtype: has_onednn and dtype is torch.float32)
+    for size_in, size_out, bias in [(16, 3, True), (112, 65, False), (30, 33, True)]:
+        linear = make_linear(size_in, size_out, bias).to(dtype)
+        for rows in (1, 3, 70):
+            state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]
+            exact = nn.functional.linear(state.double(), linear.weight.double(), linear.bias.double() if bias else None)
+            found = linear(state)
+            assert found.dtype is dtype
+            torch.testing.assert_close(found, exact.to(dtype), atol=1e-2, rtol=1e-2)
+        assert list(linear.forward.kept) == [UpcastWeight]
+        pair = [torch.randn(size, size_in).to(dtype) for size in (9, 4)]
+        together = UpcastWeight(*pair).apply(state, None)
+        torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False), (64, 33, True)])
+def test_in_drafts_weights_are_quantized(attached, size_in, size_out, bias, dtype):
+    linear = make_linear(size_in, size_out, bias).to(dtype)
+    with torch.no_grad():
+        linear.weight[-1] = 0.0
+    state = torch.randn(2, 1, size_in).to(dtype)
+    with allowed_layouts(DRAFT_LAYOUTS):
+        found = linear(state)
+    assert list(linear.forward.kept) == [QuantizedWeight]
+    assert found.dtype is dtype
+    native = linear.forward.native(state)
+    assert found.shape == native.shape
+    # Half a step of a 63rd for each input; then what bfloat16 makes of states and results.
+    largest = 0.5 / 63 * linear.weight.abs().amax() * state.abs().sum(dim=-1).amax()
+    tolerance = float(largest + 0.02 * native.abs().max())
+    assert 0 < float((found - native).abs().max()) <= tolerance
+    with allowed_layouts(KERNEL_LAYOUTS):
+        torch.testing.assert_close(linear(state), native, atol=1e-2, rtol=1e-2)
+    assert set(linear.forward.kept) == {QuantizedWeight, PrepackedWeight}
+
+
+def test_models_that_share_a_weight_share_what_is_packed(attached):
+    linear = make_linear(32, 32, bias=False)
+    other = nn.Linear(32, 32, bias=False)
+    other.weight = linear.weight
+    other.forward = LinearGate(other)
+    state = torch.randn(5, 32)
+    assert torch.equal(linear(state), other(state))
+    assert isinstance(linear.forward.kept[PrepackedWeight], PrepackedWeight)
+    assert linear.forward.kept == other.forward.kept
+    linear.forward.release()
+    assert torch.equal(other(state), linear(state))
+    linear.weight.data.add_(1.0)
+    other.forward.release_if_changed()
+    torch.testing.assert_close(other(state), other.forward.native(state), atol=1e-5, rtol=1e-5)
+
+
+def test_the_op_without_weights_in_a_form_is_the_plain_one():
+    state, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
+    plain = nn.functional.linear(state, weight, bias)
+    for layout in range(len(WEIGHT_LAYOUTS)):
+        assert torch.equal(torch.ops.tide_hf.linear(state, weight, bias, layout), plain)
+        assert torch.equal(torch.ops.tide_hf.fused_linear(state, [weight], bias, layout), plain)
+
+
+def test_only_what_may_be_traced_goes_by_the_op(attached, monkeypatch):
+    linear, state, by_op = make_linear(32, 32, bias=True), torch.randn(5, 32), []
+    linear(state)  # which measures, and packs
+    run = weight_layouts._one_linear
+    monkeypatch.setattr(
+        torch.ops.tide_hf.linear, "default", lambda *args: by_op.append(args) or run(*args), raising=False
+    )
+    expected = linear(state)
+    assert not by_op
+    with Recording() as recording:
+        found = linear(state)
+    assert torch.equal(found, expected)
+    assert {str(func) for func, *_ in recording.calls} == {"mkldnn._linear_pointwise.default"}
+    assert len(by_op) == 1
+    linear(state.as_subclass(Subclass))
+    assert len(by_op) == 2
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(linear(state), expected)
+    assert len(by_op) == 3
+
+
+def test_a_bias_that_is_computed_is_added(attached):
+    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
+    before = linear(state)
+    assert linear.forward.kept
+    parametrize.register_parametrization(linear, "bias", nn.Hardtanh(3.0, 4.0))
+    torch.testing.assert_close(linear(state), before + linear.bias - linear.parametrizations.bias.original)
+
+
+def test_a_weight_that_is_computed_is_left_to_the_layer(attached):
+    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
+    linear(state)
+    parametrizations.weight_norm(linear)
+    linear.forward.release_if_changed()
+    with torch.no_grad():
+        linear.parametrizations.weight.original0.mul_(2.0)
+    assert torch.equal(linear(state), nn.functional.linear(state, linear.weight, linear.bias))
+    assert not linear.forward.kept
+
+
+def test_autocast_finds_the_layer_as_it_is(attached):
+    linear = make_linear(64, 33, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(torch.randn(2, 64)).dtype is torch.bfloat16
+    assert linear.forward.kept == {}
+
+
+def test_outside_tide_s_passes_nothing_is_packed(attached):
+    linear = make_linear(16, 16, bias=True)
+    with active(None):
+        linear(torch.randn(5, 16))
+    with torch.enable_grad():
+        linear(torch.randn(5, 16)).sum().backward()
+    linear(torch.randn(0, 16))
+    assert not linear.forward.kept
+    assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("change", ["replaced", "in place", "data"])
+def test_changed_weights_are_packed_anew(attached, change):
+    linear, state = make_linear(32, 32, bias=False), torch.randn(5, 32)
+    linear(state)
+    if change == "replaced":
+        linear.weight = nn.Parameter(torch.randn(32, 32))
+    elif change == "in place":
+        linear.weight.mul_(2.0)
+    else:
+        linear.weight.data.add_(1.0)  # as merging an adapter does; its version does not tell
+        linear.forward.release_if_changed()
+    torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_layer_chose_is_for_tides_passes_without_gradients(attached):
+    linear, state = make_linear(16, 16, bias=True), torch.randn(5, 16)
+    with allowed_layouts(KERNEL_LAYOUTS, cache_choice=True):
+        with Recording():
+            linear(state)
+        assert not linear_gate._products.get()
+        expected = linear(state)
+        assert list(linear_gate._products.get()) == [(linear.forward, state.numel())]
+        linear.forward.keep = linear.forward.prepare = pytest.fail
+        assert torch.equal(linear(state), expected)
+        linear_gate._products.get()[linear.forward, state.numel()] = pytest.fail
+        with active(None):
+            linear(state)
+        with torch.enable_grad():
+            linear(state)
+        with allowed_layouts(DRAFT_LAYOUTS):
+            assert linear_gate._products.get() is None  # steps, which are traced
+
+
+def test_a_copy_packs_its_own_weights(attached):
+    attached(input_ids=torch.arange(8)[None])
+    twin = copy.deepcopy(attached)
+    gates = list(linear_gates(twin._tide.structure))
+    assert gates
+    assert not any(gate.kept for gate in gates)
+    assert gates[0].module is twin.model.layers[0].self_attn.q_proj
+
+
+def test_release_gives_the_memory_back_and_detach_the_layers(attached):
+    attached(input_ids=torch.arange(8)[None])
+    gates = list(linear_gates(attached._tide.structure))
+    assert all(gate.kept for gate in gates)
+    attached.tide_release()
+    assert not any(gate.kept for gate in gates)
+    TIDEModelForCausalLM.detach(attached)
+    assert not any("forward" in module.__dict__ for module in attached.modules())

@@ -1,0 +1,194 @@
+"""Batches on steps: a call ends with its last row, what is left needs fewer, and other numbers share what there is."""
+
+import pytest
+import torch
+from block_heads import block_layer_of, routers_for
+from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from families import VOCAB, slow_but, tiny_model
+from on_steps import (
+    FEW,
+    LAYERS,
+    OPTIONS,
+    PROMPT,
+    UNTRACED,
+    WINDOWED,
+    attach_compiled,
+    linear_heads,
+    new_tokens,
+    prompts,
+    steps_of,
+)
+from on_steps import attach_captured as attach_graphs
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps.row_map import RowMap
+from tide_hf.engines.steps.static_cache import take_rows
+
+FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]
+LONG = {**OPTIONS, "max_new_tokens": 40}
+
+
+def ending_early(model, batch, **options):
+    """A token that ends the rows of a batch at different times, none with its first token and one not before the end.
+
+    Returns:
+        Options with that token, what plain decoding makes of them, and the length of each row's answer.
+    """
+    plain = new_tokens(model.generate(**batch, **LONG))
+    for row in plain:
+        for token in row[2:20]:
+            ends = [other.index(token) if token in other else len(other) for other in plain]
+            if len(set(ends)) > 2 and min(ends) > 0 and max(ends) == len(row):
+                options = {**LONG, "eos_token_id": token, **options}
+                return options, model.generate(**batch, **options), [min(end + 1, len(row)) for end in ends]
+    raise LookupError("no such token")
+
+
+def test_rows_of_nobody_do_what_the_first_sequence_does():
+    row_map = RowMap(3, 5)
+    assert row_map.spread(["a", "b", "c"]) == ["a", "b", "c", "a", "a"]
+    row_map.keep([1, 2])
+    assert row_map.own == [1, 2]
+    assert row_map.spread(["b", "c"]) == ["b", "b", "c", "b", "b"]
+    row_map.keep([1])
+    assert row_map.spread(["c"]) == ["c"] * 5
+    assert row_map.gather(["?", "?", "c", "?", "?"]) == ["c"]
+
+
+def test_rows_move_to_the_front_of_the_same_memory():
+    class Layer:
+        def __init__(self, keys):
+            self.keys, self.values = keys, keys.clone()
+
+    keys = torch.arange(4.0)[:, None, None, None].expand(4, 1, 3, 1).clone()
+    take_rows(Layer(keys[:3]), Layer(keys), 2, [0, 2, 3])
+    assert keys[:3, 0, :, 0].tolist() == [[0, 0, 0], [2, 2, 1], [3, 3, 2]]
+
+
+@pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
+def test_a_call_ends_with_its_last_row(attach, tiny_llama):
+    """Rows that end early need not catch up with the padding behind them."""
+    model, batch = tiny_llama(), prompts(4)
+    options, expected, lengths = ending_early(model, batch)
+    steps = attach(model)
+    use_drafter(model, "right", new_tokens(expected), width=3)
+    assert torch.equal(model.generate(**batch, **options), expected)
+    assert [len(row) for row in model.last_exit_stats.per_token] == lengths
+    assert steps.replays == -(-(max(lengths) - 1) // 4)
+
+
+@pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
+def test_what_is_left_of_a_batch_goes_on_in_fewer_rows_where_there_are_steps(attach, tiny_llama):
+    model, batch = tiny_llama(), prompts(4)
+    options, expected, lengths = ending_early(model, batch)
+    steps = attach(model)
+    use_drafter(model, "wrong", [[0] * 40] * 4, width=0)
+    counts = {}
+    for first in (None, 2):
+        if first is not None:
+            model.generate(**{name: rows[:first] for name, rows in batch.items()}, **OPTIONS)
+        assert torch.equal(model.generate(**batch, **options), expected)
+        counts[first] = model.last_exit_stats.layers_executed
+    passes = max(lengths) - 1
+    with_three_rows_or_four = sorted(lengths)[-3] - 1  # then two are left
+    assert counts[None] == LAYERS * 4 * (1 + passes)
+    assert counts[2] == LAYERS * (4 + 4 * with_three_rows_or_four + 2 * (passes - with_three_rows_or_four))
+    four, two = (next(found for key, found in steps._buffers.items() if key[0] == rows) for rows in (4, 2))
+    assert two.cache.layers[0].keys.data_ptr() == four.cache.layers[0].keys.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["linear", "block"])
+@pytest.mark.parametrize(
+    ("attach", "family"),
+    [
+        *slow_but(("llama", "gpt2", "bloom", "opt"), FAMILIES, attach_graphs),
+        *slow_but(("llama",), FAMILIES, attach_compiled),  # tracing takes long
+    ],
+)
+def test_every_number_of_rows_on_the_steps_of_others(family, attach, kind):
+    """Padded rows, holes that are compacted, rows that end, heads that draft: on buffers of 8, 4, 2 rows and 1."""
+    model, batch = tiny_model(family), prompts(8, pads=3)
+    options, expected, _ = ending_early(model, batch)
+    exit_layer = block_layer_of(family)
+    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
+    routers.config.compaction_threshold = 0.1
+    steps = attach(model, routers)
+    for rows in (8, 4, 2, 1, 3, 5, 7, 8):
+        some = {name: values[-rows:] for name, values in batch.items()}
+        length = next((n for n in range(expected.shape[1], 0, -1) if (expected[-rows:, n - 1] != 0).any()), 0)
+        width = rows % 3 + 1
+        use_drafter(model, "mixed", new_tokens(expected[-rows:]), width)
+        assert torch.equal(model.generate(**some, **options), expected[-rows:, :length])
+
+        def make(_, texts, shallow, width=width):
+            if attach is attach_graphs:
+                return AheadDrafter(texts, shallow, [exit_layer], width)
+            return HeadDrafter(texts, shallow, exit_layer, width)
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**some, **options), expected[-rows:, :length])
+    assert sorted(key[0] for key in steps._buffers) == [1, 2, 4, 8]
+    assert steps.refused is None
+
+
+@pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
+def test_logits_are_those_of_the_rows_that_go_on(attach, tiny_llama):
+    model, batch = tiny_llama(), prompts(4, pads=3)
+    options, _, _ = ending_early(model, batch)
+    options |= {"repetition_penalty": 1.1}
+    expected = model.generate(**batch, **options)
+    lengths = [(row != 0).sum() for row in expected]
+    assert min(lengths) < max(lengths)
+    attach(model)
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(**batch, **options), expected)
+
+
+def test_a_block_drafts_in_fewer_rows_what_it_drafts_eagerly(tiny_llama):
+    model, batch = tiny_llama(), prompts(4)
+    options, expected, _ = ending_early(model, batch)
+    steps = attach_compiled(model, routers_for(model, 1))
+    made = []
+
+    def make(_, texts, shallow):
+        made.append(HeadDrafter(texts, shallow, 1, 3))
+        return Alternating(made[-1], ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
+
+    model._tide.make_drafter = make
+    model.generate(**prompts(2), **OPTIONS)
+    for engine in ("compiled", "eager"):
+        assert torch.equal(model.generate(**batch, **options, tide_engine=engine), expected)
+    assert made[1].drafted == made[2].drafted
+    assert steps._buffers.popitem()[0][0] == 2  # where the batch ended
+
+
+def test_rows_in_a_returned_cache_are_the_calls_own(tiny_llama):
+    model, options = tiny_llama(), {**OPTIONS, "return_dict_in_generate": True}
+    expected = model.generate(**prompts(3), **options)
+    steps = attach_graphs(model, TIDERouters.for_model(model, exit_layers=[1]))
+    use_drafter(model, "mixed", new_tokens(expected.sequences) + [[0] * 40])
+    model.generate(**prompts(4), **OPTIONS)
+    found = model.generate(**prompts(3), **options)
+    assert [key[0] for key in steps._buffers] == [4]
+    assert torch.equal(found.sequences, expected.sequences)
+    for layer, other in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
+        assert layer.keys.shape == other.keys.shape
+        torch.testing.assert_close(layer.keys[:, :, PROMPT:], other.keys[:, :, PROMPT:], atol=1e-4, rtol=1e-4)
+    assert isinstance(model, TIDEModelForCausalLM)
+
+
+def test_buffers_that_were_given_back_in_between_do_no_harm(tiny_llama):
+    """As another thread may do at any time."""
+    model, batch = tiny_llama(), prompts(4)
+    options = {**OPTIONS, "max_new_tokens": 8}  # each round traces anew
+    expected = model.generate(**batch, **options)
+    attach_compiled(model)
+
+    class Releases(ScriptedDrafter):
+        def draft(self, rows, limits):
+            steps_of(model).release()
+            return super().draft(rows, limits)
+
+    model._tide.make_drafter = lambda *_: Releases("mixed", new_tokens(expected), VOCAB)
+    assert torch.equal(model.generate(**batch, **options), expected)

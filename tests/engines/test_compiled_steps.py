@@ -1,0 +1,265 @@
+"""Compiled steps: the base model's tokens in every family, few graphs, and eager calls where there can be none.
+
+Most tests run what was traced as it is, which takes no compiler.
+"""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from block_heads import block_layer_of, routers_for
+from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from families import ATTENDING, VOCAB, tiny_model
+from key_heads import KeyHeads
+from on_steps import (
+    FEW,
+    LAYERS,
+    NEW,
+    OPTIONS,
+    UNTRACED,
+    WINDOWED,
+    check_drafts,
+    draft_with_heads,
+    linear_heads,
+    new_tokens,
+    prompts,
+    steps_of,
+)
+from on_steps import attach_compiled as attach
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.engines.steps import compiled_steps
+from tide_hf.engines.steps.compiled_steps import StepCompiler
+from tide_hf.engines.steps.layer_graphs import LayerGraphs
+from tide_hf.engines.steps.step_graphs import traced
+
+
+@pytest.mark.parametrize(("attention", "family"), ATTENDING)
+def test_every_familys_tokens_are_the_base_models(family, attention, caplog):
+    model = tiny_model(family, attention=attention)
+    kinds = ("right", "wrong at the last position")
+    steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, kinds, width=4)
+    assert (steps.refused is not None) == (family in UNTRACED)
+    assert steps.replays > 0
+    assert "Traceback" not in caplog.text  # PyTorch's own, for what cannot be traced
+
+
+@pytest.mark.parametrize("family", [family for family in FEW if family not in WINDOWED])
+def test_rows_keep_accepted_lengths_of_their_own(family):
+    steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_with_heads, ("mixed",))
+    assert steps.replays > 0
+    assert (steps.refused is not None) == (family in UNTRACED)
+
+
+@pytest.mark.parametrize("kind", ["linear", "block"])
+@pytest.mark.parametrize("family", FEW)
+def test_heads_draft_what_they_draft_eagerly_and_are_as_sure(family, kind):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(), **OPTIONS)
+    exit_layer = block_layer_of(family)
+    steps = attach(model, routers_for(model, exit_layer) if kind == "block" else linear_heads(model))
+    found = {}
+    for engine in ("eager", "compiled"):
+        heard = found[engine] = []
+
+        def make(_, texts, shallow, heard=heard):
+            step = shallow.draft
+            shallow.draft = lambda *args: heard.append(step(*args)) or heard[-1]
+            heads = HeadDrafter(texts, shallow, exit_layer, 3)
+            return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(), **OPTIONS, tide_engine=engine), expected)
+    assert steps.replays > 0
+    assert [tokens for tokens, _ in found["compiled"]] == [tokens for tokens, _ in found["eager"]]
+    for (_, scores), (_, others) in zip(found["compiled"], found["eager"], strict=True):
+        assert scores == pytest.approx(others, abs=1e-4)
+
+
+def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    attach(model, linear_heads(model))
+    found = {"eager": [], "compiled": []}
+    for engine, heard in found.items():
+
+        def make(_, texts, shallow, heard=heard):
+            class Behind(ScriptedDrafter):
+                def draft(self, rows, limits):
+                    (draft,) = super().draft(rows, limits)
+                    if len(draft.tokens) == 2 and limits[0] > 3:
+                        heard.append(shallow.draft(3, [draft.tokens]))
+                        heard.append(shallow.draft(3, [[*draft.tokens, *heard[-1][0]]]))
+                        shallow.rollback()
+                    return [draft]
+
+            return Behind("random", new_tokens(expected), VOCAB, 2)
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(), **OPTIONS, tide_engine=engine), expected)
+    assert len(found["eager"]) > 4
+    assert [tokens for tokens, _ in found["compiled"]] == [tokens for tokens, _ in found["eager"]]
+    scores, others = (torch.tensor([score for _, score in found[engine]]) for engine in found)
+    torch.testing.assert_close(scores, others, atol=1e-4, rtol=0)
+
+
+def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
+    compiled = []
+
+    def compile_graph(graph, _inputs):
+        compiled.append(any(node.target is torch.ops.tide_hf.layer.default for node in graph.graph.nodes))
+        return graph
+
+    model = tiny_llama(num_hidden_layers=6)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, compile_graph=compile_graph)
+    use_drafter(model, "right", new_tokens(expected), width=3)
+    model.generate(**prompts(), **OPTIONS)
+    widths = {size for _, kind, size in steps._steps}
+    # A layer, and what is before and around layers; and a layer that reads the prompt.
+    assert len(compiled) == 3 * len(widths) + 1
+    assert compiled.count(True) == len(widths)
+    assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
+
+
+def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
+    times = []
+    monkeypatch.setattr(compiled_steps, "traced", lambda *args: times.append(1) or traced(*args))
+    monkeypatch.setattr(compiled_steps, "LayerGraphs", lambda *args: LayerGraphs(*args, compiled_steps.traced))
+    model = tiny_llama()
+    steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right",))
+    widths = {size if kind == "verify" else 1 for _, kind, size in steps._steps}
+    assert len(times) == len(widths) + len(steps._steps)  # one layer of each, and what is around them all
+
+
+@pytest.mark.parametrize("what", ["number", "shape"])
+def test_a_layer_that_differs_is_not_taken_for_another(tiny_llama, what):
+    model = tiny_llama()
+    layer = model.model.layers[2]
+    if what == "number":
+        layer.self_attn.scaling *= 3
+    else:
+        size = model.config.hidden_size
+        layer.mlp.gate_proj, layer.mlp.up_proj = (torch.nn.Linear(size, 48, bias=False) for _ in range(2))
+        layer.mlp.down_proj = torch.nn.Linear(48, size, bias=False)
+    steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right", "wrong at the last position"))
+    assert steps.refused is None
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("falcon", marks=pytest.mark.slow)])
+def test_compiled_by_inductor(family):
+    model = tiny_model(family)
+    expected = model.generate(**prompts(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model, linear_heads(model), engine="compiled", pack_weights=True)
+    use_drafter(model, "wrong at the last position", new_tokens(expected), width=4)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    draft_with_heads(model)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    steps = steps_of(model)
+    assert steps.refused is None
+    assert steps.replays > 0
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_weights_that_change_in_place_are_packed_anew(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach(model, pack_weights=True)
+    use_drafter(model, "random", [[5] * NEW], width=4)
+    model.generate(**prompts(), **OPTIONS)
+    assert steps._kept
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    changed = model.generate(**prompts(), **OPTIONS)
+    assert steps.replays > 0
+    plain = TIDEModelForCausalLM.detach(copy.deepcopy(model))
+    assert torch.equal(changed, plain.generate(**prompts(), **OPTIONS))
+
+
+@pytest.mark.parametrize("reason", ["asks for a value", "leaves out a layer"])
+def test_what_cannot_be_traced_runs_layer_by_layer_and_says_so_once(tiny_llama, monkeypatch, caplog, reason):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    kind = type(model.model.norm)
+    native = kind.forward
+
+    def forward(self, hidden_states):
+        print(end="", flush=bool(hidden_states.sum().item() > 1e9))
+        return native(self, hidden_states)
+
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    if reason == "asks for a value":
+        monkeypatch.setattr(kind, "forward", forward)
+    else:
+        trace = StepCompiler._trace
+        monkeypatch.setattr(
+            StepCompiler, "_trace", lambda self, function, regions: trace(self, function, [*regions, regions[0]])
+        )
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
+    assert all(torch.equal(found, expected) for found in tokens)
+    assert sum("runs without compiled steps" in record.message for record in caplog.records) == 1
+    assert steps.refused is not None
+
+
+def test_copies_compile_for_themselves(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    model.generate(**prompts(), **OPTIONS)
+    other = copy.deepcopy(model)
+    assert steps_of(other) is not steps
+    assert steps_of(other).warm_up.num_made == 0
+    assert pickle.loads(pickle.dumps(steps)).warm_up.num_made == 0
+    assert torch.equal(other.generate(**prompts(), **OPTIONS), expected)
+    made = steps.warm_up.num_made
+    model.tide_release()
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.warm_up.num_made == 2 * made
+
+
+def test_calls_in_inference_mode_and_outside_share_steps(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    draft_with_heads(model)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    made = steps.warm_up.num_made
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.warm_up.num_made == made > 0
+    assert steps.refused is None
+
+
+def test_other_modes_and_caches_run_eagerly(tiny_llama, caplog):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, linear_heads(model))
+    assert torch.equal(model.generate(**prompts(), **OPTIONS, cache_implementation="static"), expected)
+    model.generate(**prompts(), **OPTIONS, tide_mode="early_exit")
+    assert steps.replays == 0
+    assert model.last_exit_stats.engine == "eager"
+    assert "engine='compiled' runs eagerly: the cache is a StaticCache" in caplog.text
+
+
+def test_heads_that_share_kv_attend_without_copies(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    routers, found = routers_for(model, 1), set()
+
+    def watched(graph, _inputs):
+        def run(*inputs):
+            with KeyHeads() as heads:
+                output = graph(*inputs)
+            found.update(heads.found)
+            return output
+
+        return run
+
+    attach(model, routers, compile_graph=watched)
+    draft_with_heads(model, exit_layer=1)
+    model.generate(**prompts(pads=2), **OPTIONS)
+    assert found == {model.config.num_key_value_heads}
+    configs = model.config, routers.block.head.layer.self_attn.config
+    assert {config._attn_implementation for config in configs} == {"sdpa"}

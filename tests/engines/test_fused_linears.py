@@ -1,0 +1,145 @@
+"""Linear layers that read the same states as one product: the same numbers, from weights that are still the model's."""
+
+import pytest
+import torch
+from drafters import use_drafter
+from families import ATTENTION, slow_but, tiny_model
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, draft_with_heads, prompts
+from packed_weights import Graphs, attach_packed, let_pay
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.depth import linear_gate
+from tide_hf.engines.steps.fused_linears import FUSED, LINEAR, call_kernels, fuse_linears
+from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
+from tide_hf.kernels.cpu.weight_layouts import WEIGHT_LAYOUTS, PlainWeight, PrepackedWeight, QuantizedWeight, in_layout
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
+
+
+@pytest.fixture(autouse=True)
+def _it_pays(monkeypatch):
+    """Whatever this machine is, packed weights are the faster ones."""
+    let_pay(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "family", slow_but((*FEW, "phi3", "gpt_neox"), [family for family in ATTENTION if family not in UNTRACED])
+)
+def test_every_familys_tokens_are_the_base_models(family):
+    graphs = Graphs()
+    steps = check_drafts(
+        tiny_model(family),
+        prompts(pads=2),
+        lambda model, routers: attach_packed(model, routers, graphs),
+        draft_with_heads,
+        ("right", "wrong at the last position"),
+        width=4,
+    )
+    assert steps.refused is None
+    assert bool(graphs.products) == (family not in ALONE)
+
+
+def test_what_is_before_attention_and_what_is_in_the_mlp(tiny_llama):
+    model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+    attach_packed(model, compile_graph=graphs)
+    model.generate(**prompts(), **OPTIONS)
+    assert set(graphs.products) == {3, 2}
+
+
+def test_there_has_to_be_memory_for_one_more_copy(tiny_llama, monkeypatch):
+    model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+    expected = model.generate(**prompts(), **OPTIONS)
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+    steps = attach_packed(model, compile_graph=graphs)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.replays > 0
+    assert not graphs.products
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+def test_weights_that_change_are_joined_anew(tiny_llama, change):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach_packed(model)
+    use_drafter(model, "random", [[5] * NEW], width=4)
+    before = model.generate(**prompts(), **OPTIONS)
+    assert steps.replays > 0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.self_attn.k_proj.weight
+            (weight if change == "in place" else weight.data).mul_(-1.0)
+    after = model.generate(**prompts(), **OPTIONS)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS))
+
+
+def test_their_memory_is_given_back(tiny_llama):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    attach_packed(model)
+    model.generate(**prompts(), **OPTIONS)
+    weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
+    key = weight_layouts._key_of(weights, PrepackedWeight)
+    assert weight_layouts._known[key].is_of(*weights)
+    model.tide_release()
+    assert key not in weight_layouts._known
+
+
+@pytest.mark.parametrize("may_copy", [True, False])
+@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
+@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one quantized"])
+def test_layers_of_one_input_become_one_product(case, layout, may_copy):
+    weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
+    if case in ("with biases", "one bias"):
+        biases = [torch.randn(4), torch.randn(3) if case == "with biases" else None]
+
+    def layers(state, *constants):
+        inputs = [state, state + 1 if case == "two inputs" else state]
+        layouts = [
+            WEIGHT_LAYOUTS.index(layout),
+            WEIGHT_LAYOUTS.index(QuantizedWeight if case == "one quantized" else layout),
+        ]
+        found = [LINEAR(*call) for call in zip(inputs, constants[:2], constants[2:], layouts, strict=True)]
+        return torch.cat(found, dim=-1)
+
+    state, constants = torch.randn(1, 2, 6), [*weights, *(bias for bias in biases if bias is not None)]
+
+    def function(state, *given):
+        rest = iter(given[2:])
+        return layers(state, *given[:2], *(bias if bias is None else next(rest) for bias in biases))
+
+    graph = make_fx(function, tracing_mode="fake")(state, *constants)
+    fused = fuse_linears(graph, constants, may_copy)
+    is_fused = case in ("alike", "with biases") and (may_copy or layout is PlainWeight)
+    assert fused == ([([0, 1], WEIGHT_LAYOUTS.index(layout))] if is_fused else [])
+    assert sum(node.target is LINEAR for node in graph.graph.nodes) == (0 if fused else 2)
+    kept = in_layout(layout, *weights)
+    torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))
+    assert isinstance(kept, layout)
+    del kept
+    torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products
+
+
+@pytest.mark.parametrize("case", ["plain", "fused", "packed", "turned", "made here", "many rows", "no kernel"])
+def test_the_kernel_is_called_for_plain_weights(case):
+    layout = WEIGHT_LAYOUTS.index({"packed": PrepackedWeight, "many rows": QuantizedWeight}.get(case, PlainWeight))
+    dtype = torch.float64 if case == "no kernel" else torch.float32
+    weights = [torch.randn(6, size).t() if case == "turned" else torch.randn(size, 6) for size in (4, 3)]
+    inputs = [torch.randn(1, MAX_QUANTIZED_ROWS + 1, 6), torch.randn(7), *weights]
+    inputs = [tensor.to(dtype) for tensor in inputs]
+
+    def function(state, bias, *weights):
+        used = [weight * 2.0 for weight in weights] if case == "made here" else list(weights)
+        if case == "fused":
+            return FUSED(state, used, bias, layout)
+        return LINEAR(state, used[0], bias[:4], layout) + LINEAR(state, used[0], None, layout)
+
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    call_kernels(graph, inputs)
+    targets = {node.target for node in graph.graph.nodes}
+    is_called = case in ("plain", "fused")
+    assert (skinny_gemm_for(torch.float32) in targets) == is_called
+    assert groupwise_gemm_for(torch.float32) not in targets
+    assert bool({LINEAR, FUSED} & targets) != is_called
+    torch.testing.assert_close(graph(*inputs), function(*inputs))

@@ -1,0 +1,71 @@
+"""Attention over shared K/V heads: the same numbers without copies."""
+
+import pytest
+import torch
+from families import SDPA, VOCAB, tiny_model
+from key_heads import KeyHeads
+from transformers.integrations import sdpa_attention
+
+from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.gqa_attention import gqa_attention
+
+
+@torch.no_grad()
+def last_logits(model, width=1):
+    """Of a step over `width` tokens behind six in two rows, one of them padded."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, VOCAB, (2, 6 + width)), torch.ones(2, 6 + width, dtype=torch.long)
+    mask[0, :2] = 0
+    read = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
+    with KeyHeads() as heads:
+        logits = model(input_ids=ids[:, 6:], attention_mask=mask, **{CACHE: read[CACHE]}).logits
+    return logits, heads.found
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("family", SDPA)
+def test_every_family_computes_what_it_did(family, width):
+    model = tiny_model(family, attention="sdpa")
+    expected, _ = last_logits(model, width)
+    with gqa_attention(model):
+        found, _ = last_logits(model, width)
+    torch.testing.assert_close(found, expected)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_heads_are_not_copied_where_they_are_shared(tiny_llama, width):
+    model = tiny_llama()
+    shared, heads = model.config.num_key_value_heads, model.config.num_attention_heads
+    assert shared < heads
+    packs = width == 1 and hasattr(sdpa_attention, "pack_gqa")  # transformers 5.23 does the same, for one token
+    plain = {shared if packs else heads}
+    assert last_logits(model, width)[1] == plain
+    with gqa_attention(model):
+        assert last_logits(model, width)[1] == {shared}
+    assert last_logits(model, width)[1] == plain
+
+
+def test_the_mask_is_not_copied_where_that_is_the_larger_copy(tiny_llama):
+    model = tiny_llama()
+    config = model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    width = 2 * config.num_attention_heads * config.head_dim // group
+    with gqa_attention(model):
+        assert last_logits(model, width)[1] == {config.num_key_value_heads}
+        assert last_logits(model, width + 1)[1] == {config.num_attention_heads}
+
+
+def test_the_models_own_attention_comes_back_after_an_error(tiny_llama):
+    model = tiny_llama()
+    with pytest.raises(RuntimeError, match="enough"), gqa_attention(model):
+        raise RuntimeError("enough")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_attends_otherwise_stays_as_it_is(tiny_llama):
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    with gqa_attention(model):
+        assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "eager"

@@ -1,0 +1,84 @@
+"""The buffers of compiled steps: they grow with an answer, and slots that hold nothing are not read."""
+
+import pytest
+import torch
+from block_heads import routers_for
+from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from families import SDPA, VOCAB, slow_but, tiny_model
+from on_steps import FEW, LAYERS, OPTIONS, UNTRACED, check_drafts, draft_with_heads, new_tokens, prompts
+from on_steps import attach_compiled as attach
+
+from tide_hf.engines.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
+
+
+def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):
+    grown = small_buffers(monkeypatch)
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    options = {**OPTIONS, "max_new_tokens": 90}
+    expected = model.generate(**prompts(), **options)
+    steps = attach(model, routers_for(model, 1))
+    drafted = {}
+    for engine in ("eager", "compiled"):
+
+        def make(_, texts, shallow, engine=engine):
+            heads = HeadDrafter(texts, shallow, 1, 3)
+            drafted[engine] = heads.drafted
+            return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
+
+        model._tide.make_drafter = make
+        assert torch.equal(model.generate(**prompts(), **options, tide_engine=engine), expected)
+    assert drafted["compiled"] == drafted["eager"]
+    assert grown == [64, 128]
+    assert {buffers.capacity for buffers, _, _ in steps._steps} == {32, 64, 128}
+
+
+def test_buffers_of_rows_with_holes_grow(tiny_llama, monkeypatch):
+    grown = small_buffers(monkeypatch)
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    options = {**OPTIONS, "max_new_tokens": 90}
+    expected = model.generate(**prompts(3, pads=2), **options)
+    attach(model)
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(**prompts(3, pads=2), **options), expected)
+    assert grown == [72, 136]
+
+
+def small_buffers(monkeypatch):
+    """Few slots; return the numbers to which buffers grow."""
+    monkeypatch.setattr("tide_hf.engines.steps.step_buffers.BUCKET", 8)
+    monkeypatch.setattr("tide_hf.engines.steps.step_buffers.FIRST_SLOTS", 32)
+    monkeypatch.setattr("tide_hf.engines.steps.step_buffers.SPARE_SLOTS", 8)
+    grown = []
+    take_over = StepBuffers.take_over
+
+    def note(self, *args):
+        grown.append(self.capacity)
+        take_over(self, *args)
+
+    monkeypatch.setattr(StepBuffers, "take_over", note)
+    return grown
+
+
+@pytest.mark.parametrize(
+    "family", slow_but(FEW, [family for family in SDPA if family not in (*UNTRACED, "falcon", "deepseek_v3")])
+)
+def test_slots_that_nothing_was_written_to_are_not_read(family, monkeypatch):
+    model = tiny_model(family, attention="sdpa")
+    load = StepBuffers.load
+
+    def spoil(self, source, length, mask, deep):
+        load(self, source, length, mask, deep)
+        for layer in self.cache.layers:
+            layer.keys[:, :, length:] = layer.values[:, :, length:] = float("nan")
+
+    monkeypatch.setattr(StepBuffers, "load", spoil)
+    steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, ("wrong at the last position",), width=4)
+    assert steps.replays > 0
+
+
+def test_sizes_of_buffers_are_few():
+    assert {slots_for_now(30, most) for most in (20, 512)} == {slots_for_now(0, 1)}
+    assert capacity_for(1, slots_for_now(30, 512)) == 512
+    assert capacity_for(1, slots_for_now(30, 8192)) == 1024
+    assert capacity_for(1, slots_for_now(1100, 8192)) == 2048
+    assert capacity_for(1, slots_for_now(8000, 8192)) == 8192

@@ -1,0 +1,78 @@
+"""Routers' names in transformers' own auto classes and pipelines: the base model, with TIDE attached."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from loopback_hub import TOKEN
+from plain_calls import OPTIONS, PROMPT, plain_answer
+from repository import ROOT
+from router_folders import edit_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.common.errors import ConfigurationError
+
+
+def test_auto_classes_load_base_and_routers_by_the_routers_name(on_hub):
+    model = AutoModelForCausalLM.from_pretrained("org/base-tide")
+    assert isinstance(model, TIDEModelForCausalLM)
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.config._name_or_path == "org/base"
+    assert model._tide.routers.exit_layers == [1, 3]
+    assert model._tide.exit_threshold == 0.8
+    tokenizer = AutoTokenizer.from_pretrained("org/base-tide")
+    assert torch.equal(model.generate(**tokenizer(PROMPT, return_tensors="pt"), **OPTIONS), plain_answer())
+    assert model.last_exit_stats.mode == "self_speculative"
+
+
+def test_what_is_asked_of_the_auto_class_reaches_base_and_routers(
+    model_hub, on_hub, hub_routers, tiny_llama, tiny_model_folder
+):
+    tiny_llama(seed=1).save_pretrained(tiny_model_folder)  # the base moves on; the routers name the older commit
+    model_hub.add("org/base", tiny_model_folder)
+    edit_config(on_hub, exit_threshold=0.5)
+    repo = model_hub.repos["models", "org/base-tide"]
+    repo.commit({"config.json": (on_hub / "config.json").read_bytes()}, "next")
+    for repo in model_hub.repos.values():
+        repo.private = True
+    options = {"revision": "next", "token": TOKEN}
+    model = AutoModelForCausalLM.from_pretrained("org/base-tide", mode="early_exit", dtype="bfloat16", **options)
+    assert (model._tide.mode, model._tide.exit_threshold, model.dtype) == ("early_exit", 0.5, torch.bfloat16)
+    assert torch.equal(model._tide.routers[1].router.down.weight, hub_routers[1].router.down.weight)  # never rounded
+    surer = AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=0.9, **options)
+    assert surer._tide.exit_threshold == 0.9
+    with pytest.raises(ConfigurationError, match="exit_threshold is no usable number"):
+        AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=-1.0, **options)
+    assert AutoTokenizer.from_pretrained("org/base-tide", **options).vocab_size == 256
+
+
+def test_a_name_of_routers_will_do_for_our_own_class(on_hub):
+    for source in ("org/base-tide", on_hub):
+        model = TIDEModelForCausalLM.from_pretrained(source, mode="early_exit")
+        assert (model._tide.mode, model._tide.exit_threshold) == ("early_exit", 0.8)
+        assert model._tide.routers.exit_layers == [1, 3]
+
+
+def test_a_pipeline_of_the_routers_name(on_hub):
+    generator = pipeline("text-generation", model="org/base-tide", device="cpu")
+    answer = generator(PROMPT, return_tensors=True, **OPTIONS)[0]["generated_token_ids"]
+    assert answer == plain_answer()[0].tolist()
+    assert generator.model.last_exit_stats.mode == "self_speculative"
+
+
+FRESH = """
+import sys
+import tide_hf
+assert "transformers" not in sys.modules
+from transformers import pipeline
+print(type(pipeline("text-generation", model="org/base-tide", device="cpu").model.last_exit_stats))
+"""
+
+
+def test_importing_tide_hf_is_all_it_takes(model_hub, on_hub, tmp_path):
+    environment = {**os.environ, "HF_ENDPOINT": model_hub.address, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "<class 'NoneType'>\n", done.stderr

@@ -1,0 +1,144 @@
+"""Routers on the Hub: found by name, and what a repository that means ill cannot do."""
+
+import json
+
+import pytest
+import torch
+from loopback_hub import TOKEN
+from router_folders import edit_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.common.errors import ConfigurationError, RoutersFileError, RoutersNotFoundError
+
+
+def test_a_revision_is_a_commit_or_a_branch(model_hub, on_hub):
+    old = model_hub.repos["models", "org/base-tide"].refs["main"]
+    edit_config(on_hub, exit_threshold=0.5)
+    model_hub.add("org/base-tide", on_hub)
+    model_hub.repos["models", "org/base-tide"].refs["older"] = old
+    assert TIDERouters.from_pretrained("org/base-tide").config.exit_threshold == 0.5
+    for revision in (old, "older"):
+        assert TIDERouters.from_pretrained("org/base-tide", revision=revision).config.exit_threshold == 0.8
+        model = TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", routers_revision=revision)
+        assert model._tide.exit_threshold == 0.8
+    with pytest.raises(RoutersNotFoundError, match=r"no routers at org/base-tide: got .*Expected config\.json"):
+        TIDERouters.from_pretrained("org/base-tide", revision="newer")
+
+
+def test_private_repositories_take_a_token(model_hub, on_hub):
+    for repo in model_hub.repos.values():
+        repo.private = True
+    for token in (None, "hf_another"):
+        with pytest.raises(RoutersNotFoundError, match="no routers at org/base-tide"):
+            TIDERouters.from_pretrained("org/base-tide", token=token)
+    model = TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", token=TOKEN)
+    assert model._tide.routers.exit_layers == [1, 3]
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
+def test_what_was_fetched_once_needs_no_network(model_hub, on_hub, tmp_path, monkeypatch, how):
+    where = {"cache_dir": str(tmp_path / "elsewhere")}
+    TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", **where)
+    offline = {"local_files_only": True} if how == "local_files_only" else {}
+    if not offline:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model_hub.asked.clear()
+    model = TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", **where, **offline)
+    assert model._tide.routers is not None
+    assert AutoModelForCausalLM.from_pretrained("org/base-tide", **where, **offline)._tide.routers is not None
+    with pytest.raises(RoutersNotFoundError, match="no routers at org/base-tide"):
+        TIDERouters.from_pretrained("org/base-tide", **offline)  # in the other cache
+    # Where peft is installed, transformers' own auto class looks for an adapter without local_files_only.
+    assert [path for path in model_hub.asked if not path.endswith("adapter_config.json")] == []
+
+
+def with_outside_weights(folder):
+    """Weights that an index looks for beside the folder; their bytes."""
+    outside = folder.parent / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    index = {"metadata": {}, "weight_map": {"exits.1.router.up.bias": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return outside.read_bytes()
+
+
+@pytest.mark.parametrize("source", ["folder", "Hub"])
+def test_an_adapter_in_a_repository_of_routers_changes_nothing(model_hub, on_hub, hub_routers, source):
+    peft = pytest.importorskip("peft")
+    target = "exits.1.router.down"
+    other = TIDERouters(hub_routers.config)
+    adapted = peft.get_peft_model(other, peft.LoraConfig(target_modules=[target], init_lora_weights=False))
+    adapted.save_pretrained(on_hub)
+    assert (on_hub / "adapter_config.json").is_file()
+    model_hub.add("org/base-tide", on_hub)
+    model_hub.asked.clear()
+    loaded = TIDERouters.from_pretrained(on_hub if source == "folder" else "org/base-tide")
+    assert type(loaded[1].router.down) is torch.nn.Linear
+    assert loaded.state_dict().keys() == hub_routers.state_dict().keys()
+    assert not any("adapter" in path for path in model_hub.asked)
+
+
+def test_an_adapter_beside_routers_does_not_reach_the_base_model(on_hub, hub_routers):
+    pytest.importorskip("peft")
+    (on_hub / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
+    )
+    with pytest.raises(RoutersFileError, match=r"got an adapter_config\.json beside them"):
+        AutoModelForCausalLM.from_pretrained(on_hub)
+
+
+def test_an_index_in_a_folder_is_not_followed(on_hub):
+    with_outside_weights(on_hub)
+    with pytest.raises(RoutersNotFoundError, match=r"got 'a folder without model\.safetensors'"):
+        TIDERouters.from_pretrained(on_hub)
+
+
+def test_an_index_on_the_hub_does_not_lead_out_of_the_cache(model_hub, on_hub, tmp_path):
+    weights = with_outside_weights(on_hub)
+    model_hub.repos.pop(("models", "org/base-tide"))
+    model_hub.add("org/base-tide", on_hub)
+    model_hub.repos["models", "org/base-tide"].commit({"../outside.safetensors": weights})  # it would be sent
+    with pytest.raises((RoutersFileError, RoutersNotFoundError), match="org/base-tide"):
+        TIDERouters.from_pretrained("org/base-tide")
+    assert list((tmp_path / "cache").rglob("outside.safetensors")) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transformers_weights": "../outside.safetensors"},
+        {"attn_implementation": "org/kernel"},
+        {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        {"custom_pipelines": {}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_config_names_no_files_and_no_code(model_hub, on_hub, change):
+    edit_config(on_hub, **change)
+    model_hub.add("org/base-tide", on_hub)
+    for load in (TIDERouters.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ConfigurationError, match=rf"got \['{next(iter(change))}'\], which it must not have"):
+            load("org/base-tide", trust_remote_code=True)
+
+
+def test_a_repository_names_its_base_on_the_hub(model_hub, on_hub, tiny_model_folder):
+    for base, got in {
+        str(tiny_model_folder): "tiny-llama'",
+        "../tiny-llama": "'../tiny-llama'",
+        "org/base-tide": "'org/base-tide', which holds routers itself",
+        None: "no base_model_name_or_path",
+    }.items():
+        edit_config(on_hub, base_model_name_or_path=base, base_model_revision=None)
+        model_hub.add("org/base-tide", on_hub)
+        for load in (AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained):
+            with pytest.raises(ConfigurationError, match=f"which model to load: got .*{got}.* Expected the name"):
+                load("org/base-tide")
+    edit_config(on_hub, base_model_name_or_path=str(tiny_model_folder))
+    assert isinstance(AutoModelForCausalLM.from_pretrained(on_hub), TIDEModelForCausalLM)  # a folder may name one
+
+
+def test_a_base_that_is_gone_is_told_as_transformers_tells_it(model_hub, on_hub, tmp_path):
+    del model_hub.repos["models", "org/base"]
+    with pytest.raises(OSError, match="org/base is not"):
+        AutoModelForCausalLM.from_pretrained("org/base-tide", cache_dir=tmp_path / "another")

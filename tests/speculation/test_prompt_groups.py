@@ -1,0 +1,267 @@
+"""Prompts of a batch are read in groups of about one length: what is left behind is what one pass would leave."""
+
+import pytest
+import torch
+from block_heads import routers_for
+from drafters import HeadDrafter
+from families import ATTENTION, VOCAB, slow_but, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from on_steps import FEW, attach_compiled, attach_eagerly
+from on_steps import attach_captured as attach_graphs
+from transformers import DynamicCache, StaticCache
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import CACHE
+from tide_hf.speculation import prompt_groups
+from tide_hf.speculation.prompt_groups import Group, _lengths, groups_by_length, groups_of
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+RETURNED = {**OPTIONS, "return_dict_in_generate": True}
+LENGTHS = (12, 5, 20, 12, 3)
+WITHOUT_POSITIONS = ("bloom",)  # of their own: nothing says where a row begins
+
+
+@pytest.fixture
+def passes_are_cheap(monkeypatch):
+    monkeypatch.setattr(prompt_groups, "PASS_TOKENS", 1)
+
+
+def batch(lengths=LENGTHS, padding="left", seed=0):
+    longest = max(lengths)
+    ids = torch.randint(3, VOCAB, (len(lengths), longest), generator=torch.Generator().manual_seed(seed))
+    first = torch.tensor([longest - length for length in lengths])[:, None]
+    mask = (torch.arange(longest) >= first).long()
+    mask = mask.flip(1) if padding == "right" else mask
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def passes_of(model, call):
+    """The shapes of the passes, those that read prompts first, and what `call` returns."""
+    shapes = []
+
+    def seen(_module, args, _output):
+        shapes.append(tuple(args[0].shape))
+
+    hook = model.get_input_embeddings().register_forward_hook(seen)
+    try:
+        result = call()
+    finally:
+        hook.remove()
+    return shapes, result
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pass_tokens", "groups"),
+    [
+        ([7], 40, [[0]]),
+        ([7, 7, 7], 0, [[0, 1, 2]]),
+        ([9, 7, 8], 40, [[1, 2, 0]]),
+        ([9, 7, 8], 0, [[1], [2], [0]]),
+        ([50, 300, 51, 290], 40, [[0, 2], [3, 1]]),
+        ([48, 70, 116, 51, 54, 238, 49, 41], 40, [[7, 0, 6, 3, 4], [1], [2], [5]]),
+        ([10, 10, 30, 30], 40, [[0, 1, 2, 3]]),  # another pass costs what it would save
+        ([10, 10, 31, 31], 40, [[0, 1], [2, 3]]),
+    ],
+)
+def test_groups(lengths, pass_tokens, groups):
+    assert groups_by_length(lengths, pass_tokens) == groups
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(0, 200))
+def test_no_other_groups_cost_less(lengths, pass_tokens):
+    def cost(groups):
+        return sum(pass_tokens + len(group) * max(group) for group in groups)
+
+    def partitions(rest):
+        if not rest:
+            yield []
+        for size in range(1, len(rest) + 1):
+            yield from ([rest[:size], *others] for others in partitions(rest[size:]))
+
+    groups = groups_by_length(lengths, pass_tokens)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert cost([[lengths[row] for row in group] for group in groups]) == min(map(cost, partitions(sorted(lengths))))
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+@pytest.mark.parametrize(
+    ("attach", "family"),
+    [
+        *((attach, family) for attach in (attach_eagerly, attach_graphs) for family in ATTENTION),
+        *slow_but(FEW, ATTENTION, attach_compiled),
+    ],
+)
+def test_every_family_answers_as_from_one_pass(family, attach):
+    model, inputs = tiny_model(family), batch()
+    expected = model.generate(**inputs, **RETURNED)
+    attach(model)
+    shapes, result = passes_of(model, lambda: model.generate(**inputs, **RETURNED))
+    assert torch.equal(result.sequences, expected.sequences)
+    if family in WITHOUT_POSITIONS:
+        assert shapes[0] == (5, 20)
+    else:
+        assert shapes[:4] == [(1, 3), (1, 5), (2, 12), (1, 20)]
+    assert result[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+    more = torch.cat([expected.sequences, batch((6,) * 5, seed=1)["input_ids"]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(5, 26, dtype=torch.long)], dim=1)
+    second = model.generate(more, attention_mask=mask, **{CACHE: result[CACHE]}, **OPTIONS)
+    TIDEModelForCausalLM.detach(model)
+    plain = model.generate(more, attention_mask=mask, **{CACHE: expected[CACHE]}, **OPTIONS)
+    assert torch.equal(second, plain)
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_what_runs_is_counted_as_ever():
+    counts = []
+    for lengths in (LENGTHS, (20,) * 5):
+        model = tiny_model("llama")
+        attach_eagerly(model)
+        model.generate(**batch(lengths), **{**OPTIONS, "max_new_tokens": 1})
+        counts.append(model.last_exit_stats.layers_executed)
+    assert counts[0] == counts[1]  # once per row
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+def test_the_block_drafts_for_each_row_what_it_would_for_the_row_alone(attach):
+    model = tiny_model("llama")
+    routers = routers_for(model, 1)
+
+    def drafts(inputs):
+        made = []
+
+        def make(_, texts, shallow):
+            made.append(HeadDrafter(texts, shallow, 1, 3))
+            return made[-1]
+
+        attach(model, routers)
+        model._tide.make_drafter = make
+        model.generate(**inputs, **{**OPTIONS, "max_new_tokens": 5})
+        return [drafted for _text, drafted in made[0].drafted[: len(inputs["input_ids"])]]
+
+    together = drafts(batch())
+    for row, length in enumerate(LENGTHS):
+        alone = {name: value[row : row + 1, -length:] for name, value in batch().items()}
+        assert drafts(alone)[0] == together[row]
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_a_cache_of_the_caller_s_is_filled():
+    model, inputs = tiny_model("llama"), batch()
+    expected, plain = DynamicCache(), DynamicCache(config=model.config)
+    model(**inputs, **{CACHE: expected}, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    attach_eagerly(model)
+    for cache in (DynamicCache(), plain):
+        model.generate(**inputs, **{CACHE: cache}, **{**OPTIONS, "max_new_tokens": 1})
+        visible = inputs["attention_mask"].bool()[:, None, :, None]
+        for found, wanted in zip(cache.layers, expected.layers, strict=True):
+            torch.testing.assert_close(found.keys * visible, wanted.keys * visible, atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(found.values * visible, wanted.values * visible, atol=1e-4, rtol=1e-3)
+            assert not (found.keys * ~visible).any()
+
+
+def kwargs_of(model, inputs):
+    """What `generate` prepares."""
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    return {"attention_mask": inputs["attention_mask"], "position_ids": positions, CACHE: cache}
+
+
+def filled(model, kwargs):
+    states = torch.zeros(5, 2, 1, 8)
+    for layer in range(4):
+        kwargs[CACHE].update(states, states, layer)
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 19}
+ROPE = {"max_position_embeddings": 19, "rope_parameters": {"rope_type": "dynamic"}}
+TOGETHER = {
+    "padded on the right": lambda model, kwargs: kwargs.update(kwargs_of(model, batch(padding="right"))),
+    "nothing is padded": lambda model, kwargs: kwargs.update(kwargs_of(model, batch((20,) * 5))),
+    "a row without tokens": lambda model, kwargs: kwargs["attention_mask"][2].zero_(),
+    "no mask": lambda model, kwargs: kwargs.pop("attention_mask"),
+    "no positions": lambda model, kwargs: kwargs.pop("position_ids"),
+    "quantised": lambda model, kwargs: setattr(model, "is_quantized", True),
+    "offloaded": lambda model, kwargs: setattr(model, "hf_device_map", {"model.layers.0": "cpu", "lm_head": "disk"}),
+    "longest position matters": lambda model, kwargs: model.config.update(ROPE),
+    "likewise, in some layers": lambda model, kwargs: model.config.update({**ROPE, "rope_parameters": {"a": LONGROPE}}),
+}
+WHOLE = {
+    "the same positions for all": lambda model, kwargs: kwargs.update(position_ids=torch.arange(20)[None]),
+    "no cache": lambda model, kwargs: kwargs.update({CACHE: None}),
+    "a cache with tokens": filled,
+    "a cache that is offloaded": lambda model, kwargs: setattr(kwargs[CACHE], "offloading", True),
+    "a cache of fixed size": lambda model, kwargs: kwargs.update({CACHE: StaticCache(model.config, 32)}),
+    "token types": lambda model, kwargs: kwargs.update(token_type_ids=torch.zeros(5, 20, dtype=torch.long)),
+    "a list": lambda model, kwargs: kwargs.update(adapter_names=["a", "b", "a", "b", "a"]),
+}
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+@pytest.mark.parametrize("why", [*TOGETHER, *WHOLE])
+def test_read_in_one_pass(why):
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    inputs = batch()
+    kwargs = {**kwargs_of(model, inputs), "use_cache": True, "logits_to_keep": 1}
+    assert [group.read for group in groups_of(model, inputs["input_ids"], kwargs)] == [[4], [1], [0, 3], [2]]
+    ({**TOGETHER, **WHOLE})[why](model, kwargs)
+    assert groups_of(model, inputs["input_ids"], kwargs) is None
+    if kwargs.get("attention_mask") is not None:
+        kwargs["attention_mask"] = torch.ones_like(kwargs["attention_mask"])
+    if (positions := kwargs.get("position_ids")) is not None:
+        kwargs["position_ids"] = torch.arange(20).expand(len(positions), -1)
+    alike = groups_of(model, torch.full((5, 20), 7), kwargs)
+    assert alike == (None if why in WHOLE else [Group([0], [0, 1, 2, 3, 4], [0] * 5, 20)])
+
+
+def test_elsewhere_than_on_a_cpu_in_one_pass():
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    kwargs = kwargs_of(model, batch())
+    assert _lengths(model, torch.empty(5, 20, device="meta", dtype=torch.long), kwargs) == [20] * 5
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_adapters_by_row_are_read_in_one_pass(monkeypatch):
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    monkeypatch.setattr(prompt_groups, "has_adapters_by_row", lambda *_: True)
+    shapes, _ = passes_of(model, lambda: model.generate(**batch(), **OPTIONS))
+    assert shapes[0] == (5, 20)
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_prompts_are_read_in_chunks():
+    model = tiny_model("llama")
+    expected = model.generate(**batch(), **OPTIONS)
+    attach_eagerly(model)
+    shapes, answers = passes_of(model, lambda: model.generate(**batch(), **OPTIONS, prefill_chunk_size=8))
+    assert torch.equal(answers, expected)
+    assert shapes[:7] == [(1, 3), (1, 5), (2, 8), (2, 4), (1, 8), (1, 8), (1, 4)]
+
+
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled, attach_graphs])
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma3_text", "deepseek_v3"])
+def test_prompts_that_are_alike_are_read_once(family, attach):
+    model, inputs = tiny_model(family), batch((12, 5))
+    sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "eos_token_id": None, "top_k": 0}
+    torch.manual_seed(0)
+    expected = model.generate(**inputs, **sampling)
+    attach(model, routers_for(model, 3 if family == "gemma3_text" else 1))
+    torch.manual_seed(0)
+    shapes, answers = passes_of(model, lambda: model.generate(**inputs, **sampling))
+    assert shapes[0] == (2, 12)
+    assert torch.equal(answers, expected)
+    assert len({tuple(answer) for answer in answers.tolist()}) == 6
+
+
+@pytest.mark.usefixtures("passes_are_cheap")
+def test_rows_that_are_alike_stand_anywhere_and_differ_by_their_padding():
+    ids, mask = torch.full((5, 6), 9), torch.ones(5, 6, dtype=torch.long)
+    ids[3] = torch.arange(6)
+    mask[1, :2] = mask[4, :2] = 0  # rows 1 and 4: the same tokens as rows 0 and 2, fewer of which count
+    model = tiny_model("llama")
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    attach_eagerly(model)
+    kwargs = kwargs_of(model, {"input_ids": ids, "attention_mask": mask})
+    assert groups_of(model, ids, kwargs) == [Group([1], [1, 4], [0, 0], 4), Group([0, 3], [0, 2, 3], [0, 0, 1], 6)]
+    assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)

@@ -1,0 +1,103 @@
+"""What tests of steps of fixed shape share: small calls, steps without a compiler or a GPU, drafters by heads."""
+
+import torch
+from drafters import AheadDrafter, HeadDrafter, use_drafter
+from families import MIXTURES, VOCAB
+from packaging.version import Version
+from recorded import Recorder
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.engines.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps.compiled_steps import CompiledSteps
+
+LAYERS, PROMPT, NEW = 4, 8, 14
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
+FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # in which the others' ways all occur
+COPYING = ("falcon",)  # indexes by a list, which is copied from the host, where its layers are not compiled
+UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def prompts(rows=1, pads=0, length=PROMPT):
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[-1, :pads] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def new_tokens(sequences):
+    return sequences[:, PROMPT:].tolist()
+
+
+def linear_heads(model):
+    return TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
+
+
+def steps_of(model):
+    """The steps of an attached model, for the device that it is on."""
+    return model._tide.engines["compiled"].steps[model.device.type]
+
+
+def use_steps(model, steps):
+    """Let an attached model run on other steps; return them."""
+    model._tide.engines["compiled"].steps[model.device.type] = steps
+    return steps
+
+
+def attach_captured(model, routers=None, make_replay=None, layers=None, **settings):
+    """Attach with steps as a GPU has them, which a recorder stands in for; return the steps."""
+    TIDEModelForCausalLM.attach(model, routers, engine="compiled", pack_weights=False, **settings)
+    may_copy = model.config.model_type in COPYING
+    return use_steps(model, CapturedSteps(make_replay or Recorder(may_copy), layers))
+
+
+def as_traced(graph, _inputs):
+    """Stands in for Inductor."""
+    return graph
+
+
+def attach_compiled(model, routers=None, compile_graph=as_traced, **settings):
+    """Attach with steps as a CPU has them, which are traced and not compiled; return the steps."""
+    attach_without_compiler(model, routers, engine="compiled", **settings)
+    return use_steps(model, CompiledSteps(compile_graph))
+
+
+_attach = TIDEModelForCausalLM.attach
+
+
+def attach_without_compiler(model, *args, **settings):
+    """`TIDEModelForCausalLM.attach`, for tests that put this in its place."""
+    _attach(model, *args, **{"pack_weights": False, **settings})
+    use_steps(model, CompiledSteps(as_traced))
+    return model
+
+
+def draft_with_heads(model, exit_layer=3, width=3):
+    made = []
+
+    def make(_, texts, engine):
+        made.append(HeadDrafter(texts, engine, exit_layer, width))
+        return made[-1]
+
+    model._tide.make_drafter = make
+    return made
+
+
+def draft_ahead(model, exit_layers=(1, 3), width=3):
+    model._tide.make_drafter = lambda _, texts, engine: AheadDrafter(texts, engine, list(exit_layers), width)
+
+
+def check_drafts(model, batch, attach_to, draft_with, kinds, width=3):
+    """Attach, draft by scripts and with heads, and compare with the base model's tokens; return the steps."""
+    expected = model.generate(**batch, **OPTIONS)
+    steps = attach_to(model, linear_heads(model))
+    for kind in kinds:
+        use_drafter(model, kind, new_tokens(expected), width=width)
+        assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    draft_with(model)
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    return steps
+
+
+def attach_eagerly(model, routers=None):
+    TIDEModelForCausalLM.attach(model, routers)

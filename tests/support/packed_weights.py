@@ -1,0 +1,49 @@
+"""Models whose weights are prepacked, on any machine."""
+
+from itertools import product
+
+import torch
+from on_steps import as_traced
+from on_steps import attach_compiled as attach
+
+from tide_hf.engines.steps.fused_linears import FUSED
+from tide_hf.kernels.cpu import layout_choice
+from tide_hf.kernels.cpu.layout_choice import PROBED_ROWS
+from tide_hf.kernels.cpu.weight_layouts import (
+    WEIGHT_LAYOUTS,
+    PlainWeight,
+    PrepackedWeight,
+    QuantizedWeight,
+)
+
+
+def let_pay(
+    monkeypatch, dtypes=(torch.float32,), but=None, order=(QuantizedWeight, PrepackedWeight, None, PlainWeight)
+):
+    """Have measured which layouts are the faster ones, the fastest first; `but` one number of rows, where none is."""
+    threads = torch.get_num_threads()
+    order = (*order, *(layout for layout in WEIGHT_LAYOUTS if layout not in order))
+    seconds = {
+        (layout, dtype, threads, rows): 0.0 if layout is None and rows == but else 1.0 + place
+        for (place, layout), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
+    }
+    monkeypatch.setattr(layout_choice, "_measured", seconds)
+    layout_choice._fastest_layout.cache_clear()
+
+
+class Graphs:
+    """Stands in for Inductor; notes how many layers each product is of, and which ops there are."""
+
+    def __init__(self):
+        self.products, self.ops = [], set()
+
+    def __call__(self, graph, _inputs):
+        ops = [node for node in graph.graph.nodes if getattr(node.target, "namespace", None) == "tide_hf"]
+        self.ops |= {node.target for node in ops}
+        fused = [len(node.args[1]) for node in ops if node.target is FUSED or "skinny_gemm" in node.target.name()]
+        self.products += [count for count in fused if count > 1]
+        return as_traced(graph, _inputs)
+
+
+def attach_packed(model, routers=None, compile_graph=as_traced):
+    return attach(model, routers, compile_graph, pack_weights=True)

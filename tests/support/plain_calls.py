@@ -1,0 +1,13 @@
+"""What the base model answers in a process without TIDE."""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPT = "Bread rises because"
+
+
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+def plain_answer(**options):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("org/base"), AutoTokenizer.from_pretrained("org/base")
+    return model.generate(**tokenizer(PROMPT, return_tensors="pt"), **OPTIONS, **options)

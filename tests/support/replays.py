@@ -1,0 +1,78 @@
+"""A stand-in for CUDA's streams and graphs."""
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from tide_hf.engines.steps import replay
+
+
+class Stream:
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+class Graph:
+    def __init__(self):
+        self.used_pool = None
+
+    def pool(self):
+        if self.used_pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.used_pool
+
+
+class Cuda:
+    """The part of `torch.cuda` that captures, where nothing is captured: what runs then is counted.
+
+    Args:
+        refuses: What the end of a capture says; it then leaves its stream in place, as PyTorch's does.
+        times: That it says so.
+    """
+
+    CUDAGraph = Graph
+    Stream = Stream
+    device = nullcontext
+
+    def __init__(self, refuses=None, times=1):
+        self.refuses, self.times, self.outer = refuses, times, Stream()
+        self.current, self.captured_on, self.pools = self.outer, [], []
+        self.cleared: list[int] = []  # captures that had ended whenever cuBLAS gave its working memory back
+
+    def play(self, monkeypatch):
+        """Take the place of PyTorch's."""
+        monkeypatch.setattr(replay.torch, "cuda", self)
+        clear = "_cuda_clearCublasWorkspaces"
+        monkeypatch.setattr(torch._C, clear, lambda: self.cleared.append(len(self.captured_on)), raising=False)
+        return self
+
+    def current_stream(self):
+        return self.current
+
+    def graph_pool_handle(self):
+        self.pools.append((0, len(self.pools) + 1))
+        return self.pools[-1]
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        before, self.current = self.current, stream
+        self.captured_on.append(stream)
+        graph.replay = lambda: None
+        try:
+            yield
+        finally:
+            if self.refuses and self.times:
+                self.times -= 1
+                raise RuntimeError(self.refuses)
+            graph.used_pool, self.current = pool, before
