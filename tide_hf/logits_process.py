@@ -37,7 +37,7 @@ class TIDELogitsProcessor(LogitsProcessor):
 
     Raises:
         BaseModelMismatchError: The routers belong to another model.
-        ConfigurationError: The threshold is no usable number.
+        ConfigurationError: The threshold is invalid.
         RoutersFileError, RoutersNotFoundError: The routers cannot be read.
         UnsupportedModelError: The model is not supported, or is attached.
     """

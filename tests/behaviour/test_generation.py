@@ -100,7 +100,7 @@ def test_a_batch_runs_in_every_mode(mode):
 @pytest.mark.parametrize("threshold", ["high", float("nan"), float("inf"), -0.1, True, [0.5]])
 def test_a_threshold_that_is_no_number(threshold):
     model = attached()
-    message = "exit_threshold is no usable number: got .* Expected a number from 0"
+    message = "invalid exit_threshold: got .* Expected a number from 0"
     with pytest.raises(ConfigurationError, match=message):
         TIDEModelForCausalLM.attach(model, model._tide.routers, exit_threshold=threshold)
     with pytest.raises(ConfigurationError, match=message):

@@ -67,7 +67,7 @@ def test_an_attached_model_is_refused():
 
 def test_bad_input():
     model = tiny_model("llama")
-    with pytest.raises(ConfigurationError, match="exit_threshold is no usable number"):
+    with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         TIDELogitsProcessor(model, random_routers(model), exit_threshold="high")
     with pytest.raises(BaseModelMismatchError):
         TIDELogitsProcessor(tiny_model("llama", seed=4), random_routers(model))

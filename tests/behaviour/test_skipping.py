@@ -264,7 +264,7 @@ def test_passes_with_another_cache_stay_at_full_depth(strategy):
 
 @pytest.mark.parametrize("min_layers", [0, -1, 1.5, "two"])
 def test_min_layers_that_is_no_number_of_layers(min_layers):
-    with pytest.raises(ConfigurationError, match=r"min_layers is out of range: got .*Expected a whole number"):
+    with pytest.raises(ConfigurationError, match=r"invalid min_layers: got .*Expected a whole number"):
         attached("llama", [2]).generate(prompt(), min_layers=min_layers, **OPTIONS)
 
 

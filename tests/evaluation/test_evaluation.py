@@ -173,7 +173,7 @@ def test_a_recurrent_model_runs_whole(tiny_tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"thresholds": (-1.0,)}, "exit_threshold is no usable number"),
+        ({"thresholds": (-1.0,)}, "invalid exit_threshold"),
         ({"thresholds": 0.9}, r"thresholds are no list: got 0\.9\. Expected a list of exit thresholds"),
         ({"thresholds": iter([0.9])}, "thresholds are no list"),
         ({"confidence": 95}, "confidence makes no sense"),

@@ -44,7 +44,7 @@ def test_what_is_asked_of_the_auto_class_reaches_base_and_routers(
     assert torch.equal(model._tide.routers[1].router.down.weight, hub_routers[1].router.down.weight)  # never rounded
     surer = AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=0.9, **options)
     assert surer._tide.exit_threshold == 0.9
-    with pytest.raises(ConfigurationError, match="exit_threshold is no usable number"):
+    with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=-1.0, **options)
     assert AutoTokenizer.from_pretrained("org/base-tide", **options).vocab_size == 256
 

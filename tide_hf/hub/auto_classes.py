@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 import tide_hf
 
-from ..common.errors import ConfigurationError, RoutersFileError, describe
-from ..routers.config import FOR_BOTH, TIDEConfig
+from ..common.errors import ConfigurationError, describe
+from ..routers.config import FOR_BOTH, TIDEConfig, bad_file
 
 # Arguments of a registered class that concern the routers' repository only, or that the auto class adds.
 OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
@@ -47,9 +47,7 @@ class TIDEAutoModel:
         options.setdefault("exit_threshold", config.exit_threshold)
         if options.get("adapter_kwargs"):
             if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:
-                from ..routers.files import file_problem  # noqa: PLC0415  # it imports PyTorch
-
-                raise RoutersFileError(file_problem(name_or_path, "an adapter_config.json beside them"))
+                raise bad_file(name_or_path, "an adapter_config.json beside them")
             options["adapter_kwargs"] = {**options["adapter_kwargs"], "revision": config.base_model_revision}
         # The config's dtype is the one requested for the base. `attach` casts the routers.
         where = shared | _chosen(kwargs, ("revision", "subfolder"))

@@ -102,7 +102,7 @@ def _render(
         "command": told,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "tables": tables_of(record, routers.config.num_hidden_layers),
-        "plots": _draw(record, folder),
+        "plots": [file.relative_to(folder) for file in _plots_if_possible(record, folder / "plots")],
         "threshold": describe_threshold(record["threshold"]),
         "threshold_rows": _sampled(record["threshold"]["table"]),
     }
@@ -142,10 +142,10 @@ def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def _draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw the plots and return their relative paths; none without matplotlib, which the card then mentions."""
+def _plots_if_possible(record: dict[str, Any], folder: Path) -> list[Path]:
+    """The plots; none without matplotlib, which the card then mentions."""
     try:
-        return [file.relative_to(folder) for file in save_plots(record, folder / "plots")]
+        return save_plots(record, folder)
     except MissingPackageError:
         return []
 

@@ -5,17 +5,22 @@ A config file may come from anybody, so every field is checked.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
-from ..common.errors import ConfigurationError, describe, short
+from ..common.errors import ConfigurationError, RoutersFileError, describe, quoted, short
 
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 # Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds the last one). Others are
@@ -23,23 +28,9 @@ NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1
 INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
 # Arguments of `from_pretrained` that apply to both repositories, the base model's and the routers'.
 FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-# Beyond any model, yet small enough that no file causes an endless loop or allocation.
-LARGEST = {
-    "hidden_size": 2**20,
-    "num_hidden_layers": 2**12,
-    "vocab_size": 2**24,
-    "checkpoint_interval": 2**12,
-    "min_layers": 2**12,
-    "router_bottleneck_dim": 2**20,
-    "translator_rank": 2**20,
-    "draft_vocab_size": 2**24,
-}
-SAVED_DTYPES = ("float64", "float32", "bfloat16", "float16")
-LARGEST_BLOCK_COUNT = 2**12  # of layers or experts in block_config
-LARGEST_COUNT = 2**63  # of documents
-LONGEST_NAME = 1024
-LAYER_FIGURES = ("router_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost")
-TOLERANCE_FIGURES = ("exit_threshold", "disagreement", "depth_fraction")
+WHERE = (*FOR_BOTH, "revision", "subfolder")  # arguments of `from_pretrained` that locate files
+MAX_BLOCK_COUNT = 2**12  # of layers or experts in block_config
+CODE_FIELDS = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")  # they name code
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -102,30 +93,15 @@ class TIDEConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
         check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
-        check_exit_threshold(self.exit_threshold)
-        check_number("compaction_threshold", self.compaction_threshold, "the share of holes, from 0 to 1")
-        for name in ("checkpoint_interval", "min_layers", "router_bottleneck_dim"):
-            check_positive(name, getattr(self, name))
-        for name in ("translator_rank", "draft_vocab_size"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        check_name("base_model_name_or_path", self.base_model_name_or_path)
-        check_revision(self.base_model_revision)
-        check_hash("unembed_hash", self.unembed_hash)
-        check_hash("weights_sha256", self.weights_sha256)
+        for name in RULES.keys() & TIDEConfig.__annotations__.keys():
+            if getattr(self, name) is not getattr(TIDEConfig, name):  # a default may be None
+                check_field(name, getattr(self, name))
         if self.num_hidden_layers == 0 and self.exit_layers is None:
             return  # transformers builds a bare TIDEConfig() to compare defaults
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-            check_positive(name, getattr(self, name))
+            check_field(name, getattr(self, name))
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
-            raise ConfigurationError(
-                describe(
-                    "draft_vocab_size is too large",
-                    got=self.draft_vocab_size,
-                    expected=f"at most the vocabulary's {self.vocab_size}",
-                    do="Lower it, or leave it out to draft from all tokens.",
-                )
-            )
+            raise invalid("draft_vocab_size", self.draft_vocab_size, f"at most the vocabulary's {self.vocab_size}")
         if self.exit_layers is None:
             self.exit_layers = default_exit_layers(self.num_hidden_layers, self.checkpoint_interval, self.min_layers)
         self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
@@ -140,22 +116,19 @@ class TIDEConfig(PreTrainedConfig):
 
         Args:
             name_or_path: Folder or repository.
-            **kwargs: As in `PreTrainedConfig.from_pretrained`, which in transformers 5.17 loses the `token`.
+            **kwargs: `cache_dir`, `revision`, `subfolder`, `token` and the like; others as in `from_dict`.
 
         Raises:
+            RoutersFileError: The file is no JSON.
             ConfigurationError: A field is unknown, has the wrong type or an impossible value.
-            OSError: There is no such file, or no JSON in it.
+            OSError: There is no such file, or the Hub cannot be reached.
         """
-        config_dict, kwargs = cls.get_config_dict(name_or_path, **kwargs)
-        return cls.from_dict(config_dict, **kwargs)
+        where = {name: kwargs.pop(name) for name in WHERE if name in kwargs}
+        return cls.from_dict(read_config(name_or_path, **where)[0], **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the config that a `config.json` holds.
-
-        Args:
-            config_dict: The file's content.
-            **kwargs: As in `PreTrainedConfig.from_dict`.
+        """Build the config that a `config.json` holds; `kwargs` are as in `PreTrainedConfig.from_dict`.
 
         Raises:
             ConfigurationError: A field is unknown, has the wrong type or an impossible value.
@@ -166,24 +139,46 @@ class TIDEConfig(PreTrainedConfig):
         unknown = [name for name in set(config_dict) - known if config_dict[name] != defaults.get(name, known)]
         if unknown:
             raise bad_config(f"{short(sorted(unknown))}, which it must not have")
-        check_inherited(config_dict)
+        for name in ("architectures", "dtype", "model_type"):
+            if name in config_dict:
+                check_field(name, config_dict[name])
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
             raise bad_config(short(str(error))) from error
 
-    @classmethod
-    def get_config_dict(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> tuple[dict[str, Any], dict]:
-        """Read `config.json`, as `PreTrainedConfig.get_config_dict` does.
 
-        Raises:
-            ConfigurationError: It holds no JSON object, or one that Python's parser gives up on.
-            OSError: There is no such file, or no JSON in it.
-        """
-        try:
-            return super().get_config_dict(name_or_path, **kwargs)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise bad_config(f"'{error}'") from error
+def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[Any, str | None]:
+    """The content of `config.json`, and its commit on the Hub (`None` for a folder)."""
+    file = find_file(name_or_path, CONFIG_NAME, **where)
+    try:
+        return json.loads(file.read_bytes()), extract_commit_hash(str(file), None)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise bad_file(name_or_path, f"a {CONFIG_NAME} that is no JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # numbers too long or nesting too deep for the parser
+        raise bad_config(quoted(error)) from error
+
+
+def find_file(name_or_path: str | os.PathLike[str], name: str, subfolder: str = "", **where: Any) -> Path:
+    """The path of a file in a folder or a Hub repository; `where` is as for `cached_file`."""
+    if not Path(name_or_path).is_dir():
+        return Path(str(cached_file(name_or_path, name, subfolder=subfolder, **where)))
+    file = Path(name_or_path, subfolder, name)
+    if not file.is_file():
+        raise FileNotFoundError(f"a folder without {name}")
+    return file
+
+
+def bad_file(name_or_path: str | os.PathLike[str], got: str) -> RoutersFileError:
+    """An error about files of routers."""
+    return RoutersFileError(
+        describe(
+            f"the routers at {name_or_path} cannot be used",
+            got=got,
+            expected="the config and tensors that TIDERouters.save_pretrained writes",
+            do="Download them again, or make new ones with tide_hf.calibrate().",
+        )
+    )
 
 
 def bad_config(got: str) -> ConfigurationError:
@@ -207,15 +202,13 @@ def default_exit_layers(num_layers: int, interval: int, min_layers: int) -> list
 
 def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
     """Return `exit_layers` sorted and without repeats, or raise [`ConfigurationError`]."""
-    expected = f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})"
-    valid = isinstance(exit_layers, (list, tuple)) and len(exit_layers) > 0
-    valid = valid and all(type(layer) is int and 1 <= layer < num_layers for layer in exit_layers)
-    if not valid:
+    is_list = isinstance(exit_layers, (list, tuple)) and len(exit_layers) > 0
+    if not (is_list and all(type(layer) is int and 1 <= layer < num_layers for layer in exit_layers)):
         raise ConfigurationError(
             describe(
                 "exit layer out of range",
                 got=short(exit_layers),
-                expected=expected,
+                expected=f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})",
                 do="Name other exit_layers, or leave them out to have them placed.",
             )
         )
@@ -224,184 +217,165 @@ def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
 
 def check_exit_threshold(value: Any) -> float:
     """Return `value` as a float, or raise [`ConfigurationError`] where it is no finite, non-negative number."""
-    check_number("exit_threshold", value, "a number from 0 (always exit) to 1; anything above 1 never exits")
-    return float(value)
+    return float(check_field("exit_threshold", value))
 
 
 def check_min_layers(value: object) -> int:
     """Return `value`, or raise [`ConfigurationError`] where it is no number of layers."""
-    check_positive("min_layers", value)
-    return value  # type: ignore[return-value]
+    return check_field("min_layers", value)
 
 
-def check_positive(name: str, value: object) -> None:
-    """Refuse anything but an integer from 1 to `LARGEST[name]`."""
-    largest = LARGEST[name]
-    if type(value) is not int or not 1 <= value <= largest:
-        raise ConfigurationError(
-            describe(
-                f"{name} is out of range",
-                got=short(value),
-                expected=f"a whole number from 1 to {largest}",
-                do=f"Set {name}.",
-            )
-        )
+def check_field(name: str, value: Any) -> Any:
+    """Return `value`, or raise [`ConfigurationError`] where the rule for the field `name` refuses it."""
+    is_valid, expected = RULES[name]
+    if not is_valid(value):
+        raise invalid(name, value, expected)
+    return value
 
 
-def check_number(name: str, value: Any, expected: str) -> None:
-    """Refuse anything but a finite number of at least 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and 0 <= value <= sys.float_info.max):  # refuses NaN, infinity and huge integers
-        do = f"Pass {name}=0.9, say, or leave it out for the value of the routers."
-        raise ConfigurationError(describe(f"{name} is no usable number", got=short(value), expected=expected, do=do))
-
-
-def check_name(name: str, value: object) -> None:
-    """Refuse anything but a short printable string."""
-    if value is not None and not (isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()):
-        expected = f"printable text of at most {LONGEST_NAME} characters"
-        raise ConfigurationError(
-            describe(f"{name} is no name", got=short(value), expected=expected, do=f"Set {name} to the base model's.")
-        )
-
-
-def check_revision(value: object) -> None:
-    """Refuse anything but a commit, branch or tag, since it becomes a path in huggingface_hub's cache."""
-    valid = isinstance(value, str) and re.fullmatch(r"\w[\w./+-]{0,254}", value, re.ASCII) and ".." not in value
-    if value is not None and not valid:
-        raise ConfigurationError(
-            describe(
-                "base_model_revision is no revision",
-                got=short(value),
-                expected="a commit, branch or tag",
-                do="Set base_model_revision to one of the base model's, or to null.",
-            )
-        )
-
-
-def check_hash(name: str, value: object) -> None:
-    """Refuse anything but a hexadecimal hash of at most 256 bits."""
-    if value is not None and not (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,64}", value)):
-        raise ConfigurationError(
-            describe(
-                f"{name} is no fingerprint",
-                got=short(value),
-                expected="at most 64 hexadecimal digits",
-                do="Take the value that TIDERouters.for_model or save_pretrained wrote.",
-            )
-        )
+def invalid(name: str, value: object, expected: str, do: str = "") -> ConfigurationError:
+    """An error about one field."""
+    do = do or f"Choose another {name}."
+    return ConfigurationError(describe(f"invalid {name}", got=short(value), expected=expected, do=do))
 
 
 def check_block_config(block_layer: int | None, config: Any) -> None:
     """Refuse anything but a plausible base model config, since transformers builds a layer from it."""
+    do = "Make routers with tide_hf.calibrate(exit_strategy='block')."
     if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
         raise ConfigurationError(
             describe(
                 "a block head needs the base model's config",
                 got=f"block_layer={block_layer} with block_config={type(config).__name__}",
                 expected="block_config with the model_type of the base model",
-                do="Make routers with tide_hf.calibrate(exit_strategy='block').",
+                do=do,
             )
         )
     for name, value in config.items():
-        counts = "layer" in name or "expert" in name
-        too_many = counts and isinstance(value, int) and abs(value) > LARGEST_BLOCK_COUNT
-        if too_many or name in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
-            raise ConfigurationError(
-                describe(
-                    f"block_config holds a {name} that cannot be",
-                    got=short(value),
-                    expected=f"counts up to {LARGEST_BLOCK_COUNT}, and no names of code or kernels",
-                    do="Make routers with tide_hf.calibrate(exit_strategy='block').",
-                )
-            )
+        is_count = ("layer" in name or "expert" in name) and isinstance(value, int)
+        if name in CODE_FIELDS or (is_count and abs(value) > MAX_BLOCK_COUNT):
+            expected = f"counts up to {MAX_BLOCK_COUNT}, and no names of code or kernels"
+            raise invalid(f"{name} in block_config", value, expected, do)
 
 
 def check_record(record: Any) -> None:
     """Refuse a calibration record that the drafting policy or the tables cannot read."""
+    do = "Make new routers with tide_hf.calibrate()."
     if record is None:
         return
     if not isinstance(record, dict):
-        raise _bad_record("", record, "a JSON object")
-    for name, (is_valid, expected) in RECORD_PARTS.items():
+        raise invalid("calibration", record, "a JSON object", do)
+    for name, (is_valid, expected) in RECORD_RULES.items():
         if name in record and not is_valid(record[name]):
-            raise _bad_record(f" ({name})", record[name], expected)
+            raise invalid(f"{name} in calibration", record[name], expected, do)
 
 
-def _bad_record(part: str, got: object, expected: str) -> ConfigurationError:
-    do = "Make new routers with tide_hf.calibrate()."
-    problem = f"the calibration record cannot be used{part}"
-    return ConfigurationError(describe(problem, got=short(got), expected=expected, do=do))
+Check = Callable[[Any], bool]
 
 
-def _are_layers(layers: Any) -> bool:
-    if not isinstance(layers, dict) or not all(re.fullmatch("[1-9][0-9]{0,3}", str(layer)) for layer in layers):
-        return False
-    return all(_is_row(row) and _is_coverage(row.get("coverage", {})) for row in layers.values())
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # neither NaN nor infinity, and no huge integer
 
 
-def _is_row(row: Any) -> bool:
-    valid = isinstance(row, dict) and _is_share(row.get("agreement")) and _is_count(row.get("documents_before", 0))
-    return valid and _has_numbers(row, optional=LAYER_FIGURES)
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value >= 0
 
 
-def _is_coverage(coverage: Any) -> bool:
-    return isinstance(coverage, dict) and all(
-        re.fullmatch(r"[01]\.[0-9]{1,4}", str(precision)) and _is_number(share) for precision, share in coverage.items()
-    )
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
 
 
-def _is_threshold(threshold: Any) -> bool:
-    return isinstance(threshold, dict) and _has_numbers(threshold, ("tolerance", "confidence", "chosen"))
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 2**63
 
 
-def _are_tolerances(rows: Any) -> bool:
-    return isinstance(rows, list) and all(map(_is_tolerance, rows))
+def _matches(pattern: str) -> Check:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII) is not None
 
 
-def _is_tolerance(row: Any) -> bool:
-    if not (isinstance(row, dict) and _has_numbers(row, ("tolerance",), optional=TOLERANCE_FIGURES)):
-        return False
-    interval = row.get("interval")
-    return interval is None or (isinstance(interval, list) and len(interval) == 2 and all(map(_is_number, interval)))
+def _whole_number(largest: int) -> tuple[Check, str]:
+    return lambda value: type(value) is int and 1 <= value <= largest, f"a whole number from 1 to {largest}"
 
 
-def _has_numbers(row: dict[str, Any], needed: Sequence[str] = (), optional: Sequence[str] = ()) -> bool:
-    known = [row.get(name) for name in needed] + [row[name] for name in optional if row.get(name) is not None]
-    return all(map(_is_number, known))
+def _one_of(*values: Any) -> tuple[Check, str]:
+    return lambda value: value in values, "one of " + ", ".join(repr(value) for value in values)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= 1
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
-
-
-# Check and description of each part of a calibration record. Older records lack some.
-RECORD_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "exit_layers": (_are_layers, "for each exit layer an agreement from 0 to 1, and numbers for the other figures"),
-    "block": (_is_row, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
-    "num_documents": (_is_count, "a whole number of documents"),
-    "threshold": (_is_threshold, "numbers for tolerance, confidence and chosen"),
-    "tolerances": (_are_tolerances, "rows with a tolerance, and numbers for the other figures"),
+HASH = (_matches("[0-9a-f]{1,64}"), "at most 64 hexadecimal digits")
+# For each field a check, and what it allows. Sizes are beyond any model's, yet small enough that no file causes an
+# endless loop or allocation.
+RULES: dict[str, tuple[Check, str]] = {
+    "hidden_size": _whole_number(2**20),
+    "num_hidden_layers": _whole_number(2**12),
+    "vocab_size": _whole_number(2**24),
+    "checkpoint_interval": _whole_number(2**12),
+    "min_layers": _whole_number(2**12),
+    "router_bottleneck_dim": _whole_number(2**20),
+    "translator_rank": _whole_number(2**20),
+    "draft_vocab_size": _whole_number(2**24),
+    "exit_threshold": (_is_positive, "a number from 0 (always exit) to 1; anything above 1 never exits"),
+    "compaction_threshold": (_is_positive, "the share of holes, from 0 to 1"),
+    "base_model_name_or_path": (
+        lambda value: isinstance(value, str) and 0 < len(value) <= 1024 and value.isprintable(),
+        "printable text of at most 1024 characters",
+    ),
+    # It becomes a path in the cache of huggingface_hub.
+    "base_model_revision": (_matches(r"(?!.*\.\.)\w[\w./+-]{0,254}"), "a commit, branch or tag"),
+    "unembed_hash": HASH,
+    "weights_sha256": HASH,
+    "architectures": _one_of(None, ["TIDERouters"]),
+    "dtype": _one_of(None, "float64", "float32", "bfloat16", "float16"),
+    "model_type": _one_of("tide"),
 }
 
 
-def check_inherited(config: dict[str, Any]) -> None:
-    """Refuse values that transformers cannot handle."""
-    allowed: dict[str, tuple] = {
-        "architectures": (None, ["TIDERouters"]),
-        "dtype": (None, *SAVED_DTYPES),
-        "model_type": ("tide",),
-    }
-    for name, values in allowed.items():
-        if name in config and config[name] not in values:
-            expected = "one of " + ", ".join(repr(value) for value in values)
-            do = "Make routers with tide_hf.calibrate()."
-            raise ConfigurationError(describe(f"unknown {name}", got=short(config[name]), expected=expected, do=do))
+def _fields(required: Mapping[str, Check], optional: Mapping[str, Check] = MappingProxyType({})) -> Check:
+    """A check of a JSON object: the fields that it must have, and those that may be missing or null."""
+
+    def is_valid(value: Any) -> bool:
+        if not (isinstance(value, dict) and all(check(value.get(name)) for name, check in required.items())):
+            return False
+        return all(value.get(name) is None or check(value[name]) for name, check in optional.items())
+
+    return is_valid
+
+
+def _map(key: str, is_valid: Check) -> Check:
+    """A check of a JSON object whose keys match a pattern and whose values pass a check."""
+    is_key = _matches(key)
+    return lambda value: isinstance(value, dict) and all(is_key(str(k)) and is_valid(v) for k, v in value.items())
+
+
+def _list(is_valid: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(is_valid, value))
+
+
+def _numbers(*names: str) -> dict[str, Check]:
+    return dict.fromkeys(names, _is_number)
+
+
+LAYER_FIGURES = _numbers(
+    "router_auc", "confidence_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost"
+)
+COVERAGE = _map(r"[01]\.[0-9]{1,4}", _is_number)  # by precision
+LAYER = _fields({"agreement": _is_share}, LAYER_FIGURES | {"documents_before": _is_count, "coverage": COVERAGE})
+TOLERANCE = _fields(
+    _numbers("tolerance"),
+    _numbers("exit_threshold", "disagreement", "depth_fraction")
+    | {"interval": lambda value: _list(_is_number)(value) and len(value) == 2},
+)
+# For each part of a calibration record a check, and what it allows. Older records lack some parts.
+RECORD_RULES: dict[str, tuple[Check, str]] = {
+    "exit_layers": (
+        _map("[1-9][0-9]{0,3}", LAYER),
+        "for each exit layer an agreement from 0 to 1, and numbers for the other figures",
+    ),
+    "block": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
+    "num_documents": (_is_count, "a whole number of documents"),
+    "threshold": (
+        _fields(_numbers("tolerance", "confidence", "chosen")),
+        "numbers for tolerance, confidence and chosen",
+    ),
+    "tolerances": (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures"),
+}

@@ -76,24 +76,18 @@ def _upload(
     folder: str,
     repo_id: str,
     *,
-    commit_message: str,
     private: bool | None = None,
-    create_pr: bool = False,
     revision: str | None = None,
     token: str | bool | None = None,
+    **options: Any,
 ) -> CommitInfo:
+    """Commit a folder, with further options of `HfApi.upload_folder`; the repository and the branch are made."""
     api = HfApi(library_name="tide_hf", library_version=__version__, token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not (create_pr or revision.startswith("refs/")):
+        if revision is not None and not (options.get("create_pr") or revision.startswith("refs/")):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message,
-            revision=revision,
-            create_pr=create_pr,
-        )
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, **options)
     except (HTTPError, OSError, JSONDecodeError) as error:
         raise HubError(
             describe(
@@ -118,13 +112,9 @@ def _check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
+        problem = "no name of a Hub repository"
         raise ConfigurationError(
-            describe(
-                "no name of a Hub repository",
-                got=repr(repo_id),
-                expected="a name such as org/name",
-                do="Choose another name.",
-            )
+            describe(problem, got=repr(repo_id), expected="a name such as org/name", do="Choose another name.")
         ) from error
 
 

@@ -11,31 +11,18 @@ from huggingface_hub import CommitInfo
 from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..base_model.adapters import base_inside
 from ..base_model.structure import find_structure
 from ..base_model.unembed import hash_distance, unembed_hash
-from ..common.errors import BaseModelMismatchError, RoutersFileError, describe, quoted
+from ..common.errors import BaseModelMismatchError, describe
 from ..common.hub_access import hub_options
 from .block_head import BlockHead
-from .config import TIDEConfig
+from .config import WHERE, TIDEConfig, bad_file, find_file, read_config
 from .exit_points import BlockPoint, ExitPoint
-from .files import (
-    bad_router_pt,
-    config_for,
-    copy_published,
-    explained,
-    file_problem,
-    read_config,
-    read_router_pt,
-    read_weights,
-    routers_not_found,
-    routers_not_saved,
-    write_routers,
-)
+from .files import config_for, explained, read_router_pt, routers_not_found, write_routers
 
-# Arguments of from_pretrained that locate files.
-WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; another model's head differs in half
 
 
@@ -133,30 +120,16 @@ class TIDERouters(PreTrainedModel):
         Raises:
             RoutersFileError: The file is no such file, holds code, or does not fit `base_model`.
         """
-        state = read_router_pt(path)
-        try:
-            published = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
-            published.pop(find_structure(base_model).num_layers, None)  # it may have one behind the last layer
-            bottleneck = int(state["bottleneck_dim"])
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-        ) as error:  # the last: tensors
-            raise bad_router_pt(path, f"a file without usable {error}") from error
-        routers = cls.for_model(
-            base_model,
-            exit_layers=sorted(published),
-            router_bottleneck_dim=bottleneck,
-            exit_threshold=exit_threshold,
-        )
-        for exit_layer, weights in published.items():
-            router = routers[exit_layer].router
-            copy_published(path, router.down, weights, "down.weight")
-            copy_published(path, router.up, weights, "up.weight")
+        structure = find_structure(base_model)
+        bottleneck_dim, published = read_router_pt(path, structure.hidden_size, structure.num_layers)
+        config = {"router_bottleneck_dim": bottleneck_dim, "exit_threshold": exit_threshold}
+        routers = cls.for_model(base_model, exit_layers=sorted(published), **config)
+        with torch.no_grad():
+            for exit_layer, (down, up) in published.items():
+                router = routers[exit_layer].router
+                router.down.weight.copy_(down)
+                router.down.bias.zero_()
+                router.up.weight.copy_(up)
         return routers
 
     @classmethod
@@ -183,11 +156,12 @@ class TIDERouters(PreTrainedModel):
         with explained(name_or_path):
             config = kwargs.pop("config", None)
             if config is None:
-                config, commit = read_config(name_or_path, **where)
+                content, commit = read_config(name_or_path, **where)
+                config = TIDEConfig.from_dict(content)
                 where |= {"revision": commit} if commit else {}  # or a push between both reads would mix two commits
-            content = read_weights(name_or_path, **where)
-            tensors = load(content)
-            config = config_for(name_or_path, content, config)
+            weights = find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
+            tensors = load(weights)
+            config = config_for(name_or_path, weights, config)
             if changes:
                 config = TIDEConfig.from_dict(config.to_dict() | changes)
             # Without a name transformers looks for no other files, such as adapter_config.json, whose adapter would
@@ -198,12 +172,12 @@ class TIDERouters(PreTrainedModel):
         routers.config.name_or_path = routers.name_or_path = str(name_or_path)
         wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
         if wrong:
-            raise RoutersFileError(file_problem(name_or_path, f"tensors that do not fit its config ({wrong})"))
+            raise bad_file(name_or_path, f"tensors that do not fit its config ({wrong})")
         vocab = routers.draft_vocab
         if vocab is not None and (
             vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
         ):
-            raise RoutersFileError(file_problem(name_or_path, "a draft_vocab with other than token ids"))
+            raise bad_file(name_or_path, "a draft_vocab with other than token ids")
         return routers.eval()
 
     def save_pretrained(
@@ -222,10 +196,7 @@ class TIDERouters(PreTrainedModel):
         folder = Path(save_directory)
         self.config.architectures, self.config.dtype = [type(self).__name__], str(self.dtype).removeprefix("torch.")
         if is_main_process:
-            try:
-                write_routers(folder, self.config, self.state_dict())
-            except OSError as error:
-                raise routers_not_saved(folder, quoted(error)) from error
+            write_routers(folder, self.config, self.state_dict())
         if kwargs.pop("push_to_hub", False) and is_main_process:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
@@ -289,11 +260,8 @@ def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_
     if known is not None and actual is not None:
         distance = hash_distance(known, actual)
         if distance > MAX_HASH_DISTANCE:
-            raise _mismatch(
-                config,
-                f"one whose head differs in {distance:.0%} of the fingerprint's bits",
-                f"at most {MAX_HASH_DISTANCE:.0%}",
-            )
+            got = f"one whose head differs in {distance:.0%} of the fingerprint's bits"
+            raise _mismatch(config, got, f"at most {MAX_HASH_DISTANCE:.0%}")
     elif config.base_model_name_or_path not in (None, model.config._name_or_path):
         raise _mismatch(config, repr(model.config._name_or_path), repr(config.base_model_name_or_path))
 

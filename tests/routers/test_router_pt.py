@@ -13,7 +13,7 @@ from families import tiny_model
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.common.errors import ConfigurationError, RoutersFileError
+from tide_hf.common.errors import ConfigurationError, RoutersFileError, RoutersNotFoundError
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model():
     return tiny_model("llama")
 
 
-class _Code:
+class Code:
     def __reduce__(self):
         return os.mkdir, ("code-ran",)
 
@@ -34,18 +34,26 @@ def published(hidden_size=32, bottleneck=16, positions=(1, 2)):
     return {"hidden_dim": hidden_size, "bottleneck_dim": bottleneck, "router_layers": layers}
 
 
-def test_published_positions_become_exit_layers(model, tmp_path):
-    torch.save(published(), tmp_path / "router.pt")
+def with_down_weight(change):
+    """A published file of which one weight is changed."""
+    state = published(positions=(1,))
+    weights = state["router_layers"][1]
+    return {**state, "router_layers": {1: {**weights, "down.weight": change(weights["down.weight"])}}}
+
+
+@pytest.mark.parametrize("positions", [(1, 2), (1, 2, 3)], ids=["", "a router behind the last layer"])
+def test_published_positions_become_exit_layers(model, tmp_path, positions):
+    torch.save(published(positions=positions), tmp_path / "router.pt")
     routers = TIDERouters.from_router_pt(tmp_path / "router.pt", base_model=model)
     assert routers.exit_layers == [2, 3]
     assert routers.config.exit_strategy == "identity"
     assert routers.config.exit_threshold == 0.85
 
 
-def test_a_router_pt_with_code_in_it_is_refused_and_the_code_does_not_run(model, tmp_path, monkeypatch):
+def test_code_in_a_router_pt_does_not_run(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({**published(), "extra": _Code()}, tmp_path / "router.pt")
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps(_Code()))
+    torch.save({**published(), "extra": Code()}, tmp_path / "router.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Code()))
     for name in ("router.pt", "plain.pt"):
         with pytest.raises(
             RoutersFileError, match=r"cannot be used as a published router.pt: got .*Expected hidden_dim"
@@ -55,75 +63,56 @@ def test_a_router_pt_with_code_in_it_is_refused_and_the_code_does_not_run(model,
 
 
 @pytest.mark.parametrize(
-    "state",
+    "make",
     [
-        published(hidden_size=31),
-        {**published(), "bottleneck_dim": 8},
-        {"router_layers": {1: {}}, "bottleneck_dim": 16},
-        {"hidden_dim": 32},
-        {**published(), "router_layers": {"a": {}}},
-        {**published(), "bottleneck_dim": float("inf")},
-        [1, 2],
-        torch.zeros(3),
-        {**published(), "bottleneck_dim": torch.zeros(3)},
+        lambda: published(hidden_size=31),
+        lambda: {**published(), "bottleneck_dim": 8},
+        lambda: {**published(), "bottleneck_dim": float("inf")},
+        lambda: {**published(), "bottleneck_dim": torch.zeros(3)},
+        lambda: {**published(), "router_layers": {"a": {}}},
+        lambda: {"router_layers": {1: {}}, "bottleneck_dim": 16},
+        lambda: {"hidden_dim": 32},
+        lambda: [1, 2],
+        lambda: torch.zeros(3),
+        lambda: with_down_weight(lambda weight: weight.to_sparse()),
+        lambda: with_down_weight(lambda weight: weight.to_sparse_csr()),
+        lambda: with_down_weight(lambda weight: weight.to("meta")),
+        lambda: with_down_weight(lambda weight: weight.to(torch.complex64)),
+        lambda: with_down_weight(lambda weight: torch.quantize_per_tensor(weight, 1.0, 0, torch.qint8)),
+        lambda: with_down_weight(lambda weight: torch.nested.nested_tensor([weight])),
     ],
-    ids=range(9),
 )
-def test_router_pt_of_the_wrong_shape(model, tmp_path, state):
-    torch.save(state, tmp_path / "router.pt")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, that such tensors may change
+def test_other_content_than_dense_weights_that_fit_is_refused(model, tmp_path, make):
+    torch.save(make(), tmp_path / "router.pt")
     with pytest.raises(RoutersFileError, match=r"got .*Expected hidden_dim, bottleneck_dim and router_layers"):
         TIDERouters.from_router_pt(tmp_path / "router.pt", model)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda weight: weight.to_sparse(),
-        lambda weight: weight.to_sparse_csr(),
-        lambda weight: weight.to("meta"),
-        lambda weight: weight.to(torch.complex64),
-        lambda weight: torch.quantize_per_tensor(weight, 1.0, 0, torch.qint8),
-        lambda weight: torch.nested.nested_tensor([weight]),
-    ],
-    ids=["sparse", "sparse rows", "without values", "complex", "quantised", "nested"],
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, that such tensors may change
-def test_a_router_pt_with_other_tensors_than_dense_ones(model, tmp_path, change):
-    state = published(positions=(1,))
-    weights = state["router_layers"][1]
-    weights["down.weight"] = change(weights["down.weight"])
-    torch.save(state, tmp_path / "router.pt")
-    with pytest.raises(RoutersFileError, match=r"cannot be used as a published router\.pt: got"):
-        TIDERouters.from_router_pt(tmp_path / "router.pt", model)
-
-
-def test_a_published_router_behind_the_last_layer_is_left_out(model, tmp_path):
-    last = model.config.num_hidden_layers - 1
-    torch.save(published(positions=(1, last)), tmp_path / "router.pt")
-    assert TIDERouters.from_router_pt(tmp_path / "router.pt", model).exit_layers == [2]
-
-
-def test_a_damaged_router_pt_is_refused(model, tmp_path):
-    torch.save(published(), tmp_path / "router.pt")
-    content = (tmp_path / "router.pt").read_bytes()
-    whole = TIDERouters.from_router_pt(tmp_path / "router.pt", model).state_dict()
+def test_a_damaged_router_pt_is_refused_or_loads_as_it_was(model, tmp_path):
+    file = tmp_path / "router.pt"
+    torch.save(published(), file)
+    content = file.read_bytes()
+    whole = TIDERouters.from_router_pt(file, model).state_dict()
     weight = published()["router_layers"][1]["up.weight"].numpy().nbytes
     for position in (*range(0, len(content), 97), content.index(b"hidden_dim"), len(content) // 2 + weight):
-        damaged = content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
-        for changed in (damaged, content[:position]):
-            (tmp_path / "router.pt").write_bytes(changed)
-            try:
-                routers = TIDERouters.from_router_pt(tmp_path / "router.pt", model)
-            except RoutersFileError:
-                continue
-            found = routers.state_dict()  # padding and dates may change
-            assert all(torch.equal(found[name], whole[name]) for name in whole)
+        file.write_bytes(content[:position])
+        with pytest.raises(RoutersFileError):
+            TIDERouters.from_router_pt(file, model)
+        file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        try:
+            found = TIDERouters.from_router_pt(file, model).state_dict()  # padding and dates may change
+        except RoutersFileError:
+            continue
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_router_pt_with_layers_out_of_range(model, tmp_path):
+def test_layers_out_of_range_and_missing_files_are_refused(model, tmp_path):
     torch.save(published(positions=(1, 7)), tmp_path / "router.pt")
     with pytest.raises(ConfigurationError, match="exit layer out of range"):
         TIDERouters.from_router_pt(tmp_path / "router.pt", model)
+    with pytest.raises(RoutersNotFoundError, match="no such file"):
+        TIDERouters.from_router_pt(tmp_path / "other.pt", model)
 
 
 WRITE_WITH_THE_PUBLISHED_PACKAGE = """

@@ -2,15 +2,21 @@
 
 import json
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from block_heads import routers_for
 from families import tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from router_folders import edit_config
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
-from tide_hf import TIDERouters
+from tide_hf import TIDEConfig, TIDERouters
 from tide_hf.common import files as folders
 from tide_hf.common.errors import (
     BaseModelMismatchError,
@@ -20,6 +26,20 @@ from tide_hf.common.errors import (
     RoutersNotSavedError,
     TIDEError,
 )
+
+CANNOT_BE_USED = r"cannot be used: got .*Expected the config and tensors"
+quick = settings(max_examples=25, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
+
+
+@pytest.fixture(autouse=True)
+def _no_load_reports():
+    """transformers prints a report for every file that does not fit."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    yield
+    transformers_logging.set_verbosity(verbosity)
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +56,42 @@ def routers_of(model, **config):
     return routers
 
 
-@pytest.mark.parametrize("config", [{}, {"translator_rank": 4}, {"exit_strategy": "identity"}])
-def test_save_and_load(model, tmp_path, config):
-    routers = routers_of(model, calibration={"exit_layers": {"1": {"agreement": 0.5}}}, **config)
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    routers_of(model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of saved routers, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "routers"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: routers_of(model, calibration={"exit_layers": {"1": {"agreement": 0.5}}}),
+        lambda model: routers_of(model, translator_rank=4),
+        lambda model: routers_of(model, exit_strategy="identity"),
+        lambda model: routers_of(model).to(torch.bfloat16),
+        lambda model: routers_for(model, 1),
+        lambda model: routers_for(model, 1).to(torch.bfloat16),
+    ],
+    ids=["linear", "rank", "identity", "bfloat16", "block", "block in bfloat16"],
+)
+def test_saved_routers_load_as_they_were(model, tmp_path, make):
+    routers = make(model)
     routers.save_pretrained(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     loaded = TIDERouters.from_pretrained(tmp_path)
-    assert loaded.config.calibration == routers.config.calibration
-    assert loaded.config.unembed_hash == routers.config.unembed_hash
+    for name in ("calibration", "unembed_hash", "weights_sha256", "block_layer"):
+        assert getattr(loaded.config, name) == getattr(routers.config, name)
     for name, parameter in routers.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], parameter)
-
-
-def test_bfloat16_is_kept(model, tmp_path):
-    routers_of(model).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert TIDERouters.from_pretrained(tmp_path).dtype == torch.bfloat16
+        torch.testing.assert_close(loaded.state_dict()[name], parameter, rtol=0, atol=0)  # dtypes as well
+    if routers.block is not None:
+        assert {m.layer_idx for m in loaded.block.head.layer.modules() if hasattr(m, "layer_idx")} == {4}
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -88,7 +129,7 @@ def killed_at(routers, folder, monkeypatch, number):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_save_that_is_killed_leaves_the_old_routers_or_the_new(model, tmp_path, monkeypatch, caplog, number):
+def test_a_killed_save_leaves_the_old_routers_or_the_new(model, tmp_path, monkeypatch, caplog, number):
     old, new = routers_of(model, exit_layers=[2]), routers_of(model)
     old.save_pretrained(tmp_path)
     killed_at(new, tmp_path, monkeypatch, number)
@@ -107,13 +148,13 @@ def test_a_save_that_is_killed_leaves_the_old_routers_or_the_new(model, tmp_path
     assert caplog.text == ""
 
 
-def test_a_first_save_that_is_killed_leaves_nothing_to_load(model, tmp_path, monkeypatch):
+def test_a_killed_first_save_leaves_nothing_to_load(model, tmp_path, monkeypatch):
     killed_at(routers_of(model), tmp_path, monkeypatch, 0)
     with pytest.raises(RoutersNotFoundError):
         TIDERouters.from_pretrained(tmp_path)
 
 
-def test_damaged_weights_are_not_taken_for_those_of_a_killed_save(model, tmp_path, monkeypatch):
+def test_damaged_weights_after_a_killed_save_are_refused(model, tmp_path, monkeypatch):
     routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
     killed_at(routers_of(model), tmp_path, monkeypatch, 1)
     whole = (tmp_path / "model.safetensors").read_bytes()
@@ -126,7 +167,7 @@ def test_damaged_weights_are_not_taken_for_those_of_a_killed_save(model, tmp_pat
             TIDERouters.from_pretrained(tmp_path)
 
 
-def test_a_save_clears_away_what_killed_ones_left_and_nothing_else(model, tmp_path, monkeypatch):
+def test_a_save_removes_old_unfinished_files_and_nothing_else(model, tmp_path, monkeypatch):
     folder = tmp_path / "routers"
     killed_at(routers_of(model), folder, monkeypatch, 0)
     left = sorted(folder.glob("*.unfinished"))
@@ -161,7 +202,7 @@ def test_a_save_follows_no_links(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-def test_a_fresh_head_is_the_identity_and_a_fresh_router_undecided(model, rank):
+def test_a_fresh_head_is_the_identity_and_a_fresh_router_scores_one_half(model, rank):
     routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear", translator_rank=rank)
     state = torch.randn(2, 5, 32)
     assert torch.equal(routers[1].head(state), state)
@@ -171,150 +212,129 @@ def test_a_fresh_head_is_the_identity_and_a_fresh_router_undecided(model, rank):
     assert torch.equal(scores, torch.full((2, 5), 0.5))
 
 
-def test_exit_layers_are_placed_by_interval_and_floor(model):
-    deep = tiny_model("llama", num_hidden_layers=30)
-    assert TIDERouters.for_model(deep).exit_layers == [8, 12, 16, 20, 24, 28]
-    assert TIDERouters.for_model(deep, checkpoint_interval=10, min_layers=20).exit_layers == [20]
-    assert TIDERouters.for_model(deep, exit_layers=[3, 1, 3]).exit_layers == [1, 3]  # named ones are honoured
-    assert TIDERouters.for_model(model).exit_layers == [2]
-
-
-@pytest.mark.parametrize("layers", [[0], [4], [-1], [1.5], ["1"], [True], []])
-def test_exit_layers_out_of_range(model, layers):
-    with pytest.raises(
-        (ConfigurationError, Exception), match=r"(exit layer out of range: got .* Expected|exit_layers)"
-    ):
-        TIDERouters.for_model(model, exit_layers=layers)
-    if all(type(layer) is int for layer in layers):
-        with pytest.raises(ConfigurationError, match="Expected whole numbers from 1 to 3"):
-            TIDERouters.for_model(model, exit_layers=layers)
-
-
-def test_no_routers_there(tmp_path):
+def test_an_empty_folder_has_no_routers(tmp_path):
     with pytest.raises(RoutersNotFoundError, match=r"no routers at .*got .*Expected config.json and model.safetensors"):
         TIDERouters.from_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        TIDERouters.from_router_pt(tmp_path / "router.pt", tiny_model("llama"))
 
 
-def test_a_pickle_in_place_of_safetensors_is_not_read(model, tmp_path):
-    routers_of(model).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+def test_a_pickle_in_place_of_safetensors_is_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(RoutersNotFoundError, match=r"Expected config\.json and model\.safetensors"):
-        TIDERouters.from_pretrained(tmp_path)
+        TIDERouters.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_link_to_a_file_that_is_no_routers_tells_nothing_of_it(model, tmp_path, name):
+def test_errors_quote_nothing_of_a_file_that_a_link_leads_to(folder, tmp_path, name):
     (tmp_path / "secret").write_text("the password is swordfish")
-    TIDERouters.for_model(model, exit_layers=[2]).save_pretrained(tmp_path / "routers")
-    (tmp_path / "routers" / name).unlink()
-    (tmp_path / "routers" / name).symlink_to(tmp_path / "secret")
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "secret")
     with pytest.raises(TIDEError) as caught:
-        TIDERouters.from_pretrained(tmp_path / "routers")
+        TIDERouters.from_pretrained(folder)
     assert "Expected" in str(caught.value)
     assert "swordfish" not in str(caught.value)
 
 
-def test_a_corrupt_safetensors_file(model, tmp_path):
-    routers_of(model).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    whole = file.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"\xff" * 64, b""):
-        file.write_bytes(damaged)
-        with pytest.raises(RoutersFileError, match=r"cannot be used: got .*Expected the config and tensors"):
-            TIDERouters.from_pretrained(tmp_path)
+@pytest.mark.parametrize("content", [b"\xff" * 64, b""])
+def test_a_file_of_weights_that_is_no_safetensors_is_refused(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(RoutersFileError, match=CANNOT_BE_USED):
+        TIDERouters.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape"])
-def test_tensors_that_do_not_fit_the_config(model, tmp_path, damage):
-    routers_of(model).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = "exits.1.router.down.weight"
-    if damage == "missing":
-        del tensors[name]
-    elif damage == "unexpected":
-        tensors["exits.2.router.down.weight"] = tensors[name].clone()
-    else:
-        tensors[name] = torch.zeros(3, 3)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(tmp_path, weights_sha256=None)
-    with pytest.raises(RoutersFileError, match=r"cannot be used: got .*Expected the config and tensors"):
-        TIDERouters.from_pretrained(tmp_path)
+@quick
+@given(data=st.data())
+def test_damaged_weights_are_refused(folder, saved, data):
+    weights = (saved / "model.safetensors").read_bytes()
+    position, bits = data.draw(st.integers(0, len(weights) - 1)), data.draw(st.integers(1, 255))
+    inserted = data.draw(st.binary(min_size=1, max_size=64))
+    header = position % (8 + int.from_bytes(weights[:8], "little"))  # the format begins with the length of its header
+
+    def flipped(at):
+        return weights[:at] + bytes([weights[at] ^ bits]) + weights[at + 1 :]
+
+    changed = weights[:position] + inserted + weights[position:]
+    for content in (weights[:position], flipped(position), flipped(header), changed):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(RoutersFileError):
+            TIDERouters.from_pretrained(folder)
+
+
+@quick
+@given(data=st.data())
+def test_any_content_of_a_config_file_is_used_or_refused(folder, saved, data):
+    config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
+    name = data.draw(st.sampled_from(sorted(config)) | st.text(min_size=1, max_size=12))
+    changed = json.dumps(config | {name: data.draw(VALUES)}).encode()
+    for content in (changed, data.draw(st.binary(max_size=200))):
+        (folder / "config.json").write_bytes(content)
+        with suppress(TIDEError):
+            TIDERouters.from_pretrained(folder)
+
+
+NO_OBJECT = ["3", "null", "[1]", '"text"', "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}"]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("text", "error", "message"),
     [
-        {"exit_layers": [99]},
-        {"exit_layers": "all"},
-        {"exit_threshold": "high"},
-        {"exit_threshold": None},
-        {"exit_strategy": "magic"},
-        {"kv_cache_strategy": "forget"},
-        {"hidden_size": -3},
-        {"router_bottleneck_dim": 0},
-        {"translator_rank": 0},
-        {"draft_vocab_size": 0},
-        {"draft_vocab_size": 10**6},
-        {"checkpoint_interval": 0},
+        ("{not json", RoutersFileError, r"got a config\.json that is no JSON \(Expecting property name"),
+        *((text, ConfigurationError, r"the config of the routers cannot be used: got (.|\n)*") for text in NO_OBJECT),
     ],
-    ids=str,
 )
-def test_a_config_with_impossible_values(model, tmp_path, change):
-    routers_of(model).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ConfigurationError, match=r"got .*Expected"):
-        TIDERouters.from_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", [TIDERouters, TIDEConfig])
+def test_a_config_file_without_a_json_object_is_refused(folder, kind, text, error, message):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(error, match=message + "Expected" if error is ConfigurationError else message):
+        kind.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("wrong", [torch.tensor([3, -1]), torch.tensor([3, 10**6])], ids=str)
-def test_a_draft_vocabulary_is_checked_and_kept(model, tmp_path, wrong):
-    routers = TIDERouters.for_model(model, exit_layers=[1], draft_vocab_size=2)
+def without(tensors, name):
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+NAME = "exits.1.router.down.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: without(tensors, NAME), CANNOT_BE_USED),
+        (lambda tensors: tensors | {"exits.2.router.down.weight": tensors[NAME].clone()}, CANNOT_BE_USED),
+        (lambda tensors: tensors | {NAME: torch.zeros(3, 3)}, CANNOT_BE_USED),
+        (lambda tensors: tensors | {"draft_vocab": torch.tensor([3, -1])}, "a draft_vocab with other than token ids"),
+        (
+            lambda tensors: tensors | {"draft_vocab": torch.tensor([3, 10**6])},
+            "a draft_vocab with other than token ids",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "negative token id", "token id beyond the vocabulary"],
+)
+def test_tensors_that_do_not_fit_the_config_are_refused(model, tmp_path, change, message):
+    routers = routers_of(model, draft_vocab_size=2)
     routers.draft_vocab.copy_(torch.tensor([9, 4]))
     routers.save_pretrained(tmp_path)
     assert TIDERouters.from_pretrained(tmp_path).draft_vocab.tolist() == [9, 4]
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"draft_vocab": wrong}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(change(tensors), tmp_path / "model.safetensors", metadata={"format": "pt"})
     edit_config(tmp_path, weights_sha256=None)
-    with pytest.raises(RoutersFileError, match="a draft_vocab with other than token ids"):
+    with pytest.raises(RoutersFileError, match=message):
         TIDERouters.from_pretrained(tmp_path)
 
 
-def test_a_config_that_is_no_json(model, tmp_path):
-    routers_of(model).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(RoutersFileError, match=r"got a config\.json that is no JSON \(Expecting property name"):
-        TIDERouters.from_pretrained(tmp_path)
-
-
-def test_weights_other_than_those_that_were_saved_are_refused(model, tmp_path):
-    routers = TIDERouters.for_model(model, exit_layers=[2])
-    routers.save_pretrained(tmp_path)
-    content = bytearray((tmp_path / "model.safetensors").read_bytes())
-    content[-5] ^= 1
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(RoutersFileError, match="weights with SHA-256"):
-        TIDERouters.from_pretrained(tmp_path)
-    routers.save_pretrained(tmp_path)
-    assert TIDERouters.from_pretrained(tmp_path).config.weights_sha256 == routers.config.weights_sha256
-
-
-def test_a_quantised_head_counts_as_the_same_base_and_another_does_not(model):
+def test_the_fingerprint_tells_a_quantised_head_from_that_of_another_model(model):
     routers = routers_of(model)
-    rounded = tiny_model("llama")
+    quantised = tiny_model("llama")
     with torch.no_grad():
-        weight = rounded.lm_head.weight
+        weight = quantised.lm_head.weight
         scale = weight.abs().amax(dim=1, keepdim=True) / 7
         weight.copy_((weight / scale).round() * scale)
-    routers.check_base_model(rounded)
+    routers.check_base_model(quantised)
     routers.check_base_model(tiny_model("llama").to(torch.float16))
     with pytest.raises(BaseModelMismatchError, match="fingerprint"):
         routers.check_base_model(tiny_model("llama", seed=5))
 
 
-def test_without_a_fingerprint_the_name_decides(model):
+def test_without_a_fingerprint_the_name_of_the_base_model_decides(model):
     routers = routers_of(model)
     routers.config.unembed_hash, routers.config.base_model_name_or_path = None, "org/other"
     with pytest.raises(BaseModelMismatchError, match=r"got ''\. Expected 'org/other'"):

@@ -1,4 +1,4 @@
-"""A routers' config may be anybody's: whatever its fields hold, it is used or refused with an error of ours."""
+"""The config of routers: whatever its fields hold, it is used or refused with an error of the library."""
 
 import json
 import operator
@@ -11,11 +11,10 @@ from families import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tide_hf import TIDEError, TIDERouters
+from tide_hf import TIDEConfig, TIDEError, TIDERouters
 from tide_hf.cli.inspect import _router_lines
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.evaluation.inspection import router_facts
-from tide_hf.routers.config import TIDEConfig
 from tide_hf.routers.tables import tables_of
 
 GOOD = TIDERouters.for_model(
@@ -46,23 +45,74 @@ def changed(**fields):
     return {**json.loads(json.dumps(GOOD)), **fields}
 
 
-@settings(max_examples=400, deadline=None)
+def layer_with(**figures):
+    return {"exit_layers": {"1": {"agreement": 0.5, **figures}}}
+
+
+@settings(max_examples=150, deadline=None)
 @given(field=st.sampled_from([*TIDEConfig.__annotations__, "dtype", "architectures", "model_type"]), value=JSON)
 def test_any_value_in_any_field(field, value):
     with suppress(TIDEError):
         TIDEConfig.from_dict(changed(**{field: value}))
 
 
+BAD_RECORDS = [
+    7,
+    [{"exit_layers": {}}],
+    {"exit_layers": {"../1": {"agreement": 0.5}}},
+    {"exit_layers": {"01": {"agreement": 0.5}}},
+    layer_with(agreement="high"),
+    layer_with(agreement=7),
+    layer_with(router_auc="x"),
+    layer_with(cost=10**400),
+    layer_with(coverage=3),
+    layer_with(coverage={"most": 0.5}),
+    {"threshold": None},
+    {"threshold": [1]},
+    {"threshold": {}},
+    {"threshold": {"tolerance": "a", "confidence": None, "chosen": 0.5}},
+    {"tolerances": 7},
+    {"tolerances": [{}]},
+    {"tolerances": [TOLERANCE | {"depth_fraction": []}]},
+    {"tolerances": [TOLERANCE | {"disagreement": "little"}]},
+    {"tolerances": [TOLERANCE | {"interval": [0.1]}]},
+    {"tolerances": [TOLERANCE | {"interval": 0.1}]},
+    {"num_documents": "many"},
+    {"num_documents": -1},
+    {"block": {"agreement": 0.5, "documents_before": 2**64}},
+    {"exit_layers": {}, "block": {}},
+]
+BAD_BLOCK_FIELDS = [
+    {"model_type": "tide"},
+    {"num_hidden_layers": 10**9},
+    {"num_local_experts": 10**9},
+    {"attn_implementation": "org/kernel"},
+    {"auto_map": {}},
+]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        *({"exit_layers": layers} for layers in ([], [0], [4], [-1], [1.5], ["1"], [True], "all")),
         {"num_hidden_layers": 10**9, "exit_layers": None},
+        {"num_hidden_layers": 0},
         {"hidden_size": 10**12},
+        {"hidden_size": -3},
         {"vocab_size": 10**30},
         {"router_bottleneck_dim": 2**21},
+        {"router_bottleneck_dim": 0},
+        {"checkpoint_interval": 0},
+        {"translator_rank": 0},
+        {"draft_vocab_size": 0},
+        {"draft_vocab_size": 10**6},
         {"exit_threshold": 10**400},
+        {"exit_threshold": "high"},
+        {"exit_threshold": None},
         {"compaction_threshold": float("nan")},
         {"compaction_threshold": -1},
+        {"exit_strategy": "magic"},
+        {"kv_cache_strategy": "forget"},
         {"base_model_name_or_path": "x" * 5000},
         {"base_model_name_or_path": "a\nb"},
         {"base_model_revision": "../../refs"},
@@ -73,37 +123,11 @@ def test_any_value_in_any_field(field, value):
         {"dtype": "load"},
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": "llama"},
-        {"calibration": {"exit_layers": {"../1": {"agreement": 0.5}}}},
-        {"calibration": {"exit_layers": {"1": {"agreement": "high"}}}},
-        {"calibration": {"exit_layers": {"1": {"agreement": 7}}}},
-        {"calibration": 7},
-        {"calibration": [{"exit_layers": {}}]},
-        {"calibration": {"exit_layers": {"01": {"agreement": 0.5}}}},
-        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "router_auc": "x"}}}},
-        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "cost": 10**400}}}},
-        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "coverage": 3}}}},
-        {"calibration": {"exit_layers": {"1": {"agreement": 0.5, "coverage": {"most": 0.5}}}}},
-        {"calibration": {"threshold": None}},
-        {"calibration": {"threshold": [1]}},
-        {"calibration": {"threshold": {}}},
-        {"calibration": {"threshold": {"tolerance": "a", "confidence": None, "chosen": 0.5}}},
-        {"calibration": {"tolerances": 7}},
-        {"calibration": {"tolerances": [{}]}},
-        {"calibration": {"tolerances": [TOLERANCE | {"depth_fraction": []}]}},
-        {"calibration": {"tolerances": [TOLERANCE | {"disagreement": "little"}]}},
-        {"calibration": {"tolerances": [TOLERANCE | {"interval": [0.1]}]}},
-        {"calibration": {"tolerances": [TOLERANCE | {"interval": 0.1}]}},
-        {"calibration": {"num_documents": "many"}},
-        {"calibration": {"num_documents": -1}},
-        {"calibration": {"block": {"agreement": 0.5, "documents_before": 2**64}}},
-        {"calibration": {"exit_layers": {}, "block": {}}},
-        {"block_layer": 1, "block_config": None},
-        {"block_layer": 1, "block_config": {"model_type": "tide"}},
-        {"block_layer": 1, "block_config": {**BLOCK, "num_hidden_layers": 10**9}},
-        {"block_layer": 1, "block_config": {**BLOCK, "num_local_experts": 10**9}},
-        {"block_layer": 1, "block_config": {**BLOCK, "attn_implementation": "org/kernel"}},
-        {"block_layer": 1, "block_config": {**BLOCK, "auto_map": {}}},
+        *({"calibration": record} for record in BAD_RECORDS),
+        *({"block_layer": 1, "block_config": config} for config in (None, {}, {"hidden_size": 32})),
+        *({"block_layer": 1, "block_config": BLOCK | field} for field in BAD_BLOCK_FIELDS),
         {"block_layer": None, "block_config": BLOCK},
+        {"block_layer": 4, "block_config": BLOCK},
         {"some_new_field": 1},
     ],
     ids=lambda fields: repr(fields)[:60],
@@ -131,37 +155,29 @@ def test_values_that_are_refused(fields):
     ],
     ids=lambda fields: repr(fields)[:60],
 )
-def test_values_that_are_taken(fields):
+def test_values_that_are_accepted(fields):
     config = TIDEConfig.from_dict(changed(**fields))
     for name, value in fields.items():
         assert name == "dtype" or getattr(config, name) == value
+    assert TIDEConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
-def places(value, place=()):
-    """The places of all values inside a value, its own among them."""
+def paths(value, path=()):
+    """The paths of all values inside a value, its own among them."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place, *(found for name, one in inner for found in places(one, (*place, name)))]
+    return [path, *(found for name, one in inner for found in paths(one, (*path, name)))]
 
 
-@settings(max_examples=400, deadline=None)
-@given(place=st.sampled_from(places(RECORD)[1:]), value=JSON)
-def test_a_record_is_refused_or_can_be_shown(place, value):
+@settings(max_examples=150, deadline=None)
+@given(path=st.sampled_from(paths(RECORD)[1:]), value=JSON)
+def test_a_record_is_refused_or_can_be_shown(path, value):
     record = json.loads(json.dumps(RECORD))
-    reduce(operator.getitem, place[:-1], record)[place[-1]] = value
+    reduce(operator.getitem, path[:-1], record)[path[-1]] = value
     with suppress(TIDEError):
         config = TIDEConfig.from_dict(changed(calibration=record, exit_threshold=0.9))
         facts = router_facts(TIDERouters(config))
         tables_of(facts, 4)
         _router_lines(facts)
-
-
-@pytest.mark.parametrize("text", ["3", "null", "[1]", '"text"', "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}"])
-def test_a_file_without_an_object_in_it(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(
-        ConfigurationError, match=r"the config of the routers cannot be used: got (.|\n)*Expected a config"
-    ):
-        TIDERouters.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +191,15 @@ def test_a_file_without_an_object_in_it(tmp_path, text):
     ],
     ids=str,
 )
-def test_a_block_that_no_model_has(block):
+def test_a_block_config_of_no_model_is_refused(block):
     config = TIDEConfig.from_dict(changed(block_layer=1, block_config={**BLOCK, **block}))
     with pytest.raises(TIDEError, match=r": got .*Expected .*"), torch.device("meta"):
         TIDERouters(config)
 
 
-def test_a_config_survives_its_own_dictionary():
-    config = TIDEConfig.from_dict(changed())
-    assert TIDEConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+def test_default_exit_layers_follow_the_interval_and_the_minimum():
+    deep = {"hidden_size": 32, "num_hidden_layers": 30, "vocab_size": 96}
+    assert TIDEConfig(**deep).exit_layers == [8, 12, 16, 20, 24, 28]
+    assert TIDEConfig(**deep, checkpoint_interval=10, min_layers=20).exit_layers == [20]
+    assert TIDEConfig(**deep, exit_layers=[3, 1, 3]).exit_layers == [1, 3]  # min_layers does not apply
+    assert TIDEConfig(**deep | {"num_hidden_layers": 4}).exit_layers == [2]

@@ -1,0 +1,143 @@
+"""The card of calibrated routers."""
+
+import sys
+
+import pytest
+from families import tiny_model
+from huggingface_hub import ModelCard
+from records import ROW, made_up_record, record
+from repository import SHIPPED
+
+from tide_hf import TIDERouters
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.routers.card import write_model_card
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", num_hidden_layers=16)
+
+
+@pytest.fixture
+def routers_with(model):
+    """A function that makes routers with a record of its own."""
+
+    def make(calibration):
+        routers = TIDERouters.for_model(model, exit_layers=[4, 12])
+        routers.config.base_model_name_or_path, routers.config.calibration = "org/base", calibration
+        return routers
+
+    return make
+
+
+def test_what_the_card_of_older_routers_says(routers_with, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    file = write_model_card(routers_with(record()), tmp_path, repo_id="org/base-tide", command="make them")
+    card = ModelCard.load(file)
+    assert card.data.base_model == "org/base"
+    assert card.data.base_model_relation == "adapter"
+    assert card.data.library_name == "tide_hf"
+    assert card.data.license is None
+    for expected in (
+        'from_pretrained(\n    "org/base",\n    routers="org/base-tide",\n)',
+        "| exit layer | agreement | router AUC | calibration error | exit rate |\n| ---: |",
+        "| 4 of 16 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 12 of 16 |",
+        "| 0.9 | 1.00% | 90.0% | yes |",
+        "| 0.8 | 1.00% | 80.0% | no |",
+        "exit_threshold 0.9 (disagreement below 2.0% with 95% confidence)",
+        "Command: `make them`",
+        "12.5 seconds; tide_hf",
+        "Not drawn: matplotlib was not installed (`pip install tide-hf[plots]`).",
+    ):
+        assert expected in card.text
+    assert ".png" not in card.text
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_what_was_resumed_what_was_not_certified_and_the_licence(routers_with, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    routers = routers_with(record(chosen=2.0) | {"resumed_units": 7})
+    card = ModelCard.load(write_model_card(routers, ".", license="mit"))
+    expected = "12.5 seconds in the last of several runs (7 units of the work had been done before); tide_hf"
+    assert expected in card.text
+    assert "No threshold could be certified" in card.text
+    assert card.data.license == "mit"
+    assert card.data.model_name == tmp_path.name
+
+
+def test_new_records_have_every_table_and_plot(routers_with, tmp_path):
+    full = record() | made_up_record()
+    text = write_model_card(routers_with(full), tmp_path).read_text()
+    coverage = full["exit_layers"]["12"]["coverage"]
+    for expected in (
+        "| head parameters | head MB | cost |",
+        "| 1,056 | 0.00 |",
+        "## Coverage",
+        f"| 12 | {coverage['0.99']:.1%} | {coverage['0.98']:.1%} | {coverage['0.95']:.1%} | {coverage['0.90']:.1%} |",
+        "chosen on these same documents",
+        "| tolerance | certified threshold | disagreement | 90% interval | depth |",
+        "| 0.5% | none | - | - | 100.0% |",
+        f"{full['machine']['cpu']}, {full['machine']['torch_threads']} threads, device cpu.",
+        "## Limits",
+    ):
+        assert expected in text
+    assert text.index("| 4 of 16 |") < text.index("| 12 of 16 |")
+    for plot in ("exit_depth", "agreement", "reliability", "risk"):
+        assert f"](plots/{plot}.png)" in text
+        assert (tmp_path / "plots" / f"{plot}.png").is_file()
+    assert "Not drawn" not in text
+
+
+def test_the_shipped_routers_get_a_card_with_their_layers_in_order(tmp_path):
+    text = write_model_card(TIDERouters.from_pretrained(SHIPPED), tmp_path).read_text()
+    lines = [line for line in text.splitlines() if " of 30 |" in line]
+    assert [int(line.split()[1]) for line in lines] == [16, 24, 28, 1]  # the block last
+    assert "None" not in text
+    assert "{{" not in text
+
+
+def test_texts_of_a_record_become_neither_markup_nor_code(routers_with, tmp_path):
+    evil = "x\n\n# A title of theirs\n<script>alert(1)</script> [click](javascript:x) {{ 6 * 7 }} {% raw %}"
+    routers = routers_with(record() | {"weights": evil, "data": evil, "command": f"`{evil}", "labels": evil})
+    routers.config.base_model_name_or_path = 'org/base") or run("evil'
+    card = write_model_card(routers, tmp_path, repo_id="org/tide").read_text()
+    assert "\n# A title of theirs" not in card
+    elsewhere = card.replace(f"Command: `'{' '.join(evil.split())}`", "")  # where it is code, it is shown
+    assert "[click](" not in elsewhere
+    assert "<script>" not in elsewhere
+    assert "{{ 6 * 7 }} {% raw %}" in card
+    assert '"org/base?) or run(?evil"' in card
+    assert ModelCard(card).data.base_model == routers.config.base_model_name_or_path
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        (None, r"got no calibration record\. Expected routers that"),
+        *(
+            (record() | wrong, r"cannot be shown on a card: got .* Expected the record that tide_hf")
+            for wrong in (
+                {"threshold": "none"},
+                {"threshold": {"chosen": 1}},
+                {"splits": 3},
+                {"num_documents": {"a": []}, "splits": {}},
+                {"exit_layers": {"four": ROW}},
+                {"command": 7},
+            )
+        ),
+    ],
+)
+def test_records_that_no_calibration_makes_get_no_card(routers_with, tmp_path, calibration, message):
+    with pytest.raises(ConfigurationError, match=message):
+        write_model_card(routers_with(calibration), tmp_path)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_links_in_the_folder_are_not_written_through(routers_with, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "routers" / "plots").mkdir(parents=True)
+    for name in ("README.md", "plots/agreement.png"):
+        (tmp_path / "routers" / name).symlink_to(tmp_path / "mine")
+    write_model_card(routers_with(record()), tmp_path / "routers")
+    assert (tmp_path / "mine").read_text() == "mine"
