@@ -10,7 +10,7 @@ from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration.block_head import (
     FRESH,
     BlockTrainer,
-    _behind_right,
+    _after_right_tokens,
     gains_by_bfloat16,
     mixed_precision,
 )
@@ -28,7 +28,7 @@ def test_documents_are_laid_side_by_side_in_their_own_order(tiny_llama):
         ([5, 6, 7], [1, 1, 1], [False, True, True]),
         ([8, 9, 0], [1, 1, 0], [True, True, False]),
     ]
-    assert batch.early.shape == batch.final.shape == (2, 3, 32)
+    assert batch.states.shape == batch.final.shape == (2, 3, 32)
 
 
 def training_batches(model):
@@ -38,9 +38,8 @@ def training_batches(model):
 
 
 def started_trainer(model, routers, batches):
-    structure = find_structure(model)
-    unembed = Unembed(model, structure)
-    trainer = BlockTrainer(model, structure, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
+    unembed = Unembed(model, find_structure(model))
+    trainer = BlockTrainer(model, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
     trainer.start(batches)
     return trainer
 
@@ -66,11 +65,11 @@ def test_training_brings_the_block_nearer_to_the_full_model(tiny_llama, monkeypa
     assert steps == [1]  # a deadline that is over stops it at once
 
 
-def test_second_drafts_are_learnt_behind_right_first_ones():
+def test_second_drafts_are_learnt_after_right_tokens_first_ones():
     counted = torch.tensor([[False, True, True, True], [True, True, False, True]])
     teacher = torch.eye(3)[[0, 1, 2, 0, 1, 2]]
     student = torch.eye(3)[[0, 0, 2, 0, 2, 2]]  # wrong at its second and its fifth
-    assert _behind_right(counted, student, teacher).tolist() == [
+    assert _after_right_tokens(counted, student, teacher).tolist() == [
         [False, False, True, False],
         [False, True, False, False],
     ]
@@ -81,7 +80,7 @@ def test_training_on_its_own_guesses_makes_second_drafts_better(tiny_llama, monk
     batches = training_batches(model)
     monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: False)
     monkeypatch.setattr(
-        "tide_hf.calibration.block_head._behind_right", lambda counted, *_: counted
+        "tide_hf.calibration.block_head._after_right_tokens", lambda counted, *_: counted
     )  # a random model is seldom right
 
     def second_loss(share):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.documents import Document, split_documents, token_batch
+from tide_hf.calibration.documents import Document, split_documents
 from tide_hf.calibration.heads import Moments, round_weights
 from tide_hf.calibration.routers import area_under_curve, expected_calibration_error, platt_scaling
 from tide_hf.calibration.states import StateReader
@@ -120,7 +120,7 @@ def test_states_are_those_before_the_final_norm(parts):
     structure = find_structure(model)
     reader = StateReader(model, structure, Unembed(model, structure), [1, 3])
     documents = [Document([5, 6, 7, 8], first=1), Document([9, 10], first=0)]
-    (batch,) = list(reader.read([token_batch(documents, [0, 1])]))
+    batch = reader.read(documents, [0, 1])
     with torch.no_grad():
         output = model(input_ids=torch.tensor([[5, 6, 7, 8]]), output_hidden_states=True)
     rows = batch.document_ids == 0
@@ -137,9 +137,9 @@ def test_states_are_those_before_the_final_norm(parts):
 def test_splits_are_disjoint_and_complete():
     documents = [Document([number, 1], first=0) for number in range(50)]
     splits = split_documents(documents, seed=0)
-    seen = [document.tokens[0] for part in (splits.fit, splits.tune, splits.certify) for document in part]
+    seen = [document.tokens[0] for part in splits.values() for document in part]
     assert sorted(seen) == list(range(50))
-    assert (len(splits.fit), len(splits.tune), len(splits.certify)) == (25, 5, 20)
+    assert {name: len(part) for name, part in splits.items()} == {"fit": 25, "tune": 5, "certify": 20}
 
 
 def test_prompts_are_many_and_differ():
@@ -219,7 +219,7 @@ def test_nan_states(tiny_llama, tiny_tokenizer):
     structure = find_structure(model)
     reader = StateReader(model, structure, Unembed(model, structure), [2])
     with pytest.raises(CalibrationError, match=r"after layer 2 cannot be used: got NaN.*Expected finite"):
-        list(reader.read([token_batch([Document([3, 4, 5], 0)], [0])]))
+        reader.read([Document([3, 4, 5], 0)], [0])
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -10,7 +10,7 @@ from calibrations import OPTIONS, PackedHead, texts
 from families import tiny_model
 
 from tide_hf import calibrate
-from tide_hf.calibration import processes
+from tide_hf.calibration import work_folder
 from tide_hf.calibration.states import StateReader
 from tide_hf.common.errors import CalibrationError, ConfigurationError, UnsupportedModelError
 from tide_hf.speculation.ranks import Ranks
@@ -71,7 +71,7 @@ def test_a_block_head_needs_a_head_to_learn_from(tiny_llama, tiny_tokenizer, cha
 
 
 def test_processes_that_share_a_model_share_no_work(parts, monkeypatch):
-    monkeypatch.setattr(processes, "ranks_of", lambda _: Ranks(group=SimpleNamespace()))
+    monkeypatch.setattr(work_folder, "ranks_of", lambda _: Ranks(group=SimpleNamespace()))
     with pytest.raises(UnsupportedModelError, match=r"got a model that was loaded with tp_plan"):
         calibrate(*parts, texts(9), **OPTIONS)
 

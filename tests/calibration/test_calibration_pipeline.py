@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tide_hf import TIDERouters, calibrate
 from tide_hf.calibration import sources
 from tide_hf.calibration.documents import split_documents
-from tide_hf.calibration.processes import Processes
+from tide_hf.calibration.work_folder import Processes
 from tide_hf.common.errors import CalibrationError, ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,7 +119,7 @@ def test_the_draft_vocabulary_is_that_of_the_text(parts):
     routers = calibrate(model, tokenizer, dataset, **options, draft_vocab_size=20)
     counts = torch.zeros(260)
     documents, _ = sources.read_documents(dataset, tokenizer, samples=30, max_length=40, seed=0)
-    for document in split_documents(documents, 0).fit:
+    for document in split_documents(documents, 0)["fit"]:
         with torch.no_grad():
             top = model(torch.tensor([document.tokens])).logits[0].argmax(-1)
         counts += torch.bincount(torch.tensor(document.tokens), minlength=260)

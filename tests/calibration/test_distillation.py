@@ -15,7 +15,6 @@ from tide_hf.calibration.heads import (
     PATIENCE,
     FrequentUnembed,
     Moments,
-    Outcome,
     _Student,
     collect_moments,
     distil_head,
@@ -76,8 +75,8 @@ def test_a_distilled_head_agrees_more_often(problem, monkeypatch, rank, position
     before = agreement(problem, head)
     outcome = distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0)
     assert agreement(problem, head) > before + 0.05
-    assert outcome.best_epoch > 0
-    assert not outcome.stopped
+    assert outcome["best_epoch"] > 0
+    assert not outcome["stopped"]
     assert all(torch.equal(value, value.bfloat16().float()) for value in head.state_dict().values())
 
 
@@ -87,7 +86,7 @@ def test_it_never_leaves_a_head_worse_than_it_was(problem, monkeypatch):
     head = fitted(problem)
     before = {name: value.clone() for name, value in head.state_dict().items()}
     outcome = distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0)
-    assert outcome == Outcome(epochs=PATIENCE, best_epoch=0, stopped=False)
+    assert outcome == {"epochs": PATIENCE, "best_epoch": 0, "stopped": False}
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
 
 
@@ -96,7 +95,7 @@ def test_it_stops_in_time(problem):
     head = fitted(problem)
     before = copy.deepcopy(head.state_dict())
     outcome = distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), 0, deadline=time.perf_counter())
-    assert outcome == Outcome(epochs=0, best_epoch=0, stopped=True)
+    assert outcome == {"epochs": 0, "best_epoch": 0, "stopped": True}
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
 
 

@@ -23,7 +23,7 @@ def test_a_user_s_turn_is_what_the_template_puts_around_it(tiny_tokenizer):
     whole = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     hello = tiny_tokenizer("hello", add_special_tokens=False)["input_ids"]
     expected = tiny_tokenizer(whole, add_special_tokens=False)["input_ids"]
-    assert turn.before + hello + turn.behind == expected
+    assert turn.before + hello + turn.after == expected
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_prompts_end_where_the_model_ends_them(tiny_llama, tiny_tokenizer):
     lengths = set()
     for prompt in prompts:
         assert prompt[: len(turn.before)] == turn.before
-        assert prompt[-len(turn.behind) :] == turn.behind
-        written = prompt[len(turn.before) : -len(turn.behind)]
+        assert prompt[-len(turn.after) :] == turn.after
+        written = prompt[len(turn.before) : -len(turn.after)]
         assert written
-        assert not {turn.behind[0], 7} & set(written)
+        assert not {turn.after[0], 7} & set(written)
         lengths.add(len(written))
     assert max(lengths) <= LONGEST_OWN_PROMPT
     assert len(lengths) > 1
@@ -81,7 +81,7 @@ def test_a_batch_of_own_prompts_can_be_redone(tiny_llama, tiny_tokenizer):
     assert once == again
     assert len(once) > 1
     assert all(document.tokens[: len(turn.before)] == turn.before for document in once)
-    assert all(document.tokens[: document.first + 1][-len(turn.behind) :] == turn.behind for document in once)
+    assert all(document.tokens[: document.first + 1][-len(turn.after) :] == turn.after for document in once)
 
 
 def test_what_the_model_is_told_for_other_calls_is_of_no_account(tiny_llama, tiny_tokenizer):

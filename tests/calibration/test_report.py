@@ -75,7 +75,7 @@ def test_a_draft_vocabulary_makes_an_exit_cheaper():
 
 def test_tolerances_are_certified_one_by_one():
     made = made_up_decisions()
-    rows = tolerance_rows(made, choose_threshold(made, tolerance=0.3, confidence=0.9))
+    rows = tolerance_rows(made, confidence=0.9)
     assert [row["tolerance"] for row in rows] == [0.005, 0.01, 0.02, 0.05, 0.10]
     assert rows[0] == {
         "tolerance": 0.005, "exit_threshold": None, "disagreement": None, "interval": None, "depth_fraction": 1.0

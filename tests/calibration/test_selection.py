@@ -6,9 +6,8 @@ import torch
 from tide_hf.calibration.selection import (
     MIN_EXIT_RATE,
     Candidate,
-    agreements,
+    draft_cost,
     exit_rates_within,
-    proportional_cost,
     useful_exit_layers,
 )
 from tide_hf.calibration.threshold import Decisions
@@ -17,7 +16,7 @@ from tide_hf.calibration.threshold import Decisions
 def candidates(**figures):
     """Keyword `l8=(0.4, 0.0)` is layer 8 of 32 with its agreement and exit rate."""
     return {
-        int(name[1:]): Candidate(agreement, proportional_cost(int(name[1:]), 32, 0.2, 0.2), exit_rate)
+        int(name[1:]): Candidate(agreement, draft_cost(int(name[1:]), 32, 0.2, 0.2), exit_rate)
         for name, (agreement, exit_rate) in figures.items()
     }
 
@@ -51,16 +50,15 @@ def test_the_one_nearest_to_plain_decoding_is_kept_where_none_pays():
 
 
 def test_costs_go_as_the_weights_that_are_read():
-    assert proportional_cost(8, 32, head_share=0.0) == 0.25
-    assert proportional_cost(32, 32, head_share=0.3) == pytest.approx(1.0)
-    assert proportional_cost(8, 32, head_share=0.5, vocab_share=0.1) == pytest.approx(0.125 + 0.05)
+    assert draft_cost(8, 32, head_share=0.0, vocab_share=1.0) == 0.25
+    assert draft_cost(32, 32, head_share=0.3, vocab_share=1.0) == pytest.approx(1.0)
+    assert draft_cost(8, 32, head_share=0.5, vocab_share=0.1) == pytest.approx(0.125 + 0.05)
 
 
 def test_tokens_leave_at_the_lowest_threshold_within_the_tolerance():
     scores = torch.tensor([[0.99, 0.2], [0.3, 0.8], [0.6, 0.9], [0.1, 0.2]])
     agrees = torch.tensor([[True, True], [True, True], [False, True], [False, False]])
     made = Decisions([1, 3], 4, scores, agrees, torch.tensor([0, 1, 2, 3]))
-    assert agreements(made) == {1: 0.5, 3: 0.75}
     assert exit_rates_within(made, 0.1) == {1: 0.25, 3: 0.5}  # at 0.61: one more would be wrong
     assert exit_rates_within(made, 0.9) == {1: 0.5, 3: 0.25}
     wrong = Decisions([1], 4, torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool), torch.tensor([0, 1]))

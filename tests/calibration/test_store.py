@@ -31,7 +31,7 @@ def made_store(model, folder, dtype=torch.float32):
 def test_a_shard_keeps_whole_documents(parts, tmp_path):
     model, _ = parts
     states = made_store(model, tmp_path)
-    documents = states.splits.fit
+    documents = states.splits["fit"]
     for batch in states.batches("fit"):
         assert sorted(batch.hidden_states) == [1, 3]
         assert batch.final_states.dtype == torch.float32

@@ -8,7 +8,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration.block_head import pad_documents
-from tide_hf.calibration.documents import plan_batches, token_batch
+from tide_hf.calibration.documents import plan_batches
 from tide_hf.calibration.states import StateReader
 from tide_hf.routers.block_head import block_config_of
 from tide_hf.routers.routers import TIDERouters
@@ -51,5 +51,4 @@ def document_batches(model, block_layer, documents, rows):
     structure = find_structure(model)
     reader = StateReader(model, structure, Unembed(model, structure), [block_layer])
     for batch in plan_batches(documents, rows):
-        (states,) = reader.read([token_batch(documents, batch)])
-        yield pad_documents(states, batch, block_layer)
+        yield pad_documents(reader.read(documents, batch), batch, block_layer)

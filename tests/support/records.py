@@ -7,10 +7,8 @@ from families import tiny_model
 
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
-from tide_hf.calibration.documents import Document, Splits
-from tide_hf.calibration.record import (
-    calibration_record,
-)
+from tide_hf.calibration.documents import Document
+from tide_hf.calibration.record import calibration_record
 from tide_hf.calibration.threshold import Decisions, choose_threshold
 
 
@@ -32,7 +30,7 @@ def made_up_record(draft_vocab_size=None):
     )
     documents = [Document([1, 2, 3], 1)] * 3
     choice = choose_threshold(decisions, tolerance=0.05, confidence=0.9)
-    splits = Splits(*([document] for document in documents))
+    splits = dict.fromkeys(("fit", "tune", "certify"), documents[:1])
     return calibration_record(decisions, choice, documents, splits, routers, find_structure(model))
 
 

@@ -3,15 +3,16 @@
 `text` gives the documents: the user's (`sources`) or what the model writes; `documents` splits and batches them.
 `states` reads and stores the base model's hidden states. `heads` fits exit heads, `block_head` the block head,
 `routers` the routers. `threshold` certifies the exit threshold, `selection` keeps the useful exit layers, `record` is
-the calibration record. `arguments` are checked first; `pipeline` runs the stages in a resumable `work_folder`, shared
-by one or more `processes`.
+the calibration record. `arguments` are checked first; `pipeline` runs the stages in a resumable `work_folder`, which
+processes may share.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -22,23 +23,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..base_model.adapters import base_inside, check_wrapper
 from ..base_model.parity import check_parity
 from ..base_model.structure import DecoderStructure, find_structure, input_device, output_device
-from ..base_model.unembed import weights_hash
+from ..base_model.unembed import Unembed, weights_hash
 from ..common.display.progress import Steps
 from ..depth.linear_gate import faster_passes
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
-from .arguments import check_arguments, check_for_model, check_positions
-from .block_head import BlockStart, block_start, place_block
-from .documents import Document, Splits
+from .arguments import check_arguments, check_for_model, check_positions, check_precision
+from .block_head import block_start, place_block
 from .heads import frequent_tokens
-from .pipeline import Budget, Pipeline, Settings
-from .processes import Processes
+from .pipeline import Pipeline, Settings
 from .record import calibration_record, layer_figures, print_report
 from .selection import candidates_on, useful_exit_layers
-from .states import StateStore, check_precision, full_depth
+from .states import StateStore, full_depth
 from .text import Text, load_documents
-from .threshold import Decisions, choose_threshold
-from .work_folder import open_work_folder
+from .threshold import choose_threshold
+from .work_folder import Processes, open_work_folder
 
 __all__ = ["calibrate"]
 
@@ -134,7 +133,8 @@ def calibrate(
     kinds: dict[str, Any] = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
     bound: dict[str, Any] = {"tolerance": tolerance, "confidence": confidence}
     check_arguments(**kinds, **bound, **sizes, **plan, max_minutes=max_minutes, output_dir=output_dir, notes=notes)
-    budget = Budget.of_minutes(max_minutes)
+    started = perf_counter()
+    end = math.inf if max_minutes is None else started + 60.0 * max_minutes
     check_wrapper(model)
     model = base_inside(model)
     processes = Processes.current(model)
@@ -147,15 +147,17 @@ def calibrate(
         routers = _fresh_routers(model, structure, exit_strategy, start, exit_layers, **sizes)
         text = load_documents(dataset, tokenizer, **plan)
         check_positions(model, text, max_length)
-        further = weights_hash(start.point) if start is not None else None
+        further = weights_hash(start.block) if start is not None else None  # type: ignore[arg-type]
         settings = Settings(**plan, **kinds | {"exit_layers": routers.exit_layers}, **sizes, start_from=further)
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
-            pipeline = Pipeline(model, tokenizer, structure, routers, settings, work, processes, steps, budget)
-            measured = _run(pipeline, text, select=exit_layers is None, tolerance=tolerance)
-            record = dict(notes or {}) | _record(pipeline, measured, text, start, tolerance, confidence)
-            record |= {"max_minutes": max_minutes, "seconds": round(perf_counter() - budget.started, 1)}
-            _finish(routers, measured, record)
+            unembed = Unembed(model, structure)
+            pipeline = Pipeline(model, tokenizer, unembed, routers, settings, work, processes, steps, end)
+            record = dict(notes or {}) | _run(pipeline, text, select=exit_layers is None, **bound)
+            if start is not None:
+                record["block"]["documents_before"] = _num_documents(start)
+            record |= {"max_minutes": max_minutes, "seconds": round(perf_counter() - started, 1)}
+            routers.config.calibration = record
             if output_dir is not None and processes.is_main:
                 _save(routers, output_dir)
     if progress and processes.is_main:
@@ -163,34 +165,41 @@ def calibrate(
     return routers
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Results of the stages: all candidate layers on the certify split, and the kept ones."""
-
-    documents: list[Document]
-    splits: Splits
-    heads: dict[str, dict[str, Any]]
-    routers: dict[str, dict[str, float]]
-    block: dict[str, Any] | None
-    decisions: Decisions
-    kept: list[int]
-    draft_vocab: Tensor
-
-
-def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float) -> _Measured:
-    """Run the stages."""
-    with faster_passes(pipeline.structure):
+def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float, confidence: float) -> dict[str, Any]:
+    """Run the stages, bring the routers to the form that is saved, and return the record without its time."""
+    structure, settings = pipeline.structure, pipeline.settings
+    with faster_passes(structure):
         documents = pipeline.write_text(text)
         store = pipeline.read_states(documents)
         draft_vocab = _draft_vocab(pipeline, store)
         block = pipeline.train_block(store, draft_vocab)
-        heads, routers = pipeline.fit_heads(store), pipeline.train_routers(store)
+        figures: dict[str, Any] = {"heads": pipeline.fit_heads(store), "routers": pipeline.train_routers(store)}
         kept = pipeline.routers.exit_layers
         if select:
             tune = pipeline.decide(store, "tune")
-            kept = useful_exit_layers(candidates_on(tune, pipeline.structure, len(draft_vocab), tolerance))
+            kept = useful_exit_layers(candidates_on(tune, structure, len(draft_vocab), tolerance))
         decisions = pipeline.decide(store, "certify")
-    return _Measured(documents, store.splits, heads, routers, block, decisions, kept, draft_vocab)
+    choice = choose_threshold(decisions.only(kept), tolerance=tolerance, confidence=confidence)
+    measured = calibration_record(decisions.only(kept), choice, documents, store.splits, pipeline.routers, structure)
+    dropped = [layer for layer in decisions.exit_layers if layer not in kept]
+    _finish(pipeline.routers, kept, choice.chosen, draft_vocab)
+    return (
+        measured
+        | figures
+        | ({"block": block} if block is not None else {})
+        | {
+            "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
+            "dtype": str(pipeline.model.dtype),
+            "labels": settings.labels,
+            "max_length": settings.max_length,
+            "seed": settings.seed,
+            "data": text.description,
+            "rows_skipped": text.num_skipped,
+            "cut_short": pipeline.cut_short,
+            "num_processes": pipeline.processes.count,
+            "resumed_units": pipeline.resumed_units,
+        }
+    )
 
 
 def _draft_vocab(pipeline: Pipeline, store: StateStore) -> Tensor:
@@ -204,7 +213,7 @@ def _fresh_routers(
     model: PreTrainedModel,
     structure: DecoderStructure,
     exit_strategy: str,
-    start: BlockStart | None,
+    start: TIDERouters | None,
     exit_layers: Sequence[int] | None,
     *,
     translator_rank: int | None,
@@ -218,11 +227,13 @@ def _fresh_routers(
         "draft_vocab_size": None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
     }
     if exit_strategy == "block":
-        layer, block_config = place_block(model, structure) if start is None else (start.layer, start.config)
+        layer, block_config = place_block(model, structure)
+        if start is not None:
+            layer, block_config = start.config.block_layer, start.config.block_config
         config |= {"exit_strategy": "linear", "block_layer": layer, "block_config": block_config}
     routers = TIDERouters.for_model(model, **config)
-    if start is not None and routers.block is not None:
-        routers.block.load_state_dict(start.point.state_dict())
+    if start is not None:
+        routers.block.load_state_dict(start.block.state_dict())  # type: ignore[union-attr]
     return routers.to(output_device(structure))
 
 
@@ -244,48 +255,20 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
     return asdict(settings) | base | {"data_hash": text.digest()}
 
 
-def _record(
-    pipeline: Pipeline,
-    measured: _Measured,
-    text: Text,
-    start: BlockStart | None,
-    tolerance: float,
-    confidence: float,
-) -> dict[str, Any]:
-    """The calibration record, without its time."""
-    decisions = measured.decisions
-    kept = decisions.only(measured.kept)
-    choice = choose_threshold(kept, tolerance=tolerance, confidence=confidence)
-    record = calibration_record(kept, choice, measured.documents, measured.splits, pipeline.routers, pipeline.structure)
-    dropped = [layer for layer in decisions.exit_layers if layer not in measured.kept]
-    before = {"documents_before": start.num_documents} if start is not None else {}
-    settings = pipeline.settings
-    return record | {
-        "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
-        "heads": measured.heads,
-        "routers": measured.routers,
-        **({"block": measured.block | before} if measured.block is not None else {}),
-        "dtype": str(pipeline.model.dtype),
-        "labels": settings.labels,
-        "max_length": settings.max_length,
-        "seed": settings.seed,
-        "data": text.description,
-        "rows_skipped": text.num_skipped,
-        "cut_short": pipeline.cut_short,
-        "num_processes": pipeline.processes.count,
-        "resumed_units": pipeline.resumed_units,
-    }
+def _num_documents(routers: TIDERouters) -> int:
+    """Documents of all calibrations of a block head so far, as far as its record tells."""
+    record = routers.config.calibration or {}
+    return record.get("num_documents", 0) + record.get("block", {}).get("documents_before", 0)
 
 
-def _finish(routers: TIDERouters, measured: _Measured, record: dict[str, Any]) -> None:
+def _finish(routers: TIDERouters, kept: list[int], exit_threshold: float, draft_vocab: Tensor) -> None:
     """Bring `routers` to the form that is saved."""
-    for layer in set(routers.exit_layers) - set(measured.kept):
+    for layer in set(routers.exit_layers) - set(kept):
         del routers.exits[str(layer)]
-    routers.config.exit_layers = measured.kept
-    routers.config.exit_threshold = record["threshold"]["chosen"]
-    routers.config.calibration = record
+    routers.config.exit_layers = kept
+    routers.config.exit_threshold = exit_threshold
     if routers.draft_vocab is not None:
-        routers.draft_vocab = measured.draft_vocab
+        routers.draft_vocab = draft_vocab
     routers.to("cpu", torch.bfloat16).requires_grad_(False).eval()
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `calibrate`, made before any work."""
+"""Checks of the arguments of `calibrate` and of its model, made before any work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..base_model.structure import DecoderStructure, last_position
 from ..common.choices import LABELS, STRATEGIES, check_choice, check_counts, check_minutes, check_share
-from ..common.errors import ConfigurationError, UnsupportedModelError, describe, short
+from ..common.errors import CalibrationError, ConfigurationError, UnsupportedModelError, describe, quoted, short
 from .heads import can_distil
 from .text import Text
 
@@ -58,6 +59,11 @@ def check_arguments(
         raise _unusable("notes", error, "what JSON can hold", "Turn the values into text or numbers.") from error
 
 
+def _unusable(name: str, value: object, expected: str, do: str) -> ConfigurationError:
+    got = value if isinstance(value, Exception) else short(value)
+    return ConfigurationError(describe(f"{name} makes no sense", got=got, expected=expected, do=do))
+
+
 def check_for_model(structure: DecoderStructure, exit_strategy: str, translator_rank: int | None) -> None:
     """Refuse exit heads that this model does not support.
 
@@ -79,6 +85,37 @@ def check_for_model(structure: DecoderStructure, exit_strategy: str, translator_
         )
 
 
+@torch.no_grad()
+def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None:
+    """Refuse a quantised model whose output head does not take floating-point states.
+
+    A head whose own forward dequantises is accepted; exit heads are then fitted in closed form, not distilled.
+
+    Raises:
+        CalibrationError: All weights are integers, or the output head cannot be applied.
+    """
+    dtypes = list(dict.fromkeys(weight.dtype for weight in model.parameters()))
+    problem = None
+    head: Any = structure.head
+    if not any(dtype.is_floating_point for dtype in dtypes):
+        problem = "nothing but " + " and ".join(map(str, dtypes)) + " weights"
+    elif not head.weight.is_floating_point():
+        state = torch.zeros(1, structure.hidden_size, dtype=model.dtype, device=head.weight.device)
+        try:
+            head(state if structure.projection is None else structure.projection(state))
+        except (RuntimeError, NotImplementedError) as error:
+            problem = f"{type(head).__name__} with {head.weight.dtype} weights ({quoted(error)})"
+    if problem is not None:
+        raise CalibrationError(
+            describe(
+                f"{type(model).__name__} cannot be calibrated in this precision",
+                got=problem,
+                expected="float32, bfloat16 or float16 weights, or layers that dequantise their own",
+                do="Load the model with dtype=torch.bfloat16, or leave its output head unquantised.",
+            )
+        )
+
+
 def check_positions(model: PreTrainedModel, text: Text, max_length: int) -> None:
     """Refuse documents that may exceed the model's positions.
 
@@ -95,8 +132,3 @@ def check_positions(model: PreTrainedModel, text: Text, max_length: int) -> None
                 do=f"Pass a max_length below {max_length}, or leave long prompts out.",
             )
         )
-
-
-def _unusable(name: str, value: object, expected: str, do: str) -> ConfigurationError:
-    got = value if isinstance(value, Exception) else short(value)
-    return ConfigurationError(describe(f"{name} makes no sense", got=got, expected=expected, do=do))

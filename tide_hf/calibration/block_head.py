@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import os
 import random
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +36,16 @@ LEARNING_RATE = 2e-3  # of the layer
 TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
 WARMUP_STEPS, FLOOR = 20, 0.05
 MAX_GRADIENT = 1.0
-# A second draft leans on the block's own guess at the deep state, which is not the true one that the first has. So it
-# is trained on its guesses as well, where they had the token right (compare HASS, arXiv 2408.15766), with this weight.
+# The second draft token is predicted from the block's own prediction of the final state, not from the true one. So the
+# block is trained on its predictions as well, where their token was right (compare HASS, arXiv 2408.15766), with this
+# weight.
 SECOND_SHARE = 0.5
 RIDGE_PENALTY = 1e-2
 DOCUMENTS_PER_STEP = 16
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 autocast for a training step's forward, where that is faster; weights and gradients stay float32.
-
-    Args:
-        device: Device of the weights.
-    """
+    """bfloat16 autocast for a training step's forward, where that is faster; weights and gradients stay float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=gains_by_bfloat16(device.type))
 
 
@@ -72,14 +71,14 @@ class DocumentBatch:
         input_ids: (rows, length).
         attention_mask: (rows, length), 1 where there is a token.
         counted: (rows, length), True at counted positions.
-        early: (rows, length, D) states at the block's exit layer, before the final norm.
+        states: (rows, length, D) states at the block's exit layer, before the final norm.
         final: (rows, length, D) states after the last layer, before the final norm.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     counted: Tensor
-    early: Tensor
+    states: Tensor
     final: Tensor
 
 
@@ -88,7 +87,6 @@ class BlockTrainer:
 
     Args:
         model: The base model, at full depth.
-        structure: Its structure.
         unembed: Its unembedding, for the final norm.
         taught: Frozen map of final states to float32 log-probabilities of the draft vocabulary.
         head: The block head, in float32.
@@ -98,13 +96,12 @@ class BlockTrainer:
     def __init__(
         self,
         model: PreTrainedModel,
-        structure: DecoderStructure,
         unembed: Unembed,
         taught: Callable[[Tensor], Tensor],
         head: BlockHead,
         block_layer: int,
     ) -> None:
-        self.model, self.structure, self.block_layer = model, structure, block_layer
+        self.model, self.structure, self.block_layer = model, unembed.structure, block_layer
         self.unembed, self.taught, self.head = unembed, taught, head
         self.gate = Gate(head.layer)
         head.use_attention_of(model.config.get_text_config())
@@ -135,8 +132,8 @@ class BlockTrainer:
         batches: Callable[[], Iterable[DocumentBatch]],
         num_batches: int,
         epochs: int,
-        *,
         rate: float = 1.0,
+        *,
         deadline: float = math.inf,
     ) -> Iterator[tuple[int, float]]:
         """Train for `epochs`, or until `deadline` (of `perf_counter`); yield (steps so far, mean loss) of each epoch.
@@ -167,17 +164,12 @@ class BlockTrainer:
                 break
         self.head.requires_grad_(False)
 
-    def states(self, batch: DocumentBatch, deep: Tensor | None = None) -> Tensor:
-        """The block head's predictions of the final states.
+    def states(self, batch: DocumentBatch, previous: Tensor | None = None) -> Tensor:
+        """The block head's predictions of the final states, (rows, length, D).
 
-        Args:
-            batch: The documents.
-            deep: (rows, length, D) final states, each used for the next token; default: the true ones.
-
-        Returns:
-            (rows, length, D).
+        Each is made from the final state of the token before: one of `previous`, of that shape, or the true one.
         """
-        inputs = self._inputs(batch, batch.final if deep is None else deep)
+        inputs = self._inputs(batch, batch.final if previous is None else previous)
         call = self._call(batch).on(inputs[0].device).with_state(self.head.translate(*inputs))
         return self.head.state_of(self.gate.native(*call.args, **call.kwargs))
 
@@ -189,11 +181,11 @@ class BlockTrainer:
         with torch.no_grad():
             teacher = self.taught(batch.final[counted].float())
         loss = total = distillation_loss(student, teacher, teacher.argmax(dim=-1))
-        behind = _behind_right(counted, student, teacher)
-        if behind.any():
+        second = _after_right_tokens(counted, student, teacher)
+        if second.any():
             with mixed_precision(batch.final.device):
-                student = self.taught(self.states(batch, states.detach())[behind])
-            teacher = teacher[behind[counted]]
+                student = self.taught(self.states(batch, states.detach())[second])
+            teacher = teacher[second[counted]]
             total = loss + SECOND_SHARE * distillation_loss(student, teacher, teacher.argmax(dim=-1))
         optimizer.zero_grad()
         total.backward()
@@ -202,10 +194,11 @@ class BlockTrainer:
         return float(loss.detach())
 
     @torch.no_grad()
-    def _inputs(self, batch: DocumentBatch, deep: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(self, batch: DocumentBatch, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised states at the block's layer, and normalised final states of the token before; float32."""
         dtype = self.model.dtype
-        early, deep = (self.unembed.normalize(states.to(dtype)).float() for states in (batch.early, deep))
-        return early, nn.functional.pad(deep, (0, 0, 1, 0))[:, :-1]
+        states, final = (self.unembed.normalize(part.to(dtype)).float() for part in (batch.states, final))
+        return states, nn.functional.pad(final, (0, 0, 1, 0))[:, :-1]
 
     def _regression(self, batch: DocumentBatch) -> tuple[Tensor, Tensor]:
         seen = batch.attention_mask.bool().to(batch.final.device)
@@ -215,15 +208,11 @@ class BlockTrainer:
     @torch.no_grad()
     def _call(self, batch: DocumentBatch) -> LayerCall:
         """The base model's call of the layer after the exit, with masks and positions; no layer runs."""
-        with _gates(self.structure):
-            run = _StraightTo(self.structure, None, self.block_layer)
-            inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-            with active(run):
-                return run.call_after(
-                    self.model,
-                    **{name: ids.to(input_device(self.model)) for name, ids in inputs.items()},
-                    use_cache=False,
-                )
+        device = input_device(self.model)
+        inputs = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
+        run = _StraightTo(self.structure, None, self.block_layer)
+        with _gates(self.structure), active(run):
+            return run.call_after(self.model, **inputs, use_cache=False)
 
 
 class _StraightTo(FixedDepthRun):
@@ -247,7 +236,7 @@ def _gates(structure: DecoderStructure) -> Iterator[None]:
         remove_gates(structure)
 
 
-def _behind_right(counted: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+def _after_right_tokens(counted: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
     """(rows, length) mask of counted positions that follow one whose top token the student predicts."""
     right = torch.zeros_like(counted)
     right[counted] = student.argmax(dim=-1) == teacher.argmax(dim=-1)
@@ -259,14 +248,8 @@ def _schedule(step: int, progress: float) -> float:
     return warmup * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Training schedule of a block head.
-
-    Attributes:
-        epochs: Passes over the documents.
-        rate: Factor of the learning rates.
-    """
+class Plan(NamedTuple):
+    """Training schedule: passes over the documents, and a factor of the learning rates."""
 
     epochs: int
     rate: float
@@ -293,32 +276,10 @@ def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[in
     return last, block_config_of(model, structure, last)
 
 
-@dataclass(frozen=True)
-class BlockStart:
-    """A trained block head to continue from.
-
-    Attributes:
-        point: The block head.
-        layer: Layers executed before it drafts.
-        config: Config of its decoder layer.
-        num_documents: Documents of all calibrations so far, as far as its record tells.
-    """
-
-    point: BlockPoint
-    layer: int
-    config: dict[str, Any]
-    num_documents: int
-
-
 def block_start(
     start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
-) -> BlockStart:
-    """The block head of some routers, to continue training.
-
-    Args:
-        start_from: The routers, their folder or Hub repository.
-        model: The base model.
-        exit_strategy: Exit strategy of the calibration.
+) -> TIDERouters:
+    """The routers whose block head is trained further: `start_from`, or those in that folder or Hub repository.
 
     Raises:
         BaseModelMismatchError: The routers belong to another model.
@@ -327,8 +288,7 @@ def block_start(
     """
     routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
     routers.check_base_model(model)
-    config = routers.config
-    if routers.block is None or config.block_layer is None or exit_strategy != "block":
+    if routers.block is None or exit_strategy != "block":
         has = "without" if routers.block is None else "with"
         raise ConfigurationError(
             describe(
@@ -338,9 +298,7 @@ def block_start(
                 do="Pass these, or leave start_from out, which makes everything anew.",
             )
         )
-    record = config.calibration or {}
-    num_documents = record.get("num_documents", 0) + record.get("block", {}).get("documents_before", 0)
-    return BlockStart(routers.block, config.block_layer, config.block_config or {}, num_documents)
+    return routers
 
 
 class BlockStage:
@@ -348,59 +306,47 @@ class BlockStage:
 
     Args:
         model: The base model, at full depth.
-        structure: Its structure.
         unembed: Its unembedding.
         store: The states of the documents, with those at `block_layer`.
         point: The block head, in float32.
         block_layer: Layers executed before it drafts.
         tokens: (V,) the draft vocabulary, ascending.
         seed: Seed of the order of documents.
-        is_fresh: Whether the block head is untrained.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        structure: DecoderStructure,
         unembed: Unembed,
         store: StateStore,
         point: BlockPoint,
         block_layer: int,
         tokens: Tensor,
         seed: int,
-        is_fresh: bool = True,
     ) -> None:
         self.store, self.point, self.block_layer, self.seed = store, point, block_layer, seed
-        self.is_fresh = is_fresh
-        self.unembed, self.device = unembed, output_device(structure)
+        self.unembed, self.device = unembed, output_device(unembed.structure)
         self.drafts = DraftUnembed(unembed, tokens)
-        taught = FrequentUnembed(unembed, tokens)
-        self.trainer = BlockTrainer(model, structure, unembed, taught, point.head, block_layer)
+        self.trainer = BlockTrainer(model, unembed, FrequentUnembed(unembed, tokens), point.head, block_layer)
 
-    def make(self, deadline: float) -> dict[str, Any]:
+    def make(self, deadline: float, *, is_fresh: bool) -> dict[str, Any]:
         """Train until `deadline` (of `perf_counter`) at the latest; return facts about the training.
 
         A block head that was already trained keeps its old weights if the new ones agree less on the tune split.
         """
-        plan, facts = (FRESH if self.is_fresh else FURTHER), {}
-        before = {name: value.clone() for name, value in self.point.head.state_dict().items()}
-        if self.is_fresh:
+        plan, facts = (FRESH if is_fresh else FURTHER), {}
+        before = copy.deepcopy(self.point.head.state_dict())
+        if is_fresh:
             self.trainer.start(self._batches("fit"))
         else:
             facts["tune_agreement_before"] = self._agreement("tune")
-        num_batches = sum(1 for _ in self._documents("fit"))
-        epochs = iter(range(plan.epochs))
+        num_batches = sum(-(-len(shard.rows) // DOCUMENTS_PER_STEP) for shard in self.store.shards("fit"))
+        seeds = itertools.count(self.seed)
         trained = list(
-            self.trainer.train(
-                lambda: self._batches("fit", self.seed + next(epochs)),
-                num_batches,
-                plan.epochs,
-                rate=plan.rate,
-                deadline=deadline,
-            )
+            self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, *plan, deadline=deadline)
         )
         round_weights(self.point.head)
-        if not self.is_fresh:
+        if not is_fresh:
             facts["tune_agreement"] = self._agreement("tune")
             if facts["tune_agreement"] < facts["tune_agreement_before"]:
                 self.point.head.load_state_dict(before)
@@ -454,29 +400,18 @@ class BlockStage:
             for start in range(0, len(documents), DOCUMENTS_PER_STEP):
                 yield pad_documents(whole, documents[start : start + DOCUMENTS_PER_STEP], self.block_layer)
 
-    def _documents(self, split: str) -> Iterator[int]:
-        """The first document of each step."""
-        for shard in self.store.shards(split):
-            yield from range(0, len(shard.rows), DOCUMENTS_PER_STEP)
-
 
 def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:
-    """Right-pad some documents of a batch.
-
-    Args:
-        whole: Concatenated documents.
-        documents: Ids of the wanted ones.
-        exit_layer: The layer whose states are wanted.
-    """
+    """Right-pad `documents`, ids in a batch of concatenated ones, with their states at `exit_layer`."""
     rows = [(whole.document_ids == document).nonzero()[:, 0] for document in documents]
 
-    def laid_out(tensor: Tensor) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([tensor[row] for row in rows], batch_first=True)
+    def padded(tensor: Tensor) -> Tensor:
+        return nn.utils.rnn.pad_sequence([tensor[row] for row in rows], batch_first=True)
 
     return DocumentBatch(
-        input_ids=laid_out(whole.tokens),
-        attention_mask=laid_out(torch.ones_like(whole.tokens)),
-        counted=laid_out(whole.counted),
-        early=laid_out(whole.hidden_states[exit_layer]),
-        final=laid_out(whole.final_states),
+        input_ids=padded(whole.tokens),
+        attention_mask=padded(torch.ones_like(whole.tokens)),
+        counted=padded(whole.counted),
+        states=padded(whole.hidden_states[exit_layer]),
+        final=padded(whole.final_states),
     )

@@ -1,13 +1,14 @@
-"""Documents as token ids: splits, batches for the forward pass, and their form in a file."""
+"""Documents as token ids: splits, and batches for the forward pass."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..common.errors import CalibrationError, describe
 
@@ -35,19 +36,6 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Splits:
-    """Disjoint documents to fit heads and routers, tune their scores, and certify the threshold."""
-
-    fit: list[Document]
-    tune: list[Document]
-    certify: list[Document]
-
-    def items(self) -> list[tuple[str, list[Document]]]:
-        """(name, documents) of each split."""
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
-
-
-@dataclass(frozen=True)
 class TokenBatch:
     """Right-padded documents.
 
@@ -55,13 +43,11 @@ class TokenBatch:
         input_ids: (rows, length).
         attention_mask: (rows, length), 1 where there is a token.
         counted: (rows, length), True at counted positions.
-        document_ids: (rows,) index of each document in its list.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     counted: Tensor
-    document_ids: Tensor
 
 
 def num_positions(documents: Sequence[Document]) -> int:
@@ -69,8 +55,10 @@ def num_positions(documents: Sequence[Document]) -> int:
     return sum(document.num_positions for document in documents)
 
 
-def split_documents(documents: Sequence[Document], seed: int) -> Splits:
-    """Split documents at random in the proportions of `SHARES`; what exceeds `MOST` goes to the fit split.
+def split_documents(documents: Sequence[Document], seed: int) -> dict[str, list[Document]]:
+    """Split documents at random into `"fit"` (heads and routers), `"tune"` (their scores) and `"certify"`.
+
+    Their proportions are `SHARES`; what exceeds `MOST` goes to the fit split.
 
     Raises:
         CalibrationError: There are fewer than three documents.
@@ -84,29 +72,20 @@ def split_documents(documents: Sequence[Document], seed: int) -> Splits:
                 do="Pass more texts, or raise samples.",
             )
         )
-    shuffled = random.Random(seed).sample(list(documents), len(documents))
-    num_tune, num_certify = (
-        min(max(1, round(SHARES[split] * len(shuffled))), MOST[split]) for split in ("tune", "certify")
-    )
-    tune_end = num_tune + num_certify
-    return Splits(fit=shuffled[tune_end:], tune=shuffled[:num_tune], certify=shuffled[num_tune:tune_end])
+    rest = random.Random(seed).sample(list(documents), len(documents))
+    splits = {}
+    for split in ("tune", "certify"):
+        count = min(max(1, round(SHARES[split] * len(documents))), MOST[split])
+        splits[split], rest = rest[:count], rest[count:]
+    return {"fit": rest, **splits}
 
 
 def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[int]]:
-    """Group documents of similar length into batches for the forward pass.
-
-    Args:
-        documents: The documents.
-        batch_size: Most documents per batch; `TOKENS_PER_BATCH` limits batches of long ones.
-
-    Returns:
-        For each batch, indices into `documents`.
-    """
+    """Group documents of similar length into batches of indices, at most `batch_size` and `TOKENS_PER_BATCH` each."""
     batches: list[list[int]] = []
     for i in sorted(range(len(documents)), key=lambda i: len(documents[i].tokens)):
         last = batches[-1] if batches else []
-        fits = 0 < len(last) < batch_size and (len(last) + 1) * len(documents[i].tokens) <= TOKENS_PER_BATCH
-        if fits:
+        if 0 < len(last) < batch_size and (len(last) + 1) * len(documents[i].tokens) <= TOKENS_PER_BATCH:
             last.append(i)
         else:
             batches.append([i])
@@ -114,35 +93,13 @@ def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[in
 
 
 def token_batch(documents: Sequence[Document], rows: Sequence[int]) -> TokenBatch:
-    """Right-pad some of the documents into one batch.
+    """Right-pad the documents at indices `rows` into one batch.
 
     Padding on the right leaves positions as they are, and causal attention never reaches it.
-
-    Args:
-        documents: The documents.
-        rows: Indices of those in the batch.
     """
-    shape = (len(rows), max(len(documents[i].tokens) for i in rows))
-    input_ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    counted = torch.zeros(shape, dtype=torch.bool)
-    for row, i in enumerate(rows):
-        length = len(documents[i].tokens)
-        input_ids[row, :length] = torch.tensor(documents[i].tokens)
-        mask[row, :length] = 1
-        counted[row, documents[i].first : length] = True
-    return TokenBatch(input_ids, mask, counted, torch.tensor(rows))
-
-
-def pack_documents(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """Documents as tensors, for a safetensors file."""
-    return {
-        "tokens": torch.tensor([token for document in documents for token in document.tokens], dtype=torch.long),
-        "lengths": torch.tensor([len(document.tokens) for document in documents], dtype=torch.long),
-        "first": torch.tensor([document.first for document in documents], dtype=torch.long),
-    }
-
-
-def unpack_documents(tensors: dict[str, Tensor]) -> list[Document]:
-    """Inverse of [`pack_documents`]."""
-    parts = tensors["tokens"].split(tensors["lengths"].tolist())
-    return [Document(part.tolist(), first) for part, first in zip(parts, tensors["first"].tolist(), strict=True)]
+    chosen = [documents[i] for i in rows]
+    input_ids = pad_sequence([torch.tensor(document.tokens) for document in chosen], batch_first=True)
+    positions = torch.arange(input_ids.shape[1])
+    is_token = positions < torch.tensor([len(document.tokens) for document in chosen])[:, None]
+    counted = is_token & (positions >= torch.tensor([document.first for document in chosen])[:, None])
+    return TokenBatch(input_ids, is_token.long(), counted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ FREQUENT_TOKENS = 4096  # distilling on the whole vocabulary costs far more and 
 EPOCHS, ROWS_PER_STEP, PATIENCE = 5, 256, 2
 LEARNING_RATE = 3e-4  # times the root mean square of the final states
 IGNORED = -100
-STEPS_PER_DEADLINE_CHECK = 8
 
 
 class Moments:
@@ -29,9 +28,6 @@ class Moments:
 
     Sums are taken relative to the first batch's mean: a few entries of hidden states are so large that their squares
     would swamp the others in float32.
-
-    Args:
-        hidden_size: Width D of the states.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -43,13 +39,7 @@ class Moments:
         self.sum_xy = torch.zeros(hidden_size, hidden_size, dtype=torch.float64)
 
     def add(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
-        """Accumulate N positions.
-
-        Args:
-            inputs: (N, D) float32.
-            targets: (N, D) float32.
-            weights: (N,) float32.
-        """
+        """Accumulate N positions: inputs and targets (N, D), weights (N,), all float32."""
         if self.origin is None:
             self.origin = inputs.mean(dim=0), targets.mean(dim=0)
         x, y = inputs - self.origin[0], targets - self.origin[1]
@@ -88,33 +78,27 @@ class Moments:
 
 
 def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torch.device) -> Moments:
-    """Moments over the counted positions of the fit split.
+    """Moments over the counted positions of whole documents; computed on `device`.
 
     Errors are weighted by the inverse mean square of the final state, because the final norm removes its scale.
-
-    Args:
-        batches: The base model's states.
-        exit_layer: The layer whose head is fitted.
-        device: Device of the computation.
     """
     moments: Moments | None = None
     for whole in batches:
         batch = whole.only_counted()
-        if len(batch) == 0:
-            continue
-        inputs = batch.hidden_states[exit_layer].to(device).float()
-        targets = batch.final_states.to(device).float()
-        moments = moments if moments is not None else Moments(inputs.shape[1])
-        moments.add(inputs, targets, targets.square().mean(dim=-1).clamp_min(1e-12).reciprocal())
+        if len(batch) > 0:
+            inputs = batch.hidden_states[exit_layer].to(device).float()
+            targets = batch.final_states.to(device).float()
+            moments = moments or Moments(inputs.shape[1])
+            moments.add(inputs, targets, targets.square().mean(dim=-1).clamp_min(1e-12).reciprocal())
     assert moments is not None  # every document has a counted position
     return moments
 
 
 def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, drafts: DraftUnembed) -> float:
-    """Set a head's translator to the ridge solution whose penalty gives most agreement on the tune split.
+    """Set a linear head's translator to the ridge solution whose penalty gives most agreement on the tune split.
 
     Args:
-        head: A `"linear"` head.
+        head: The head.
         moments: Moments of the fit split.
         tune_states: (N, D) states of the tune split at this exit layer, in the model's dtype.
         tune_tokens: (N,) the full model's top tokens there.
@@ -123,14 +107,14 @@ def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens:
     Returns:
         The penalty.
     """
-    best, best_penalty, kept = -1.0, 0.0, head.state_dict()
+    rank = head.translator[0].out_features if isinstance(head.translator, nn.Sequential) else None
+    best, best_penalty, best_weights = -1.0, 0.0, head.state_dict()
     for penalty in RIDGE_PENALTIES:
-        _assign(head, moments.solve(penalty, rank=translator_rank(head)))
+        _assign(head, moments.solve(penalty, rank=rank))  # type: ignore[arg-type]
         agreement = draft_agreement(head, tune_states, tune_tokens, drafts)
         if agreement > best:
-            best, best_penalty = agreement, penalty
-            kept = {name: value.clone() for name, value in head.state_dict().items()}
-    head.load_state_dict(kept)
+            best, best_penalty, best_weights = agreement, penalty, copy.deepcopy(head.state_dict())
+    head.load_state_dict(best_weights)
     return best_penalty
 
 
@@ -141,12 +125,6 @@ def draft_agreement(head: nn.Module, states: Tensor, top_tokens: Tensor, drafts:
     for state, token in zip(states.split(4096), top_tokens.split(4096), strict=True):
         hits += int((drafts(head(state)).cpu() == token.cpu()).sum())
     return hits / len(states)
-
-
-def translator_rank(head: ExitHead) -> int | None:
-    """Rank of a `"linear"` head's translator; `None` is full."""
-    translator = head.translator
-    return translator[0].out_features if isinstance(translator, nn.Sequential) else None  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -165,46 +143,19 @@ def _assign(head: ExitHead, solution: tuple[Tensor, ...]) -> None:
     round_weights(head)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Course of a distillation.
-
-    Attributes:
-        epochs: Finished epochs.
-        best_epoch: The epoch whose weights were kept; 0 is the closed form.
-        stopped: Whether the deadline ended it.
-    """
-
-    epochs: int
-    best_epoch: int
-    stopped: bool
-
-
 class FrequentUnembed:
-    """Differentiable logits of the most frequent tokens, from frozen float32 copies of norm and output head.
-
-    Args:
-        unembed: The base model's unembedding; see [`can_distil`].
-        tokens: (V,) the tokens.
-    """
+    """Differentiable logits of tokens (V,), from frozen float32 copies of norm and output head; see `can_distil`."""
 
     def __init__(self, unembed: Unembed, tokens: Tensor) -> None:
         structure = unembed.structure
-        source: Any = structure.head
-        self.device, tokens = output_device(structure), tokens.to(source.weight.device)
-        head = nn.Linear(source.weight.shape[1], len(tokens), bias=getattr(source, "bias", None) is not None)
-        head.to(self.device)
-        with torch.no_grad():
-            head.weight.copy_(source.weight[tokens])
-            if head.bias is not None:
-                head.bias.copy_(source.bias[tokens])
-        norm, projection = (
-            copy.deepcopy(part).to(self.device, torch.float32) if part is not None else None
-            for part in (structure.norm, structure.projection)
+        self.device = output_device(structure)
+        weights = structure.head.state_dict()
+        head: Any = nn.Linear(weights["weight"].shape[1], len(tokens), bias="bias" in weights)
+        head.load_state_dict({name: weight[tokens.to(weight.device)] for name, weight in weights.items()})
+        norm, projection, head = (
+            copy.deepcopy(part).to(self.device, torch.float32).requires_grad_(False) if part is not None else None
+            for part in (structure.norm, structure.projection, head)
         )
-        for part in (head, norm, projection):
-            if part is not None:
-                part.requires_grad_(False)
         self._unembed = copy.copy(unembed)
         self._unembed.structure = replace(
             structure, head=head, norm=norm, projection=projection, vocab_size=len(tokens)
@@ -239,13 +190,13 @@ def distil_head(
     tokens: Tensor,
     seed: int,
     deadline: float = float("inf"),
-) -> Outcome:
-    """Train a translator in place with [`distillation_loss`], from its closed form.
+) -> dict[str, Any]:
+    """Train a linear head's translator in place with [`distillation_loss`], from its closed form.
 
     The weights with most agreement on `tune`, among `tokens`, are kept, be it an epoch's or the closed form.
 
     Args:
-        head: A `"linear"` head in closed form.
+        head: The head, in closed form.
         exit_layer: Its layer.
         fit: Counted positions of the fit split.
         tune: Counted positions of the tune split.
@@ -253,6 +204,9 @@ def distil_head(
         tokens: (V,) tokens of the compared distributions.
         seed: Seed of the order of positions.
         deadline: `time.perf_counter()` at which to stop.
+
+    Returns:
+        Finished `epochs`, `best_epoch` (0 is the closed form), and whether the deadline `stopped` it.
     """
     assert head.translator is not None
     frequent = FrequentUnembed(unembed, tokens)
@@ -262,32 +216,27 @@ def distil_head(
     generator = torch.Generator().manual_seed(seed)
     num_steps = EPOCHS * -(-len(fit) // ROWS_PER_STEP)
     best, best_epoch, step = _agreement(head, exit_layer, tune, frequent), 0, 0
-    kept = {name: value.clone() for name, value in head.state_dict().items()}
+    best_weights = copy.deepcopy(head.state_dict())
     for epoch in range(1, EPOCHS + 1):
         for rows in torch.randperm(len(fit), generator=generator).split(ROWS_PER_STEP):
-            if step % STEPS_PER_DEADLINE_CHECK == 0 and time.perf_counter() >= deadline:
-                head.load_state_dict(kept)
-                return Outcome(epoch - 1, best_epoch, stopped=True)
+            if time.perf_counter() >= deadline:
+                head.load_state_dict(best_weights)
+                return {"epochs": epoch - 1, "best_epoch": best_epoch, "stopped": True}
             optimizer.param_groups[0]["lr"] = rate * (1 - step / num_steps)
             step += 1
+            states, final = (_rows(x, rows, frequent.device) for x in (fit.hidden_states[exit_layer], fit.final_states))
             targets = frequent.positions[fit.top_tokens[rows]].to(frequent.device)
-            loss = distillation_loss(
-                frequent(student(_rows(fit.hidden_states[exit_layer], rows, frequent.device))),
-                frequent(_rows(fit.final_states, rows, frequent.device)),
-                targets,
-            )
             optimizer.zero_grad()
-            loss.backward()
+            distillation_loss(frequent(student(states)), frequent(final), targets).backward()
             optimizer.step()
         student.copy_to(head)
         agreement = _agreement(head, exit_layer, tune, frequent)
         if agreement > best:
-            best, best_epoch = agreement, epoch
-            kept = {name: value.clone() for name, value in head.state_dict().items()}
+            best, best_epoch, best_weights = agreement, epoch, copy.deepcopy(head.state_dict())
         elif epoch - best_epoch >= PATIENCE:
             break
-    head.load_state_dict(kept)
-    return Outcome(epoch, best_epoch, stopped=False)
+    head.load_state_dict(best_weights)
+    return {"epochs": epoch, "best_epoch": best_epoch, "stopped": False}
 
 
 class _Student:

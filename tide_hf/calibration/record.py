@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from ..base_model.structure import DecoderStructure
 from ..hub.provenance import machine
 from ..routers.routers import TIDERouters
 from ..routers.tables import describe_threshold, rich_table, tables_of
-from .documents import Document, Splits, num_positions
+from .documents import Document, num_positions
 from .routers import area_under_curve, expected_calibration_error
-from .threshold import Decisions, ThresholdChoice, choose_again, mean_interval
+from .threshold import Decisions, ThresholdChoice, choose_threshold, mean_interval
 
 PRECISIONS = (0.99, 0.98, 0.95, 0.90)
 TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.10)
@@ -29,7 +30,7 @@ def calibration_record(
     decisions: Decisions,
     choice: ThresholdChoice,
     documents: Sequence[Document],
-    splits: Splits,
+    splits: dict[str, list[Document]],
     routers: TIDERouters,
     structure: DecoderStructure,
 ) -> dict[str, Any]:
@@ -37,20 +38,16 @@ def calibration_record(
     sizes = layer_sizes(routers, structure)
     layers = {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()}
     return (
-        {"exit_layers": layers, "threshold": choice.to_dict(), "tolerances": tolerance_rows(decisions, choice)}
+        {"exit_layers": layers, "threshold": asdict(choice), "tolerances": tolerance_rows(decisions, choice.confidence)}
         | data_figures(documents, splits)
         | {"versions": versions(), "machine": machine(routers.device)}
     )
 
 
-def data_figures(documents: Sequence[Document], splits: Splits) -> dict[str, Any]:
+def data_figures(documents: Sequence[Document], splits: dict[str, list[Document]]) -> dict[str, Any]:
     """Counts of documents and counted positions."""
-    parts = {name: getattr(splits, name) for name in ("fit", "tune", "certify")}
-    return {
-        "num_documents": len(documents),
-        "num_tokens": num_positions(documents),
-        "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in parts.items()},
-    }
+    sizes = {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in splits.items()}
+    return {"num_documents": len(documents), "num_tokens": num_positions(documents), "splits": sizes}
 
 
 def versions() -> dict[str, str]:
@@ -70,11 +67,9 @@ def print_report(record: dict[str, Any], num_layers: int) -> None:
 
 
 def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
-    """Figures of each exit layer by itself; routers are judged by agreement, whatever labels they were trained on.
+    """Figures of each exit layer by itself; exit rates are those at `threshold`.
 
-    Args:
-        decisions: On the certify split.
-        threshold: The chosen threshold, for the exit rates.
+    Routers are judged by agreement, whatever labels they were trained on.
     """
     rates = decisions.exit_rates(threshold)
     figures = {}
@@ -92,14 +87,9 @@ def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str,
 
 
 def coverage_at(scores: Tensor, agrees: Tensor, precision: float) -> float:
-    """Largest share of positions at or above a threshold of which at least `precision` agree.
+    """Largest share of positions at or above a threshold of which at least `precision` agree; all (N,).
 
     The threshold is picked on the very positions that it is measured on, so new ones will do a little worse.
-
-    Args:
-        scores: (N,).
-        agrees: (N,) bool.
-        precision: In (0, 1].
     """
     ordered, order = scores.sort(descending=True)
     right = agrees[order].double().cumsum(0)
@@ -142,25 +132,22 @@ def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, 
     return sizes
 
 
-def tolerance_rows(decisions: Decisions, choice: ThresholdChoice) -> list[dict[str, Any]]:
-    """What each of `TOLERANCES` would have bought, at the confidence of `choice`, each promise by itself.
+def tolerance_rows(decisions: Decisions, confidence: float) -> list[dict[str, Any]]:
+    """What each of `TOLERANCES` buys at `confidence`, each promise by itself.
 
-    Returns:
-        Rows of tolerance, the threshold certified for it, the measured disagreement with its interval, and the depth;
-        `None` for threshold, disagreement and interval where no threshold could be certified.
+    Threshold, disagreement and interval are `None` where no threshold could be certified.
     """
     rows = []
-    num_documents = len(decisions.document_ids.unique())
     for tolerance in TOLERANCES:
-        again = choose_again(choice, num_documents, tolerance)
-        chosen = next((row for row in again.table if row.exit_threshold == again.chosen), None)
+        choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)
+        chosen = next((row for row in choice.table if row.exit_threshold == choice.chosen), None)
         row: dict[str, Any] = {"tolerance": tolerance, "exit_threshold": None, "disagreement": None, "interval": None}
         row["depth_fraction"] = 1.0
         if chosen is not None:
             losses = decisions.disagreement_per_document(chosen.exit_threshold)
             row["exit_threshold"] = chosen.exit_threshold
             row["disagreement"] = round(chosen.disagreement, DIGITS)
-            row["interval"] = [round(end, DIGITS) for end in mean_interval(losses, choice.confidence)]
+            row["interval"] = [round(end, DIGITS) for end in mean_interval(losses, confidence)]
             row["depth_fraction"] = round(chosen.depth_fraction, DIGITS)
         rows.append(row)
     return rows

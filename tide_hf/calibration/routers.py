@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from ..base_model.unembed import Unembed
-from ..common.choices import LABELS, check_choice
 from ..routers.exit_points import ExitPoint, ExitRouter
 from ..routers.routers import TIDERouters
 from .heads import round_weights
@@ -24,26 +25,20 @@ EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
 def router_labels(
     kind: str, unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor, top_tokens: Tensor
 ) -> Tensor:
-    """Labels for router training: whether each position may exit.
+    """Labels (N,) bool for router training, on the device of `top_tokens`: whether each position may exit.
+
+    `"agreement"`: the exit head's top token is the full model's. `"cosine"`: the exit layer's state has a cosine
+    similarity above `CONVERGENCE_THRESHOLD` with the final one (the published rule; the head plays no part). `"kl"`:
+    KL(full model || exit head) of the next token's distributions is below `KL_THRESHOLD`.
 
     Args:
-        kind: `"agreement"`: the exit head's top token is the full model's. `"cosine"`: the exit layer's state has a
-            cosine similarity above `CONVERGENCE_THRESHOLD` with the final one (the published rule; the head plays no
-            part). `"kl"`: the divergence KL(full model || exit head) of the next token's distributions is below
-            `KL_THRESHOLD`.
+        kind: One of these.
         unembed: The base model's unembedding.
         head: The exit head of the layer that the states come from.
         hidden_states: (N, hidden_size) of that layer, before the final norm, in the model's dtype.
-        final_states: (N, hidden_size) of the last layer, before the final norm, in the model's dtype.
+        final_states: (N, hidden_size) of the last layer, likewise.
         top_tokens: (N,) the full model's top tokens.
-
-    Returns:
-        (N,) bool, on the device of `top_tokens`.
-
-    Raises:
-        ConfigurationError: Unknown `kind`.
     """
-    check_choice("labels", kind, LABELS)
     if kind == "agreement":
         return agreement_labels(unembed, head, hidden_states, top_tokens)
     if kind == "cosine":
@@ -53,16 +48,9 @@ def router_labels(
 
 @torch.no_grad()
 def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, full_model: Tensor) -> Tensor:
-    """Whether the exit head and the full model have the same top token.
+    """Whether the exit head and the full model have the same top token (N,), on the device of `full_model` (N,).
 
-    Args:
-        unembed: The base model's unembedding.
-        head: The exit head of the layer that the states come from.
-        hidden_states: (N, hidden_size) before the final norm, in the model's dtype.
-        full_model: (N,) the full model's top tokens.
-
-    Returns:
-        (N,) bool, on the device of `full_model`.
+    `hidden_states` are the exit layer's, (N, hidden_size) before the final norm, in the model's dtype.
     """
     return top_tokens(unembed, head(hidden_states)).to(full_model.device) == full_model
 
@@ -79,16 +67,9 @@ def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor) -> Tensor:
-    """KL(full model || exit head) of the next token's distributions, computed in slices.
+    """KL(full model || exit head) of the next token's distributions, (N,) float32 in nats, computed in slices.
 
-    Args:
-        unembed: The base model's unembedding.
-        head: The exit head.
-        hidden_states: (N, hidden_size) of the exit layer, before the final norm.
-        final_states: (N, hidden_size) of the last layer, before the final norm.
-
-    Returns:
-        (N,) float32, in nats.
+    Both states are (N, hidden_size) before the final norm.
     """
     rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
     divergences = []
@@ -129,7 +110,7 @@ def train_router(
     tune_states, tune_labels = (tune[0] - mean) / std, tune[1].cpu()
     optimizer = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     best: dict[str, float] = {}
-    scaling, kept = (1.0, 0.0), router.state_dict()
+    scaling, best_weights = (1.0, 0.0), router.state_dict()
     for epoch in range(1, EPOCHS + 1):
         for rows in torch.randperm(len(labels), generator=generator).to(states.device).split(ROWS_PER_STEP):
             loss = nn.functional.binary_cross_entropy_with_logits(router.logits(states[rows]), labels[rows])
@@ -142,8 +123,8 @@ def train_router(
         figures = _router_figures(found[0] * logits + found[1], tune_labels)
         if not best or figures["log_loss"] < best["log_loss"]:
             best, scaling = {"epoch": epoch, **figures}, found
-            kept = {name: value.clone() for name, value in router.state_dict().items()}
-    router.load_state_dict(kept)
+            best_weights = copy.deepcopy(router.state_dict())
+    router.load_state_dict(best_weights)
     with torch.no_grad():
         router.up.weight.mul_(scaling[0])
         router.up.bias.mul_(scaling[0]).add_(scaling[1])
@@ -161,12 +142,7 @@ def _router_figures(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Platt scaling: (a, c) of `sigmoid(a * logits + c)`, with smoothed targets (Platt 1999).
-
-    Args:
-        logits: (N,), on the CPU.
-        labels: (N,) bool, on the CPU.
-    """
+    """Platt scaling: (a, c) of `sigmoid(a * logits + c)`, with smoothed targets (Platt 1999); all on the CPU."""
     x = logits.double()
     positives, negatives = float(labels.sum()), float((~labels).sum())
     target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
@@ -210,26 +186,17 @@ def fit_router(
     labels: str,
     seed: int,
 ) -> dict[str, float]:
-    """Train the router of one exit layer in place.
-
-    Args:
-        exit_point: The router and its fitted exit head.
-        exit_layer: Their layer.
-        splits: Counted positions of the fit and the tune split, in the model's dtype and on its device.
-        unembed: The base model's unembedding.
-        labels: Kind of labels, see [`router_labels`].
-        seed: Random seed.
+    """Train the router of one exit layer in place, from counted positions of the fit and the tune split.
 
     Returns:
         Figures on the tune split, see [`train_router`].
     """
     parts = []
     for batch in splits:
+        states = batch.hidden_states[exit_layer]
+        may_exit = router_labels(labels, unembed, exit_point.head, states, batch.final_states, batch.top_tokens)
         with torch.no_grad():
-            states = unembed.normalize(batch.hidden_states[exit_layer]).float()
-        early = batch.hidden_states[exit_layer]
-        may_leave = router_labels(labels, unembed, exit_point.head, early, batch.final_states, batch.top_tokens)
-        parts.append((states, may_leave.to(states.device)))
+            parts.append((unembed.normalize(states).float(), may_exit.to(states.device)))
     figures = train_router(exit_point.router, parts[0], parts[1], seed)
     round_weights(exit_point.router)
     return figures
@@ -237,12 +204,7 @@ def fit_router(
 
 @torch.no_grad()
 def decide(whole: StateBatch, routers: TIDERouters, unembed: Unembed) -> dict[str, Tensor]:
-    """Router scores and head agreement of each exit layer at every counted position.
-
-    Args:
-        whole: A shard, in the model's dtype.
-        routers: Fitted routers.
-        unembed: The base model's unembedding.
+    """Router scores and head agreement of each exit layer at every counted position of whole documents.
 
     Returns:
         `scores` (N, E) float32, `agrees` (N, E) bool and `document_ids` (N,), on the CPU.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import product
-
-import torch
+from typing import NamedTuple
 
 from ..base_model.structure import DecoderStructure
+from ..routers.config import NEVER_EXIT
 from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
 from .threshold import GRID, Decisions
 
@@ -19,8 +18,7 @@ OVERHEADS = (0.0, 0.03, 0.1)  # cost of a draft step beyond its layers and head
 EASE = (1.0, 0.5, 0.25)  # acceptance = agreement ** ease, for text easier than the calibration's
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Figures of a candidate exit layer.
 
     Attributes:
@@ -34,7 +32,20 @@ class Candidate:
     exit_rate: float
 
 
-def proportional_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float = 1.0) -> float:
+def candidates_on(
+    tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
+) -> dict[int, Candidate]:
+    """Figures of each exit layer on the tune split, for the `tolerance` of `calibrate`."""
+    agreements = tune.agrees.double().mean(dim=0).tolist()
+    rates = exit_rates_within(tune, tolerance)
+    vocab_share = draft_vocab_size / structure.vocab_size
+    return {
+        layer: Candidate(agreement, draft_cost(layer, structure.num_layers, structure.head_share, vocab_share), rate)
+        for (layer, rate), agreement in zip(rates.items(), agreements, strict=True)
+    }
+
+
+def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float) -> float:
     """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
 
     Args:
@@ -46,17 +57,24 @@ def proportional_cost(exit_layer: int, num_layers: int, head_share: float, vocab
     return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
 
 
+def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float]:
+    """Exit rates by layer at the lowest threshold whose measured disagreement is within `tolerance`.
+
+    Decisions are those on the tune split, because selecting layers on the certify split would void the guarantee.
+    """
+    lowest = NEVER_EXIT
+    for threshold in GRID:
+        if float(decisions.disagreement_per_document(threshold).mean()) > tolerance:
+            break
+        lowest = threshold
+    return decisions.exit_rates(lowest)
+
+
 def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
     """Keep the layers that are useful on some machine and some text.
 
     A layer is kept if at least `MIN_EXIT_RATE` of the tokens exit there, or if in any scenario it gives the most tokens
     per second of all layers and `MIN_GAIN` over plain decoding. If no layer passes, the fastest one is kept.
-
-    Args:
-        candidates: By exit layer; at least one.
-
-    Returns:
-        Exit layers, ascending.
     """
     kept = {layer for layer, candidate in candidates.items() if candidate.exit_rate >= MIN_EXIT_RATE}
     nearest, nearest_gain = min(candidates), 0.0
@@ -68,52 +86,6 @@ def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
         if gains[best] > nearest_gain:
             nearest, nearest_gain = best, gains[best]
     return sorted(kept or {nearest})
-
-
-def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float]:
-    """Exit rates at the lowest threshold whose measured disagreement is within `tolerance`.
-
-    The tune split is used because selecting layers on the certify split would void the guarantee.
-
-    Args:
-        decisions: On the tune split.
-        tolerance: As in `calibrate`.
-
-    Returns:
-        Share of the positions that exit, by exit layer.
-    """
-    lowest = None
-    for threshold in GRID:
-        if float(decisions.disagreement_per_document(threshold).mean()) > tolerance:
-            break
-        lowest = threshold
-    return decisions.exit_rates(lowest) if lowest is not None else dict.fromkeys(decisions.exit_layers, 0.0)
-
-
-def agreements(decisions: Decisions) -> dict[int, float]:
-    """Share of the positions at which each exit layer's head has the full model's top token."""
-    means = decisions.agrees.to(torch.float64).mean(dim=0).tolist()
-    return dict(zip(decisions.exit_layers, means, strict=True))
-
-
-def candidates_on(
-    tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
-) -> dict[int, Candidate]:
-    """Figures of each exit layer on the tune split.
-
-    Args:
-        tune: Decisions on the tune split.
-        structure: Structure of the base model.
-        draft_vocab_size: Size of the draft vocabulary.
-        tolerance: As in `calibrate`.
-    """
-    rates, agreement = exit_rates_within(tune, tolerance), agreements(tune)
-    vocab_share = draft_vocab_size / structure.vocab_size
-    costs = {
-        layer: proportional_cost(layer, structure.num_layers, structure.head_share, vocab_share)
-        for layer in tune.exit_layers
-    }
-    return {layer: Candidate(agreement[layer], cost, rates[layer]) for layer, cost in costs.items()}
 
 
 def _gain(candidate: Candidate, slope: float, overhead: float, ease: float) -> float:

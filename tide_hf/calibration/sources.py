@@ -7,7 +7,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -76,26 +76,22 @@ class RowEncoder:
     def _column(self, row: Mapping[str, object]) -> object:
         # A text column next to messages is usually the chat in another model's template.
         chats_first = self.tokenizer.chat_template is not None
-        names = ("messages", "text") if chats_first else ("text", "messages")
-        there = [row[name] for name in names if name in row]
-        if there:
-            return next((value for value in there if value is not None), None)
-        raise CalibrationError(
-            describe(
-                f"no column to read ({self.source})",
-                got=f"the columns {', '.join(map(str, row))}",
-                expected="a column named text or messages",
-                do="Rename the column that holds the text, or pass a list of texts.",
+        values = [row[name] for name in (("messages", "text") if chats_first else ("text", "messages")) if name in row]
+        if not values:
+            raise CalibrationError(
+                describe(
+                    f"no column to read ({self.source})",
+                    got=f"the columns {', '.join(map(str, row))}",
+                    expected="a column named text or messages",
+                    do="Rename the column that holds the text, or pass a list of texts.",
+                )
             )
-        )
+        return next((value for value in values if value is not None), None)
 
     def _text(self, tokens: list[int], text: object) -> Document:
         if len(tokens) < 2:
-            raise self._unusable(
-                "a text is too short",
-                got=f"{len(tokens)} tokens for {str(text)[:SHOWN]!r}",
-                expected="at least 2 tokens",
-            )
+            got = f"{len(tokens)} tokens for {str(text)[:SHOWN]!r}"
+            raise self._unusable("a text is too short", got=got, expected="at least 2 tokens")
         return Document(tokens, first=1)
 
     def _chat(self, chat: Sequence[object]) -> Document:
@@ -113,32 +109,24 @@ class RowEncoder:
         if not messages:
             raise self._unusable("a chat is empty", got="no messages", expected="at least one")
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+        read = messages[: last + 1] if last > 0 else messages
         try:
-            if last == 0:
-                return self._text(self._encode(messages)[: self.max_length], chat)
-            whole = self._encode(messages[: last + 1])
-            prompt = self._encode(messages[:last], add_generation_prompt=True)
+            whole = message_tokens(self.tokenizer, read, add_generation_prompt=False)
+            prompt = message_tokens(self.tokenizer, messages[:last]) if last > 0 else None
         except ChatTemplateError as error:
-            raise self._unusable(
-                "the chat template refuses a chat", got=error.reason, expected="roles in the order that it knows"
-            ) from error
-        if whole[: len(prompt)] != prompt:
+            expected = "roles in the order that it knows"
+            raise self._unusable("the chat template refuses a chat", got=error.reason, expected=expected) from error
+        if prompt is None or whole[: len(prompt)] != prompt:
             return self._text(whole[: self.max_length], chat)
         return self._answer(prompt, whole[len(prompt) :])
-
-    def _encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        return message_tokens(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     def _message(self, message: object) -> dict[str, str]:
         if isinstance(message, Mapping):
             role, content = message.get("role"), message.get("content")
             if isinstance(role, str) and isinstance(content, str):
                 return {"role": role, "content": content}  # chat templates react to further keys, even if None
-        raise self._unusable(
-            "a message cannot be read",
-            got=str(message)[:SHOWN],
-            expected='a mapping whose "role" and "content" are strings',
-        )
+        expected = 'a mapping whose "role" and "content" are strings'
+        raise self._unusable("a message cannot be read", got=str(message)[:SHOWN], expected=expected)
 
     def _answer(self, prompt: list[int], answer: list[int]) -> Document:
         """Truncate the answer at end-of-sequence, and count from the position that predicts its first token."""
@@ -159,14 +147,9 @@ class RowEncoder:
 
 
 def read_documents(
-    dataset: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    samples: int,
-    max_length: int,
-    seed: int,
+    dataset: object, tokenizer: PreTrainedTokenizerBase, *, samples: int, max_length: int, seed: int
 ) -> tuple[list[Document], int]:
-    """Draw distinct documents from a dataset; see `calibrate` for the kinds of dataset.
+    """Draw at most `samples` distinct documents from a dataset; see `calibrate` for the kinds of dataset.
 
     Duplicates are dropped, so that no text is in two splits.
 
@@ -221,7 +204,8 @@ def describe_source(dataset: object) -> str:
         return path.absolute().name
     if isinstance(dataset, (str, os.PathLike)):
         match = _match_hub_name(dataset)
-        return f"{_builder_name(match)} ({match['split'] or 'train'})" if match else repr(dataset)
+        config = f":{match['config']}" if match and match["config"] else ""
+        return f"{match['name']}{config} ({match['split'] or 'train'})" if match else repr(dataset)
     if isinstance(dataset, (list, tuple)) and dataset:
         kind = "texts" if isinstance(dataset[0], str) else "chats" if isinstance(dataset[0], (list, tuple)) else "rows"
         return f"{kind} given by the caller"
@@ -231,29 +215,23 @@ def describe_source(dataset: object) -> str:
 def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`.
 
-    Args:
-        dataset: Not None; see `calibrate` for the kinds of dataset.
-        size: Most rows.
-        seed: Random seed.
-
     Raises:
         CalibrationError: The dataset cannot be found or read.
         MissingPackageError: A package that reads this kind of data is not installed.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     path = _local_path(dataset)
     if path is not None:
-        return iter(_draw(read_rows(path), size, chance))
-    if isinstance(dataset, (str, os.PathLike)):
-        return islice(_hub_rows(dataset, seed), size)
-    if _is_stream(dataset):
-        return islice(_stream_rows(lambda: dataset, describe_source(dataset), seed), size)
+        return iter(_draw(read_rows(path), size, rng))
+    datasets = sys.modules.get("datasets")  # imported already if this is one of its objects
+    if isinstance(dataset, (str, os.PathLike)) or (datasets and isinstance(dataset, datasets.IterableDataset)):
+        return islice(_stream_rows(dataset, seed), size)
     has_keys = hasattr(dataset, "keys")  # a DatasetDict or a table
     if not has_keys and not isinstance(dataset, (bytes, bytearray)):
         if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-            return (dataset[i] for i in chance.sample(range(len(dataset)), min(len(dataset), size)))
+            return (dataset[i] for i in rng.sample(range(len(dataset)), min(len(dataset), size)))
         if isinstance(dataset, Iterable):
-            return iter(_draw(islice(dataset, size), size, chance))
+            return iter(_draw(islice(dataset, size), size, rng))
     keys = f" with the keys {', '.join(map(str, islice(dataset.keys(), SHOWN_KEYS)))}" if has_keys else ""
     raise CalibrationError(
         describe(
@@ -265,15 +243,15 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     )
 
 
-def _draw(rows: Iterable[object], size: int, chance: random.Random) -> list[object]:
+def _draw(rows: Iterable[object], size: int, rng: random.Random) -> list[object]:
     """Reservoir sampling of `size` rows, in random order."""
     drawn: list[object] = []
     for count, row in enumerate(rows):
         if count < size:
             drawn.append(row)
-        elif (place := chance.randrange(count + 1)) < size:
+        elif (place := rng.randrange(count + 1)) < size:
             drawn[place] = row
-    chance.shuffle(drawn)
+    rng.shuffle(drawn)
     return drawn
 
 
@@ -290,13 +268,11 @@ def _match_hub_name(dataset: str | os.PathLike[str]) -> re.Match[str] | None:
     return HUB_NAME.fullmatch(dataset)
 
 
-def _builder_name(match: re.Match[str]) -> str:
-    return match["name"] + (f":{match['config']}" if match["config"] else "")
-
-
-def _hub_rows(dataset: str | os.PathLike[str], seed: int) -> Iterator[object]:
+def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
+    """Yield rows of a stream of the datasets library, or of a Hub data set by its name, shuffled in a buffer."""
+    source = describe_source(dataset)
     match = _match_hub_name(dataset)
-    if match is None:
+    if match is None and isinstance(dataset, (str, os.PathLike)):
         raise CalibrationError(
             describe(
                 "the dataset cannot be found",
@@ -306,21 +282,13 @@ def _hub_rows(dataset: str | os.PathLike[str], seed: int) -> Iterator[object]:
                 do="Check the spelling; texts themselves go into a list.",
             )
         )
-    datasets = import_extra("datasets", f"read {match['name']} from the Hub")
-    split = match["split"] or "train"
-
-    def load() -> Any:
-        return datasets.load_dataset(match["name"], match["config"], split=split, streaming=True)
-
-    return _stream_rows(load, describe_source(dataset), seed)
-
-
-def _stream_rows(load: Callable[[], Any], source: str, seed: int) -> Iterator[object]:
-    """Shuffle and read a stream of the datasets library; errors name the source."""
-    exceptions = import_extra("datasets.exceptions", f"read {source}")
+    datasets = import_extra("datasets", f"read {source}")
     try:
-        yield from load().shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-    except (OSError, ValueError, RuntimeError, HTTPError, exceptions.DatasetsError) as error:
+        if match is not None:
+            split = match["split"] or "train"
+            dataset = datasets.load_dataset(match["name"], match["config"], split=split, streaming=True)
+        yield from dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         raise CalibrationError(
             describe(
                 f"the data set cannot be read ({source})",
@@ -330,8 +298,3 @@ def _stream_rows(load: Callable[[], Any], source: str, seed: int) -> Iterator[ob
                 "run `hf auth login`. Or pass a local file.",
             )
         ) from error
-
-
-def _is_stream(dataset: object) -> bool:
-    datasets = sys.modules.get("datasets")  # imported already if this is one of its objects
-    return datasets is not None and isinstance(dataset, datasets.IterableDataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from ..base_model.hooks import hooked_layers
 from ..base_model.structure import DecoderStructure, evaluating, input_device, last_position
 from ..base_model.unembed import Unembed, greedy_tokens
-from ..common.errors import CalibrationError, describe, quoted
+from ..common.errors import CalibrationError, describe
 from ..generation import TIDEGenerationMixin
-from .documents import Document, Splits, TokenBatch, num_positions, plan_batches, token_batch
+from .documents import Document, num_positions, plan_batches, token_batch
 from .work_folder import WorkFolder
 
 SLICE_ELEMENTS = 2**25  # logits per slice: 128 MB in float32
@@ -90,10 +90,10 @@ class StateBatch:
 
 
 class StateReader:
-    """Runs a base model on token batches and yields its hidden states.
+    """Runs a base model, at full depth and in evaluation mode, on documents and gives its hidden states.
 
     Args:
-        model: The base model, at full depth and in evaluation mode.
+        model: The base model.
         structure: Its structure.
         unembed: Its unembedding.
         exit_layers: Layers executed before each wanted state.
@@ -110,87 +110,43 @@ class StateReader:
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1  # top_tokens computes the logits in slices
 
-    def read(self, batches: Iterable[TokenBatch]) -> Iterator[StateBatch]:
-        """Yield the states of `batches`, one by one; no memory outlives its batch.
+    def read(self, documents: Sequence[Document], rows: Sequence[int]) -> StateBatch:
+        """The states of the documents at indices `rows`, in one forward pass.
 
         Raises:
             CalibrationError: A state is NaN or infinite, or a document longer than the model has positions for.
         """
-        most = last_position(self.model.config.get_text_config())
-        for batch in batches:
-            if most is not None and batch.input_ids.shape[1] > most:
-                raise CalibrationError(
-                    describe(
-                        "a document is longer than the model has positions for",
-                        got=f"{batch.input_ids.shape[1]} tokens",
-                        expected=f"at most {most}",
-                        do="Pass a smaller max_length, or leave long prompts out.",
-                    )
+        batch, most = token_batch(documents, rows), last_position(self.model.config.get_text_config())
+        if most is not None and batch.input_ids.shape[1] > most:
+            raise CalibrationError(
+                describe(
+                    "a document is longer than the model has positions for",
+                    got=f"{batch.input_ids.shape[1]} tokens",
+                    expected=f"at most {most}",
+                    do="Pass a smaller max_length, or leave long prompts out.",
                 )
-            inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-            with torch.no_grad(), capture(self.structure, self.exit_layers) as captured:
-                self.model(**{name: ids.to(input_device(self.model)) for name, ids in inputs.items()}, **self._options)
-            device = captured[self.structure.num_layers].device
-            is_token = batch.attention_mask.bool()
-            states = {depth: state.to(device)[is_token.to(device)] for depth, state in captured.items()}
-            _check_finite(states)
-            final_states = states.pop(self.structure.num_layers)
-            yield StateBatch(
-                states,
-                final_states,
-                top_tokens(self.unembed, final_states).to(device),
-                tokens=batch.input_ids[is_token].to(device),
-                counted=batch.counted[is_token].to(device),
-                document_ids=batch.document_ids[:, None].expand_as(is_token)[is_token].to(device),
             )
-
-
-@torch.no_grad()
-def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a quantised model whose output head does not take floating-point states.
-
-    A head whose own forward dequantises is accepted; exit heads are then fitted in closed form, not distilled.
-
-    Args:
-        model: The base model.
-        structure: Its structure.
-
-    Raises:
-        CalibrationError: All weights are integers, or the output head cannot be applied.
-    """
-    dtypes = list(dict.fromkeys(weight.dtype for weight in model.parameters()))
-    problem = None
-    if not any(dtype.is_floating_point for dtype in dtypes):
-        problem = "nothing but " + " and ".join(map(str, dtypes)) + " weights"
-    head: Any = structure.head
-    if problem is None and not head.weight.is_floating_point():
-        state = torch.zeros(1, structure.hidden_size, dtype=model.dtype, device=head.weight.device)
-        try:
-            head(state if structure.projection is None else structure.projection(state))
-        except (RuntimeError, NotImplementedError) as error:
-            problem = f"{type(head).__name__} with {head.weight.dtype} weights ({quoted(error)})"
-    if problem is not None:
-        raise CalibrationError(
-            describe(
-                f"{type(model).__name__} cannot be calibrated in this precision",
-                got=problem,
-                expected="float32, bfloat16 or float16 weights, or layers that unpack their own",
-                do="Load the model with dtype=torch.bfloat16, or leave its output head unquantised.",
-            )
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        with torch.no_grad(), capture(self.structure, self.exit_layers) as captured:
+            self.model(**{name: ids.to(input_device(self.model)) for name, ids in inputs.items()}, **self._options)
+        device = captured[self.structure.num_layers].device
+        is_token = batch.attention_mask.bool()
+        states = {depth: state.to(device)[is_token.to(device)] for depth, state in captured.items()}
+        _check_finite(states)
+        final_states = states.pop(self.structure.num_layers)
+        return StateBatch(
+            states,
+            final_states,
+            top_tokens(self.unembed, final_states).to(device),
+            tokens=batch.input_ids[is_token].to(device),
+            counted=batch.counted[is_token].to(device),
+            document_ids=torch.tensor(rows)[:, None].expand_as(is_token)[is_token].to(device),
         )
 
 
 @torch.no_grad()
 def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
-    """Greedy tokens of hidden states, a slice of positions at a time.
-
-    Args:
-        unembed: The base model's unembedding.
-        hidden_states: (N, hidden_size) before the final norm, in the model's dtype.
-
-    Returns:
-        (N,) tokens.
-    """
+    """Greedy tokens (N,) of hidden states (N, hidden_size) before the final norm, a slice of positions at a time."""
     rows = max(1, SLICE_ELEMENTS // unembed.structure.vocab_size)
     return torch.cat([greedy_tokens(unembed(part)) for part in hidden_states.split(rows)])
 
@@ -200,10 +156,10 @@ def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator
     """Collect layer outputs through forward hooks, by number of layers executed."""
     captured: dict[int, Tensor] = {}
 
-    def keep(depth: int, output: Any) -> None:
+    def store(depth: int, output: Any) -> None:
         captured[depth] = output[0] if isinstance(output, tuple) else output
 
-    with hooked_layers(structure, (*exit_layers, structure.num_layers), keep):
+    with hooked_layers(structure, (*exit_layers, structure.num_layers), store):
         yield captured
 
 
@@ -222,13 +178,7 @@ def _check_finite(states: dict[int, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One batch of a split's documents.
-
-    Attributes:
-        split: Name of the split.
-        number: Index of the batch in the split.
-        rows: Indices of its documents in the split.
-    """
+    """One batch of a split's documents: its number in the split, and their indices there."""
 
     split: str
     number: int
@@ -247,20 +197,24 @@ class StateStore:
 
     Args:
         work: The folder.
-        splits: The documents.
+        splits: The documents, by name of the split.
         batch_size: Most documents per shard.
         exit_layers: Layers whose states are stored.
         dtype: The model's dtype.
     """
 
     def __init__(
-        self, work: WorkFolder, splits: Splits, batch_size: int, exit_layers: Sequence[int], dtype: torch.dtype
+        self,
+        work: WorkFolder,
+        splits: dict[str, list[Document]],
+        batch_size: int,
+        exit_layers: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
         self.work = work
         self.splits = splits
         self.exit_layers = list(exit_layers)
         self.dtype = dtype
-        self._documents: dict[str, list[Document]] = dict(splits.items())
         self._shards = {
             split: [Shard(split, number, rows) for number, rows in enumerate(plan_batches(documents, batch_size))]
             for split, documents in splits.items()
@@ -275,8 +229,8 @@ class StateStore:
         total = 0
         for shard in self.shards():
             if not self.work.has(shard.name):
-                positions = sum(len(self._documents[shard.split][row].tokens) for row in shard.rows)
-                width = (len(self.exit_layers) + 1) * hidden_size * self._kept_dtype(shard.split).itemsize
+                positions = sum(len(self.splits[shard.split][row].tokens) for row in shard.rows)
+                width = (len(self.exit_layers) + 1) * hidden_size * self._stored_dtype(shard.split).itemsize
                 total += positions * (width + BYTES_PER_POSITION)
         return total
 
@@ -286,48 +240,33 @@ class StateStore:
         Raises:
             CalibrationError: A state is NaN or infinite, or the disk is full.
         """
-        (batch,) = reader.read([token_batch(self._documents[shard.split], shard.rows)])
-        dtype = self._kept_dtype(shard.split)
+        batch = reader.read(self.splits[shard.split], shard.rows)
+        dtype = self._stored_dtype(shard.split)
         tensors = {name: getattr(batch, name) for name in PLAIN_FIELDS}
         tensors["final_states"] = batch.final_states.to(dtype)
         tensors |= {_key(layer): states.to(dtype) for layer, states in batch.hidden_states.items()}
         self.work.write(shard.name, tensors)
 
     def read(self, shard: Shard, layers: Sequence[int] | None = None) -> StateBatch:
-        """Read a shard.
-
-        Args:
-            shard: The shard.
-            layers: Exit layers whose states are wanted; default: all.
-
-        Returns:
-            Whole documents, on the CPU, in the stored dtype.
-        """
+        """Read a shard: whole documents, with the states at `layers` (default: all), on the CPU in the stored dtype."""
         wanted = {_key(layer): layer for layer in (self.exit_layers if layers is None else layers)}
         tensors = self.work.read(shard.name, [*PLAIN_FIELDS, *wanted])
         states = {layer: tensors.pop(key) for key, layer in wanted.items()}
         return StateBatch(states, **tensors)
 
     def batches(self, split: str, layers: Sequence[int] | None = None) -> Iterator[StateBatch]:
-        """Yield whole documents, shard by shard, in the model's dtype; see [`read`]."""
+        """Yield whole documents, shard by shard, in the model's dtype."""
         for shard in self.shards(split):
             yield self.read(shard, layers).to(torch.device("cpu"), self.dtype)
 
     def num_counted(self, split: str) -> int:
         """Counted positions of a split."""
-        return num_positions(self._documents[split])
+        return num_positions(self.splits[split])
 
     def sample(self, split: str, layers: Sequence[int], capacity: int, seed: int) -> StateBatch:
-        """A random sample of the counted positions, so that memory does not grow with the text.
+        """At most `capacity` counted positions at random, so that memory does not grow with the text.
 
-        Args:
-            split: Name of the split.
-            layers: Exit layers whose states are wanted.
-            capacity: Most positions.
-            seed: Random seed.
-
-        Returns:
-            Positions on the CPU, in the stored dtype.
+        They are on the CPU, in the stored dtype, with the states at `layers`.
         """
         total = self.num_counted(split)
         generator = torch.Generator().manual_seed(seed)
@@ -342,11 +281,7 @@ class StateStore:
         return StateBatch.concatenate(parts)
 
     def count_tokens(self, split: str, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Frequency of each token in the text, and among the full model's top tokens at counted positions.
-
-        Returns:
-            Two tensors (vocab_size,).
-        """
+        """(vocab_size,) frequencies of each token in the text, and among top tokens at counted positions."""
         read, chosen = torch.zeros(vocab_size, dtype=torch.long), torch.zeros(vocab_size, dtype=torch.long)
         for shard in self.shards(split):
             tensors = self.work.read(shard.name, ["tokens", "top_tokens", "counted"])
@@ -354,7 +289,7 @@ class StateStore:
             chosen += torch.bincount(tensors["top_tokens"][tensors["counted"]], minlength=vocab_size)
         return read, chosen
 
-    def _kept_dtype(self, split: str) -> torch.dtype:
+    def _stored_dtype(self, split: str) -> torch.dtype:
         return torch.bfloat16 if self.dtype == torch.float32 and split != UNROUNDED_SPLIT else self.dtype
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +50,6 @@ class TopKSampling(LogitsProcessor):
 
     The sampling of `generate` draws a random number for each token of the vocabulary, which took a quarter of the time
     for 96 texts on a CPU. This draws `TOP_K` of them.
-
-    Args:
-        temperature: Sampling temperature.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -76,7 +73,7 @@ def continue_prompts(
     ends: set[int],
     pad: int = 0,
 ) -> list[list[int]]:
-    """Batched greedy or sampled continuation of prompts, independent of the model's generation config.
+    """Continue prompts in one batch, independently of the model's generation config.
 
     Args:
         model: The base model, at full depth.
@@ -97,12 +94,9 @@ def continue_prompts(
 
 @contextmanager
 def without_generation_defaults(model: Any) -> Iterator[None]:
-    """Reduce a model's generation config to its special tokens, and restore it afterwards.
+    """Reduce the generation config of a model, or of a wrapper and its model, to its special tokens meanwhile.
 
     Passing a config to `generate` is not enough: fields it leaves open are filled from the model's own.
-
-    Args:
-        model: The model, or a wrapper, which may have a generation config of its own.
     """
     plain = GenerationConfig(**{name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS})
     kept = [(one, one.generation_config) for one in (model, base_inside(model)) if "generation_config" in vars(one)]
@@ -138,25 +132,11 @@ def generate_batch(
     return [up_to_end(tokens, ends, with_end=False) for tokens in new_tokens]
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators, and restore their state afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
-@dataclass(frozen=True)
-class UserTurn:
-    """What a chat template puts around a user message.
-
-    Attributes:
-        before: Tokens before the message.
-        behind: Tokens that end it and open the assistant's turn.
-    """
+class UserTurn(NamedTuple):
+    """Tokens that a chat template puts before a user message, and those that end it and open the assistant's turn."""
 
     before: list[int]
-    behind: list[int]
+    after: list[int]
 
 
 def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
@@ -164,27 +144,21 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     messages = [{"role": "user", "content": PLACEHOLDER}]
-    before, found, behind = chat_text(tokenizer, messages).partition(PLACEHOLDER)
-    turn = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, behind)]
+    before, found, after = chat_text(tokenizer, messages).partition(PLACEHOLDER)
+    turn = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
     return UserTurn(*turn) if found and all(turn) else None
 
 
 def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int]) -> list[list[int]]:
-    """Sample user messages from the model.
-
-    Args:
-        model: The base model, at full depth.
-        turn: The chat template's user turn.
-        count: Messages to sample; empty ones are dropped.
-        ends: End-of-sequence tokens; the first token after a user message ends it as well.
+    """Sample user messages from the model, each ended by a token of `ends` or the first one after a user message.
 
     Returns:
-        Whole prompts, up to where the answer begins.
+        Whole prompts, up to where the answer begins; of `count` messages the empty ones are dropped.
     """
     starts = [turn.before] * count
-    ends = {*ends, turn.behind[0]}
+    ends = {*ends, turn.after[0]}
     written = continue_prompts(model, starts, LONGEST_OWN_PROMPT, temperature=OWN_TEMPERATURE, ends=ends)
-    return [turn.before + row + turn.behind for row in written if row]
+    return [turn.before + row + turn.after for row in written if row]
 
 
 @dataclass(frozen=True)
@@ -208,16 +182,14 @@ class PromptBatch:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt; an upper bound for those not written yet."""
-        own = [] if self.turn is None else [len(self.turn.before) + LONGEST_OWN_PROMPT + len(self.turn.behind)]
+        own = [] if self.turn is None else [len(self.turn.before) + LONGEST_OWN_PROMPT + len(self.turn.after)]
         return max([*map(len, self.prompts), *own])
 
 
 def draw_prompts(count: int, seed: int) -> list[str]:
     """Draw distinct prompts from the built-in templates, each template as often as its slots allow.
 
-    Args:
-        count: Prompts wanted; fewer if the templates give no more.
-        seed: Random seed.
+    There are fewer than `count` if the templates give no more.
     """
     package = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
     templates = [template for group in package["prompts"].values() for template in group]
@@ -268,27 +240,21 @@ def write_documents(
 ) -> list[Document]:
     """Generate answers to a batch of prompts, after sampling the prompts themselves where needed.
 
-    Args:
-        model: The base model, at full depth.
-        tokenizer: Its tokenizer, with or without a padding token.
-        batch: The prompts.
-        max_length: Most new tokens per prompt.
-
     Returns:
         Prompt and answer as one document each, only the answer's positions counted; empty answers are dropped.
     """
     pad, ends = pad_token(tokenizer), end_tokens(model.generation_config.eos_token_id)
-    with seeded(batch.seed, input_device(model)):
+    device = input_device(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(batch.seed)
         prompts = list(batch.prompts)
         if batch.turn is not None:
             prompts += write_prompts(model, batch.turn, batch.num_own, ends)
         if not prompts:
             return []
         answers = continue_prompts(model, prompts, max_length, temperature=batch.temperature, ends=ends, pad=pad)
-    documents = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        kept = answer[: max_length - 1]  # the last token is the label of the position before
-        documents.append(Document(prompt + kept, first=len(prompt) - 1))
+    answers = [answer[: max_length - 1] for answer in answers]  # the last token is the label of the position before
+    documents = [Document(prompt + answer, len(prompt) - 1) for prompt, answer in zip(prompts, answers, strict=True)]
     return [document for document in documents if document.num_positions > 0]
 
 
@@ -301,13 +267,9 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents of the user's, or prompts for the model to answer.
+    """Documents of the user's, or batches of prompts for the model to answer.
 
-    Attributes:
-        documents: The user's documents.
-        prompts: Batches of prompts, if there are no documents.
-        description: Source of the text, for the calibration record.
-        num_skipped: Rows of the user's data that could not be used.
+    `description` names the source for the record, `num_skipped` counts rows that could not be used.
     """
 
     documents: list[Document]

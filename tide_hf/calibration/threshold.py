@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ Sums = Mapping[str, Tensor]
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
 
 
-def resampled_sums(values: Tensor, seed: int = 0) -> Tensor:
+def resampled_sums(values: Tensor) -> Tensor:
     """(items, columns) -> (RESAMPLES, columns), sums over as many items, drawn with replacement."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     count = len(values)
     at_once = max(1, RESAMPLED_AT_ONCE // count)
     parts = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
@@ -42,15 +42,14 @@ class Bootstrap:
     Args:
         columns: By name, (items,) summands.
         confidence: In (0, 1).
-        seed: Random seed.
     """
 
-    def __init__(self, columns: Mapping[str, Tensor], confidence: float, seed: int = 0) -> None:
+    def __init__(self, columns: Mapping[str, Tensor], confidence: float) -> None:
         names, values = list(columns), torch.stack([column.double() for column in columns.values()], dim=1)
         self.count = len(values)
         self.miss = (1 - confidence) / 2
         self._totals = dict(zip(names, values.sum(dim=0), strict=True))
-        self._resampled = dict(zip(names, resampled_sums(values, seed).unbind(dim=1), strict=True))
+        self._resampled = dict(zip(names, resampled_sums(values).unbind(dim=1), strict=True))
 
     def figure(self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None) -> dict[str, Any]:
         """Compute a figure and its interval.
@@ -77,14 +76,9 @@ class Bootstrap:
 
 
 def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
-    """The exit rule of `early_exit`: the first exit layer whose score reaches the threshold.
+    """The exit rule of `early_exit`: index of the first exit layer whose score reaches the threshold, else E.
 
-    Args:
-        scores: (..., E), the exit layers ascending.
-        exit_threshold: Exit where `score >= exit_threshold`.
-
-    Returns:
-        (...) indices into the exit layers, int64; E if no score reaches it.
+    Scores are (..., E), the exit layers ascending; indices (...), int64.
     """
     reached = scores >= exit_threshold
     return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
@@ -165,10 +159,6 @@ class ThresholdChoice:
     chosen: float
     table: list[ThresholdRow]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the calibration record."""
-        return asdict(self)
-
 
 def choose_threshold(
     decisions: Decisions, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
@@ -183,35 +173,14 @@ def choose_threshold(
         confidence: Probability with which the bound holds, in (0, 1).
         grid: Thresholds, descending, fixed in advance.
     """
-    measured = []
-    for threshold in grid:
-        losses = decisions.disagreement_per_document(threshold)
-        measured.append((threshold, float(losses.mean()), decisions.depth_fraction(threshold)))
-    return _test(measured, len(losses), tolerance, confidence)
-
-
-def choose_again(choice: ThresholdChoice, num_documents: int, tolerance: float) -> ThresholdChoice:
-    """Repeat [`choose_threshold`] for another tolerance, from its table.
-
-    Args:
-        choice: Its result.
-        num_documents: Number of documents.
-        tolerance: The other tolerance.
-    """
-    measured = [(row.exit_threshold, row.disagreement, row.depth_fraction) for row in choice.table]
-    return _test(measured, num_documents, tolerance, choice.confidence)
-
-
-def _test(
-    measured: Sequence[tuple[float, float, float]], num_documents: int, tolerance: float, confidence: float
-) -> ThresholdChoice:
-    """Fixed-sequence test of (threshold, disagreement, depth fraction)."""
     table: list[ThresholdRow] = []
     certified = True
-    for threshold, mean, depth_fraction in measured:
-        p_value = hoeffding_bentkus_p_value(mean, num_documents, tolerance)
+    for threshold in grid:
+        losses = decisions.disagreement_per_document(threshold)
+        mean = float(losses.mean())
+        p_value = hoeffding_bentkus_p_value(mean, len(losses), tolerance)
         certified = certified and p_value <= 1 - confidence
-        table.append(ThresholdRow(threshold, mean, depth_fraction, p_value, certified))
+        table.append(ThresholdRow(threshold, mean, decisions.depth_fraction(threshold), p_value, certified))
     chosen = min((row.exit_threshold for row in table if row.certified), default=NEVER_EXIT)
     return ThresholdChoice(tolerance, confidence, chosen, table)
 
@@ -219,13 +188,7 @@ def _test(
 def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) -> float:
     """P-value of "the expected loss exceeds `tolerance`", for losses in [0, 1] (Bates et al., arXiv 2101.02703).
 
-    Args:
-        mean_loss: Mean of the losses.
-        count: Number of exchangeable losses.
-        tolerance: In (0, 1).
-
-    Returns:
-        The smaller of Hoeffding's and Bentkus' bounds, at most 1.
+    It is the smaller of Hoeffding's and Bentkus' bounds for the mean of `count` exchangeable losses, at most 1.
     """
     below = min(mean_loss, tolerance)
     hoeffding = math.exp(-count * _bernoulli_divergence(below, tolerance))
@@ -240,9 +203,6 @@ def clopper_pearson(successes: int, count: int, confidence: float) -> tuple[floa
         successes: In 0 ... `count`.
         count: Number of independent trials.
         confidence: In (0, 1).
-
-    Returns:
-        Lower and upper end.
     """
     miss = (1 - confidence) / 2
     lower, upper = 0.0, 1.0
@@ -284,15 +244,7 @@ def _binomial_cdf(successes: int, count: int, probability: float) -> float:
 
 
 def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
-    """Bootstrap interval of the mean loss over documents.
-
-    Args:
-        losses: (documents,) in [0, 1], float64.
-        confidence: In (0, 1).
-
-    Returns:
-        Lower and upper end.
-    """
+    """Bootstrap interval of the mean of losses in [0, 1], (documents,) float64."""
     bootstrap = Bootstrap({"loss": losses, "documents": torch.ones_like(losses)}, confidence)
     lower, upper = bootstrap.figure(lambda sums: sums["loss"] / sums["documents"], limits=(0.0, 1.0))["interval"]
     return lower, upper

@@ -1,4 +1,4 @@
-"""The work folder of a calibration, from which a killed run resumes."""
+"""The work folder of a calibration, from which a killed run resumes, and the processes that share it."""
 
 from __future__ import annotations
 
@@ -7,31 +7,98 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, distributed
+from transformers import PreTrainedModel
 
-from ..common.errors import CalibrationError, describe
+from ..base_model.structure import input_device
+from ..common.errors import CalibrationError, UnsupportedModelError, describe
 from ..common.files import UNFINISHED, write_whole
-from .processes import Processes
+from ..speculation.ranks import ranks_of
 
+Unit = TypeVar("Unit")
+PATIENCE = timedelta(hours=24)  # a process may wait at a barrier while another generates text
 FORMAT = 1  # version of the files; raise it when one of them changes
 NAME = ".calibration"
 FINGERPRINT = "fingerprint.json"
 SPARE_BYTES = 16 * 2**20  # for heads, routers and decisions
 
 
-class WorkFolder:
-    """Results of units of work by name, one safetensors file each, written atomically.
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that `torchrun` or `accelerate launch` started; by default the only one."""
 
-    Args:
-        folder: The folder; created if needed.
-    """
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def current(cls, model: PreTrainedModel) -> Processes:
+        """Find the other processes, and initialise the process group if there is none yet.
+
+        Raises:
+            UnsupportedModelError: The model is tensor-parallel, so processes cannot work on different texts.
+        """
+        if ranks_of(model).many:
+            raise UnsupportedModelError(
+                describe(
+                    "processes that share one model cannot share work",
+                    got="a model that was loaded with tp_plan",
+                    expected="a whole model in each process",
+                    do="Load it without tp_plan, with device_map='auto' where it needs several devices. The routers "
+                    "work with tp_plan as well.",
+                )
+            )
+        if not distributed.is_available():
+            return cls()
+        if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            PartialState(cpu=input_device(model).type == "cpu", timeout=PATIENCE)
+        return cls(distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else cls()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the main process."""
+        return self.rank == 0
+
+    def share(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """This process's share of the units: every `count`-th."""
+        return units[self.rank :: self.count]
+
+    @contextmanager
+    def threads_for(self, num_units: int) -> Iterator[None]:
+        """With fewer units than processes, give the threads of idle processes to the busy ones."""
+        before = torch.get_num_threads()
+        here = min(self.count, int(os.environ.get("LOCAL_WORLD_SIZE", self.count)))
+        torch.set_num_threads(before * max(1, here // max(1, num_units)))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def wait(self) -> None:
+        """Barrier."""
+        if self.count > 1:
+            distributed.barrier()
+
+    def from_main(self, value: Any) -> Any:
+        """Broadcast the main process's value."""
+        values = [value]
+        if self.count > 1:
+            distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+class WorkFolder:
+    """Results of units of work by name, one safetensors file each, written atomically."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -41,18 +108,13 @@ class WorkFolder:
         return self._file(name).is_file()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
-        """Store the result of a unit.
-
-        Args:
-            name: Name of the unit.
-            tensors: Its tensors.
-            facts: Its other results, ready for JSON.
+        """Store a unit's tensors, and its `facts`, which are ready for JSON.
 
         Raises:
             CalibrationError: The disk is full.
         """
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        self._write_bytes(f"{name}.safetensors", save(tensors, {"facts": json.dumps(facts or {})}))
+        self._write_bytes(self._file(name), save(tensors, {"facts": json.dumps(facts or {})}))
 
     def read(self, name: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read tensors of a finished unit; all of them by default.
@@ -84,14 +146,8 @@ class WorkFolder:
         """
         ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
         file = self.folder / FINGERPRINT
-        if file.is_file():
-            self._compare(ours, file)
-        processes.wait()
-        if processes.is_main:
-            for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):
-                unfinished.unlink()
-            if not file.is_file():
-                self._write_bytes(FINGERPRINT, json.dumps(ours, indent=1).encode())
+        if processes.is_main and not file.is_file():
+            self._write_bytes(file, json.dumps(ours, indent=1).encode())
         processes.wait()
         if not file.is_file():
             raise CalibrationError(
@@ -103,23 +159,24 @@ class WorkFolder:
                 )
             )
         self._compare(ours, file)
+        if processes.is_main:
+            for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):
+                unfinished.unlink()
+        processes.wait()
 
     def check_space(self, needed: int) -> None:
-        """Check the free disk space.
-
-        Args:
-            needed: Bytes to be written.
+        """Check that `needed` bytes are free on the disk.
 
         Raises:
-            CalibrationError: There is less.
+            CalibrationError: There are fewer.
         """
-        free = shutil.disk_usage(self.folder).free
-        if needed + SPARE_BYTES > free:
+        free, needed = shutil.disk_usage(self.folder).free, needed + SPARE_BYTES
+        if needed > free:
             raise CalibrationError(
                 describe(
                     "hidden states do not fit on the disk",
                     got=f"{free} bytes free at {self.folder}",
-                    expected=f"{needed + SPARE_BYTES} bytes",
+                    expected=f"{needed} bytes",
                     do="Make room, pass an output_dir (or set TMPDIR) on a larger disk, or use fewer samples or "
                     "exit_layers. What has been done so far is kept in output_dir.",
                 )
@@ -132,23 +189,21 @@ class WorkFolder:
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def _write_bytes(self, name: str, content: bytes) -> None:
+    def _write_bytes(self, file: Path, content: bytes) -> None:
         """Write a file atomically; a full disk is a `CalibrationError`."""
-        file = self.folder / name
         try:
             write_whole(file, content)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CalibrationError(
-                    describe(
-                        f"the disk is full: {file} could not be written",
-                        got=f"{shutil.disk_usage(self.folder).free} bytes free",
-                        expected=f"at least {len(content)} for this file",
-                        do="Make room and start again with the same arguments: with an output_dir it goes on from "
-                        "here.",
-                    )
-                ) from error
-            raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CalibrationError(
+                describe(
+                    f"the disk is full: {file} could not be written",
+                    got=f"{shutil.disk_usage(self.folder).free} bytes free",
+                    expected=f"at least {len(content)} for this file",
+                    do="Make room and start again with the same arguments: with an output_dir it resumes here.",
+                )
+            ) from error
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -161,7 +216,7 @@ class WorkFolder:
                     f"{self._file(name)} cannot be read",
                     got=f"'{error}'",
                     expected="a file that an earlier step of this calibration wrote",
-                    do="Delete that file and call calibrate() again: it is made anew.",
+                    do="Delete that file and call calibrate() again, which makes it again.",
                 )
             ) from error
 
@@ -177,9 +232,9 @@ class WorkFolder:
                 describe(
                     f"{self.folder} holds the work of another calibration, or one by other settings",
                     got=differences,
-                    expected="the same model, data and settings, to go on with it",
-                    do=f"Pass another output_dir, start it as it was started then, or delete {self.folder} if what is "
-                    "there is of no use.",
+                    expected="the same model, data and settings, to resume it",
+                    do=f"Pass another output_dir, use the settings of then, or delete {self.folder} if it is no longer "
+                    "needed.",
                 )
             )
 
@@ -188,12 +243,12 @@ class WorkFolder:
 def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
     """The work folder in `output_dir`, which a failed run leaves for the next one, or a temporary one."""
     if output_dir is not None:
-        folder = Path(output_dir) / NAME
-        folder.mkdir(parents=True, exist_ok=True)
-        yield WorkFolder(folder)
+        work = WorkFolder(Path(output_dir) / NAME)
+        work.folder.mkdir(parents=True, exist_ok=True)
+        yield work
         processes.wait()
         if processes.is_main:
-            WorkFolder(folder).remove()
+            work.remove()
         return
     temporary = tempfile.TemporaryDirectory(prefix="tide_hf-") if processes.is_main else None
     try:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..base_model.parity import check_parity
 from ..base_model.structure import DecoderStructure, find_structure, input_device
 from ..base_model.unembed import Unembed
-from ..calibration.documents import Document, plan_batches, token_batch
+from ..calibration.documents import Document, plan_batches
 from ..calibration.routers import CONVERGENCE_THRESHOLD, cosine_similarity
 from ..calibration.states import StateReader, full_depth
 from ..common.choices import MODES
@@ -82,7 +82,8 @@ def convergence_by_layer(
         reader = StateReader(model, structure, Unembed(model, structure), layers)
         converged, total = torch.zeros(len(layers)).double(), torch.zeros(len(layers)).double()
         count = 0
-        for batch in reader.read(token_batch(documents, rows) for rows in plan_batches(documents, batch_size)):
+        for rows in plan_batches(documents, batch_size):
+            batch = reader.read(documents, rows)
             count += len(batch)
             for index, layer in enumerate(layers):
                 cosine = cosine_similarity(batch.hidden_states[layer], batch.final_states)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base_model.structure import find_structure, input_device
 from ..base_model.unembed import Unembed
-from ..calibration.documents import Document, plan_batches, token_batch
+from ..calibration.documents import Document, plan_batches
 from ..calibration.sources import describe_source, read_documents
 from ..calibration.states import SLICE_ELEMENTS, StateBatch, StateReader, full_depth
 from ..calibration.threshold import Bootstrap, exit_depths, exit_indices
@@ -131,10 +131,9 @@ def score_texts(
     routers = copy.deepcopy(routers).place(input_device(model), model.dtype)  # the caller's may be in use elsewhere
     reader = StateReader(model, structure, unembed, routers.exit_layers)
     parts = []
-    plan = plan_batches(documents, batch_size)
     with full_depth(model):
-        for rows, batch in zip(plan, reader.read(token_batch(documents, rows) for rows in plan), strict=True):
-            parts.append(_score_batch(unembed, routers, batch))
+        for rows in plan_batches(documents, batch_size):
+            parts.append(_score_batch(unembed, routers, reader.read(documents, rows)))
             advance(len(rows))
     columns = (torch.cat(column) for column in zip(*parts, strict=True))
     return TextScores(routers.exit_layers, structure.num_layers, *columns)
