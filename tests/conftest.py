@@ -40,7 +40,7 @@ from tide_hf.cli.demo_model import load_demo_model  # noqa: E402
 from tide_hf.cli.main import main  # noqa: E402
 from tide_hf.kernels.cpu import cpp_kernels as kernels  # noqa: E402
 from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
-from tide_hf.kernels.cpu.layout_choice import _fastest_layout  # noqa: E402
+from tide_hf.kernels.cpu.weight_layouts import _fastest_layout  # noqa: E402
 from tide_hf.kernels.ops import KERNELS_REPO  # noqa: E402
 
 NUM_BYTES = 256

@@ -73,7 +73,7 @@ def write_through_numpy(weight):
 @pytest.mark.parametrize("write", [zero_a_row, zero_a_column, replace, write_through_numpy])
 def test_weights_that_are_written_to_behind_pytorchs_back(monkeypatch, layout, write):
     monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
-    monkeypatch.setattr("tide_hf.kernels.cpu.weight_layouts.skinny_gemm_for", lambda _: stored_product)
+    monkeypatch.setattr("tide_hf.kernels.cpu.weight_layouts.load_op", lambda *_: stored_product)
     model, other = tiny_model("llama"), tiny_model("llama")
     TIDEModelForCausalLM.attach(model)
     before = answer(model)

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from tide_hf.base_model.unembed import unembed_hash
-from tide_hf.kernels.cpu import prefill_attention
+from tide_hf.kernels.cpu import attention
 from tide_hf.kernels.cpu.cpp_kernels import load_op
-from tide_hf.kernels.cpu.layout_choice import _measure
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, _measure
 from tide_hf.kernels.reference import which_norm
 
 ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read from it
@@ -22,13 +21,13 @@ def test_forms_of_weights_are_measured_on_the_cpu():
 
 @pytest.mark.usefixtures("fresh_kernels")
 def test_attention_is_measured_on_the_cpu(monkeypatch):
-    devices, attended = [], prefill_attention._attended
-    assert load_op("prefill_attention", torch.float32, prefill_attention._fake) is not None
+    devices, prefill = [], attention._prefill
+    assert load_op("prefill_attention", torch.float32) is not None
     monkeypatch.setattr(
-        prefill_attention, "_attended", lambda query, *rest: devices.append(query.device.type) or attended(query, *rest)
+        attention, "_prefill", lambda query, *rest: devices.append(query.device.type) or prefill(query, *rest)
     )
     with ELSEWHERE:
-        prefill_attention._measure(torch.float32)
+        attention._measure(torch.float32)
     assert set(devices) == {"cpu"}
 
 

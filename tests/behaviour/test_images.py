@@ -20,7 +20,7 @@ from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.depth.block_drafting import block_run
 from tide_hf.engines import eager
 from tide_hf.engines.eager import LONG_PROMPT
-from tide_hf.kernels.cpu.prefill_attention import has_kernel
+from tide_hf.kernels.cpu.cpp_kernels import is_loaded
 from tide_hf.speculation.attachment import hybrid_drafter
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -166,7 +166,7 @@ def test_a_long_prompt_is_read_by_kernels_as_its_images_are_masked(family, rows)
     expected = model.generate(**inputs, **SCORED)
     TIDEModelForCausalLM.attach(model)
     model.tide_warm_up()
-    assert has_kernel(model.dtype)
+    assert is_loaded("prefill_attention", model.dtype)
     assert differ_from(model.generate(**inputs, **SCORED), expected) < 1e-4
 
 

@@ -14,9 +14,8 @@ from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import linear_gates
 from tide_hf.engines.steps import compiled_steps
 from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.cpp_kernels import VALUES
-from tide_hf.kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for
-from tide_hf.kernels.cpu.weight_layouts import QuantizedWeight
+from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, load_op
+from tide_hf.kernels.cpu.weight_layouts import MAX_QUANTIZED_ROWS, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -41,7 +40,7 @@ def applied(monkeypatch):
         return apply(self, input, bias)
 
     def called(graph, constants):
-        found, product = call(graph, constants), groupwise_gemm_for(torch.float32)
+        found, product = call(graph, constants), load_op("groupwise_gemm", torch.float32)
         states = [node.args[0].meta["val"] for node in graph.graph.nodes if node.target is product]
         assert len(states) == len(found)
         shapes.extend(tuple(state.shape) for state in states)
@@ -72,7 +71,7 @@ def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
     assert {shape[-2] if len(shape) > 2 else shape[0] for shape in applied} == {1}  # a draft's width
 
 
-@pytest.mark.parametrize("dtype", VALUES)
+@pytest.mark.parametrize("dtype", CPP_TYPES)
 def test_the_product_is_that_of_the_quantized_weights(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in [(576, (576, 190)), (64, (3,)), (100, (37, 1)), (5, (2,)), (1152, (9,))]:

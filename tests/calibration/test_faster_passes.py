@@ -8,9 +8,8 @@ from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import LinearGate, SingleLayoutGate, faster_passes
-from tide_hf.kernels.cpu import layout_choice, weight_layouts
-from tide_hf.kernels.cpu.layout_choice import clearly_faster_layout
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, UpcastWeight
+from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, UpcastWeight, clearly_faster_layout
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 IDS = torch.arange(60).view(3, 20)
@@ -73,7 +72,7 @@ def test_weights_stay_as_they_are_where_that_has_no_gain_or_no_room(tiny_llama, 
 @pytest.mark.parametrize(("seconds", "gains"), [(1.0, True), (1.9, True), (2.1, False), (4.0, False)])
 def test_only_a_clear_gain_counts(monkeypatch, layout, seconds, gains):
     monkeypatch.setattr(weight_layouts, "can_pack", lambda _: layout is PrepackedWeight)
-    monkeypatch.setattr(layout_choice, "_seconds_of", lambda layout, *_: 3.0 if layout is None else seconds)
+    monkeypatch.setattr(weight_layouts, "_seconds_of", lambda layout, *_: 3.0 if layout is None else seconds)
     assert clearly_faster_layout(torch.bfloat16) is (layout if gains else None)
 
 

@@ -18,7 +18,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps import compiled_prefill
 from tide_hf.engines.steps.compiled_prefill import MAX_GRAPHS
-from tide_hf.kernels.cpu.prefill_attention import MIN_QUERIES
+from tide_hf.kernels.cpu.attention import MIN_QUERIES
 
 
 def prompts(length, rows=1, pads=0):

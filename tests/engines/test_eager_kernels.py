@@ -14,8 +14,8 @@ from repository import SHIPPED
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines import gqa_attention
 from tide_hf.engines.eager import LONG_PROMPT
+from tide_hf.kernels.cpu import attention, weight_layouts
 from tide_hf.kernels.cpu import cpp_kernels as kernels
-from tide_hf.kernels.cpu import prefill_attention, weight_layouts
 from tide_hf.kernels.cpu.cpp_kernels import EAGER_KERNELS, compile_kernel, is_loaded
 from tide_hf.kernels.cpu.weight_layouts import PlainWeight
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 @pytest.fixture(autouse=True)
 def _they_pay(monkeypatch):
     """Whatever this machine is, the kernels are the faster ones."""
-    let_pay(monkeypatch, kernels.VALUES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
-    monkeypatch.setattr(prefill_attention, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
+    let_pay(monkeypatch, kernels.CPP_TYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
+    monkeypatch.setattr(attention, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
 
 
 @pytest.fixture

@@ -12,8 +12,15 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import linear_gate
 from tide_hf.engines.steps.fused_linears import FUSED, LINEAR, call_kernels, fuse_linears
 from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
-from tide_hf.kernels.cpu.weight_layouts import WEIGHT_LAYOUTS, PlainWeight, PrepackedWeight, QuantizedWeight, in_layout
+from tide_hf.kernels.cpu.cpp_kernels import load_op
+from tide_hf.kernels.cpu.weight_layouts import (
+    MAX_QUANTIZED_ROWS,
+    WEIGHT_LAYOUTS,
+    PlainWeight,
+    PrepackedWeight,
+    QuantizedWeight,
+    in_layout,
+)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
@@ -139,7 +146,7 @@ def test_the_kernel_is_called_for_plain_weights(case):
     call_kernels(graph, inputs)
     targets = {node.target for node in graph.graph.nodes}
     is_called = case in ("plain", "fused")
-    assert (skinny_gemm_for(torch.float32) in targets) == is_called
-    assert groupwise_gemm_for(torch.float32) not in targets
+    assert (load_op("skinny_gemm", torch.float32) in targets) == is_called
+    assert load_op("groupwise_gemm", torch.float32) not in targets
     assert bool({LINEAR, FUSED} & targets) != is_called
     torch.testing.assert_close(graph(*inputs), function(*inputs))

@@ -1,8 +1,8 @@
-"""Inductor's compile cache: nobody else can write to it, and what a caller compiles stays where it was."""
+"""Inductor's compile cache: nobody else can write to it, and a caller's own cache stays where it was."""
 
-import logging
 import os
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -20,20 +20,20 @@ from tide_hf.common.errors import KernelError
 from tide_hf.engines.steps import step_graphs
 from tide_hf.engines.steps.step_graphs import compile_graph, traced
 from tide_hf.kernels import compile_cache
-from tide_hf.kernels.compile_cache import VARIABLE, compile_cache_folder, compiling
+from tide_hf.kernels.compile_cache import HEADERS, VARIABLE, compile_cache_folder, compiling
 from tide_hf.kernels.cpu import cpp_kernels as kernels
 
 _opened: list[str] = []
 
 
-def _note(event, args):
+def _note_opened_files(event, args):
     if event in ("open", "ctypes.dlopen") and isinstance(args[0], str):
         _opened.append(args[0])
 
 
 @pytest.fixture(autouse=True)
-def _fresh_facts(monkeypatch):
-    for function in (compile_cache._say_that_it_is_not_used, compile_cache._temporary_folder):
+def _no_folder_is_remembered(monkeypatch):
+    for function in (compile_cache.warn_unused, compile_cache._temporary_folder):
         function.cache_clear()
     monkeypatch.delenv(VARIABLE, raising=False)
     yield
@@ -53,18 +53,17 @@ def mode_of(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_folder_of_ones_own(home):
+def test_the_folder_is_private_whatever_the_umask_is(home):
     before = os.umask(0)
     try:
         assert compile_cache_folder() == home / "inductor"
     finally:
         os.umask(before)
     assert mode_of(home / "inductor") == 0o700
-    assert compile_cache_folder() == home / "inductor"
 
 
-@pytest.mark.parametrize("why", ["group", "all", "link", "owner", "a folder above", "no folder"])
-def test_one_that_others_may_write_to_is_not_used(home, monkeypatch, caplog, why):
+@pytest.mark.parametrize("why", ["group", "all", "link", "owner", "a folder above", "no folder", "read-only"])
+def test_a_folder_that_others_may_write_to_is_not_used(home, monkeypatch, caplog, why):
     folder = compile_cache_folder()
     match why:
         case "group":
@@ -85,17 +84,14 @@ def test_one_that_others_may_write_to_is_not_used(home, monkeypatch, caplog, why
         case "no folder":
             folder.rmdir()
             folder.write_text("a file")
+        case "read-only":
+            monkeypatch.setattr(os, "access", lambda *_: False)  # root may always write
     found = compile_cache_folder()
     assert found.parent == home.parent / "tmp"
     assert mode_of(found) == 0o700
     assert compile_cache_folder() == found
-    assert caplog.text.count(f"{folder} is not compiled into") == 1
-
-
-def test_one_that_cannot_be_written_to_is_not_used(home, monkeypatch):
-    compile_cache_folder()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # which root always may
-    assert compile_cache_folder().parent == home.parent / "tmp"
+    assert caplog.text.count(f"{folder} is not used for compiled code") == 1
+    assert "Make it yours alone (chmod go-w), or set TIDE_HF_HOME" in caplog.text
 
 
 def test_without_any_folder_nothing_is_compiled(home, monkeypatch):
@@ -105,25 +101,25 @@ def test_without_any_folder_nothing_is_compiled(home, monkeypatch):
         compile_cache_folder()
 
 
-def test_one_that_the_caller_names_is_used_if_nobody_else_can_write_to_it(home, monkeypatch, caplog):
-    named = home.parent / "named"
-    monkeypatch.setenv(VARIABLE, str(named))
-    assert compile_cache_folder() == named
-    (home.parent / "link").symlink_to(named)
+def test_a_callers_own_folder_is_used_if_nobody_else_can_write_to_it(home, monkeypatch, caplog):
+    own = home.parent / "own"
+    monkeypatch.setenv(VARIABLE, str(own))
+    assert compile_cache_folder() == own
+    (home.parent / "link").symlink_to(own)
     monkeypatch.setenv(VARIABLE, str(home.parent / "link"))
-    assert compile_cache_folder() == named
-    named.chmod(0o777)
+    assert compile_cache_folder() == own
+    own.chmod(0o777)
     assert compile_cache_folder() == home / "inductor"
-    assert f"{named} is not compiled into" in caplog.text
+    assert f"{own} is not used for compiled code" in caplog.text
     monkeypatch.setenv(VARIABLE, default_cache_dir())  # as PyTorch itself sets it
     assert compile_cache_folder() == home / "inductor"
 
 
 @pytest.mark.parametrize("before", [None, "/somewhere"])
-def test_what_a_caller_compiles_stays_where_it_was(home, monkeypatch, before):
+def test_the_callers_cache_is_restored_after_an_error(home, monkeypatch, before):
     if before is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", before)
-    own = [getattr(codecache, name) for name in compile_cache.HEADERS]
+    own = [getattr(codecache, name) for name in HEADERS]
     inductor = home / "inductor"
 
     def fail():
@@ -138,40 +134,42 @@ def test_what_a_caller_compiles_stays_where_it_was(home, monkeypatch, before):
         fail()
     assert os.environ.get(VARIABLE) is None
     assert os.environ.get("TRITON_CACHE_DIR") == before
-    assert [getattr(codecache, name) for name in compile_cache.HEADERS] == own
+    assert [getattr(codecache, name) for name in HEADERS] == own
 
 
-def test_where_headers_have_no_place_of_their_own_none_are_precompiled(home, monkeypatch):
+def test_headers_are_not_precompiled_where_their_folder_cannot_be_set(home, monkeypatch):
     monkeypatch.delattr(codecache, "_HEADER_DIR")
     with compiling():
         assert not torch._inductor.config.cpp_cache_precompile_headers
     assert torch._inductor.config.cpp_cache_precompile_headers
 
 
-def test_a_library_whose_linker_was_killed_is_made_anew(home):
-    with compiling():
-        library = Path(CppCodeCache.load('extern "C" int whole() { return 7; }', device_type="cpu")._name)
-    whole, other = library.read_bytes(), library.with_name("other.main.so")
+def test_a_library_whose_linker_was_killed_is_removed(home):
+    folder = compile_cache_folder() / "ab"
+    folder.mkdir()
+    (folder / "source.c").write_text("int whole(void) { return 7; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "whole.so", folder / "source.c"], check=True)
+    whole, other = (folder / "whole.so").read_bytes(), folder / "other.main.so"
     for content, is_whole in ((whole, True), (whole[:-1], False), (whole[:1000], False), (b"", False), (b"MZ", True)):
         other.write_bytes(content)
-        compile_cache._remove_cut_short.cache_clear()
+        compile_cache._remove_truncated.cache_clear()
         with compiling():
             assert other.exists() == is_whole
     other.write_bytes(b"")
-    compile_cache._remove_cut_short.cache_clear()
+    compile_cache._remove_truncated.cache_clear()
     with FileLock(home / "inductor" / "locks" / "other.lock"), compiling():  # another process links it
         assert other.exists()
-    assert library.read_bytes() == whole
+    assert (folder / "whole.so").read_bytes() == whole
 
 
-def test_one_thread_at_a_time(home):
+def test_one_thread_compiles_at_a_time(home):
     busy, together, alone = threading.Lock(), threading.Barrier(4, timeout=30), []
 
     def enter(_):
         together.wait()
         with compiling():
             alone.append(busy.acquire(blocking=False))
-            threading.Event().wait(0.02)  # in which another would come
+            threading.Event().wait(0.02)  # in which another thread would enter
             busy.release()
 
     with ThreadPoolExecutor(4) as pool:
@@ -179,44 +177,33 @@ def test_one_thread_at_a_time(home):
     assert alone == [True] * 4
 
 
-def test_all_that_is_compiled_goes_there(home, monkeypatch, fresh_kernels):
-    places = []
-
-    def backend(graph, _inputs):
-        places.append(os.environ[VARIABLE])
-        return graph
+def test_kernels_and_graphs_are_compiled_into_the_folder(home, monkeypatch, fresh_kernels):
+    folders = []
 
     def load(*_args, **_kwargs):
-        places.append(os.environ[VARIABLE])
+        folders.append(os.environ[VARIABLE])
         raise OSError("no compiler")
 
     for name in ("load_async", "load"):
         monkeypatch.setattr(CppCodeCache, name, load)
     monkeypatch.setattr(kernels, "_ops", None)
     assert not kernels.compile_kernel("skinny_gemm", torch.float32)
-    assert len(places) == 1
-    monkeypatch.setattr(step_graphs, "inductor_compile", lambda graph, fakes, options: backend(graph, fakes))
+    monkeypatch.setattr(
+        step_graphs, "inductor_compile", lambda graph, *_, **__: folders.append(os.environ[VARIABLE]) or graph
+    )
     compile_graph(traced(torch.sin, torch.ones(3)), [torch.ones(3)])
-    assert len(places) == 2
-    assert set(places) == {str(home / "inductor")}
+    assert folders == [str(home / "inductor")] * 2
 
 
-def test_nothing_is_looked_for_in_the_shared_folder(monkeypatch):
-    """Inductor compiles into the folder of this machine's user, so that a header need not be precompiled anew."""
-    sys.addaudithook(_note)  # which can't be removed again
+def test_nothing_is_read_from_the_shared_folder():
+    """Inductor compiles into the folder of this machine's user, so that no header is precompiled anew."""
+    sys.addaudithook(_note_opened_files)  # it cannot be removed again
     folder = compile_cache_folder()
     inputs = [torch.randn(5, 7), torch.randn(7)]
     graph = traced(lambda left, right: (torch.sin(left * right + os.getpid() / 3).sum(1),), *inputs)
     _opened.clear()
     found = compile_graph(graph, inputs)(*inputs)
-    seen = list(_opened)
+    opened = [Path(path) for path in _opened]
     torch.testing.assert_close(found[0], graph(*inputs)[0])
-    assert any(Path(path).is_relative_to(folder) for path in seen)
-    assert [path for path in seen if Path(path).is_relative_to(default_cache_dir())] == []
-
-
-def test_the_log_says_what_to_do(home, caplog):
-    compile_cache_folder().chmod(0o777)
-    with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        compile_cache_folder()
-    assert "Make it yours alone (chmod go-w), or set TIDE_HF_HOME" in caplog.text
+    assert any(path.is_relative_to(folder) for path in opened)
+    assert [path for path in opened if path.is_relative_to(default_cache_dir())] == []

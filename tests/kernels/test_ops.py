@@ -1,12 +1,19 @@
-"""Which ops a model runs, and that it says so; what they compute is tested in hub_kernels/."""
+"""Which kernels a model runs, where they come from, and what is refused before any of their code runs.
 
+What the kernels compute is tested in hub_kernels/.
+"""
+
+import json
 import logging
+import pickle
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from families import ATTENTION, tiny_model
+from loopback_hub import loopback_hub
 from repository import ROOT
 
 from tide_hf import TIDEModelForCausalLM
@@ -19,18 +26,53 @@ pytest.importorskip("triton")
 REPO = ops.KERNELS_REPO
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="about machines without a GPU")
+DEPENDENCY = {"kernel-depends": [{"repo-id": "other/kernel", "version": 1}]}
+FROM_HUB = """
+import json, sys
+from tide_hf.kernels import ops
+from tide_hf.common.errors import KernelError
+results = {}
+for repo, commit in json.loads(sys.argv[1]).items():
+    try:
+        loaded = ops.load_kernels(repo, commit, use_kernels=True)
+        results[repo] = [loaded.variant, loaded.kernels.__file__]
+    except KernelError as error:
+        results[repo] = str(error)
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def tampered(monkeypatch, build, tmp_path):
+    """The variant's folder in a copy of `build` that a test may change."""
+    folder = tmp_path / "tampered"
+    shutil.copytree(build, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={folder}")
+    return folder / "build" / f"torch-{DEVICE}"
+
+
+def edit_metadata(variant, **changes):
+    path = variant / "metadata.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal(**arguments):
+    with pytest.raises(KernelError) as caught:
+        ops.load_kernels(use_kernels=True, **arguments)
+    assert "Expected an NVIDIA GPU" in str(caught.value)
+    return str(caught.value)
 
 
 @on_cpu
-def test_auto_on_a_cpu_says_once_that_it_is_plain_pytorch_and_why(caplog, monkeypatch, tiny_llama):
-    monkeypatch.setattr(ops, "_logged", set())
+def test_auto_on_a_cpu_logs_once_why_it_is_plain_pytorch(caplog, local_kernels, tiny_llama):
+    ops._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="tide_hf"):
         for _ in range(2):
             model = TIDEModelForCausalLM.attach(tiny_llama())
     (record,) = [record for record in caplog.records if record.name == "tide_hf.kernels.ops"]
     assert record.levelno == logging.INFO
     assert record.message == "plain PyTorch, no fused kernels: the model is on cpu, and they need an NVIDIA GPU"
-    assert model._tide.unembed.ops.kernels is None
+    assert model._tide.unembed.ops.kernels is None  # although Triton's interpreter could run them
     assert set(model._tide.unembed.ops.implementations().values()) == {"torch"}
 
 
@@ -41,8 +83,8 @@ def test_true_on_a_cpu_fails_with_the_reason(monkeypatch, tiny_model_folder):
         TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=True)
 
 
-def test_false_asks_nobody(monkeypatch, tiny_model_folder):
-    monkeypatch.setattr(ops, "obstacle", None)
+def test_false_is_plain_pytorch_without_a_look_at_the_device(monkeypatch, tiny_model_folder):
+    monkeypatch.setattr(ops, "_obstacle", None)
     model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=False)
     assert model._tide.unembed.ops is ops.PLAIN
 
@@ -50,21 +92,30 @@ def test_false_asks_nobody(monkeypatch, tiny_model_folder):
 def test_another_value_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigurationError, match="unknown use_kernels"):
         TIDEModelForCausalLM.from_pretrained("no/such/model", use_kernels="always")
-    with pytest.raises(ConfigurationError, match="unknown use_kernels"):
-        ops.load_kernels(use_kernels=None)
 
 
-def test_importing_and_attaching_needs_no_network():
+def test_importing_and_loading_need_no_network():
     code = "import socket; socket.socket.connect = None; import tide_hf.model; from tide_hf.kernels import ops; "
-    code += "ops.load_kernels()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code + "ops.load_kernels()"], check=True, cwd=ROOT)
 
 
 @on_cpu
-def test_the_facts_for_people(local_kernels):
+def test_kernels_from_a_local_folder(local_kernels, caplog):
+    ops._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="tide_hf"):
+        loaded = ops.load_kernels(use_kernels=True)
+    assert f"fused kernels: {REPO}, build torch-cpu, on cpu" in caplog.text
+    assert loaded.run_on(torch.zeros(1), None)
+    assert not loaded.run_on(torch.zeros(1, dtype=torch.float64))
+    assert not loaded.run_on(torch.zeros(1), torch.zeros(1, device="meta"))
+    with pytest.raises(AttributeError, match="no attribute 'other_op'"):
+        _ = loaded.other_op
+
+
+@on_cpu
+def test_kernel_facts_name_the_build_and_the_backend_of_each_op(local_kernels):
     cpu, fused = torch.device("cpu"), ops.load_kernels(use_kernels=True)
-    facts = ops.kernel_facts(fused, cpu, torch.bfloat16)
-    assert facts == {
+    assert ops.kernel_facts(fused, cpu, torch.bfloat16) == {
         "gpu": None,
         "dtype": "bfloat16",
         "variant": "torch-cpu",
@@ -79,14 +130,118 @@ def test_the_facts_for_people(local_kernels):
     assert "need an NVIDIA GPU" in facts["reason"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_old_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    assert "Tesla V100 has compute capability 7.0, and they need 7.5 or later" in refusal(device="cuda")
+    assert ops.load_kernels(device="cuda").reason.startswith("Tesla V100")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_missing_gpu_is_refused_and_unpickling_on_it_gives_plain_pytorch(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(device != "cuda"))
+    reason = f"PyTorch finds no {device} on this machine"
+    assert reason in refusal(device=device)
+    elsewhere = ops.Ops(None, "on another machine", (REPO, None, "auto", torch.device(device)))
+    assert pickle.loads(pickle.dumps(elsewhere)).reason == reason
+
+
+def test_nothing_is_fetched_by_name_alone(monkeypatch):
+    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
+    monkeypatch.setattr(ops, "KERNELS_REVISION", None)
+    assert "no kernels are published yet" in refusal()
+    assert "revision 'main' is no commit" in refusal(repo="org/kernels", revision="main")
+
+
+def test_the_package_kernels_has_to_be_recent(local_kernels, monkeypatch):
+    monkeypatch.setattr(ops, "version", {"kernels": "0.16.2"}.get)
+    assert "the package kernels is 0.16.2, and 0.17 or later is needed" in refusal()
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    assert "pip install 'tide-hf[kernels]'" in refusal()
+
+
+def test_a_build_for_other_gpus_is_refused(monkeypatch, tampered):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    edit_metadata(tampered, backend={"type": "cuda", "archs": ["9.0", "10.0"]})
+    tampered.rename(tampered.with_name("torch-cuda"))
+    assert "CUDA capability 8.0 of the current device is not supported" in refusal(device="cuda")
+
+
+def edit_digest(variant, **changes):
+    digest = json.loads((variant / "metadata.json").read_text())["digest"]
+    edit_metadata(variant, digest=digest | changes)
+
+
+def swap_digests(variant):
+    files = json.loads((variant / "metadata.json").read_text())["digest"]["files"]
+    edit_digest(variant, files=files | {"routing.py": files["norms.py"]})
+
+
+def add_file(name):
+    return lambda variant: (variant / name).write_text("raise AssertionError('it ran')")
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (lambda variant: (variant / "metadata.json").write_text('{"name": '), "metadata.json cannot be read"),
+        (lambda variant: edit_metadata(variant, digest=None), "metadata.json cannot be read, or lists no files"),
+        (lambda variant: edit_digest(variant, algorithm="md5"), "lists files by 'md5', and not by sha256"),
+        (lambda variant: edit_digest(variant, algorithm=256), "lists files by 256, and not by sha256"),
+        (swap_digests, "routing.py in "),
+        (add_file("routing.py"), "routing.py in "),
+        (add_file("added.py"), "added.py in "),
+        (lambda variant: edit_metadata(variant, **DEPENDENCY), "'other/kernel' is not from a trusted publisher"),
+    ],
+    ids=["cut off", "no digest", "md5", "no name", "other digest", "changed", "added", "dependency"],
+)
+def test_a_build_that_was_tampered_with_does_not_run(tampered, monkeypatch, tamper, message):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("kernels.hf_hub.HfApi.get_organization_overview", lambda *args: None)
+    tamper(tampered)
+    assert message in refusal()
+
+
+@on_cpu
+def test_kernels_from_a_hub(build, stage, tmp_path):
+    hub = tmp_path / "hub"
+    for name in ("good", "changed", "depends"):
+        shutil.copytree(build, hub / "org" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    add_file("norms.py")(hub / "org" / "changed" / "build" / "torch-cpu")
+    edit_metadata(hub / "org" / "depends" / "build" / "torch-cpu", **DEPENDENCY)
+    stage.stage_noarch(hub / "org" / "cuda" / "build", "cuda")
+    with loopback_hub() as server:
+        repos = {
+            f"org/{folder.name}": server.add(f"org/{folder.name}", folder, "kernels") for folder in hub.glob("*/*")
+        }
+        environment = {"PATH": "", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "HF_HOME": str(tmp_path / "home")}
+        environment |= {"HF_ENDPOINT": server.address, "HF_HUB_USER_AGENT_ORIGIN": "tide_hf", "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", FROM_HUB, json.dumps(repos)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    variant, file = results["org/good"]
+    assert variant == "torch-cpu"
+    assert file.startswith(str(tmp_path / "home"))
+    assert "norms.py in " in results["org/changed"]
+    assert "'other/kernel'" in results["org/depends"]
+    assert "trust" in results["org/depends"]
+    assert "torch-cuda: backend (cuda) does not match system backend (cpu)" in results["org/cuda"]
+    assert all(repos["/".join(path.split("/")[1:3])] in path for path in server.asked if "/resolve/" in path)
+
+
 @pytest.mark.parametrize("family", ATTENTION)
-def test_each_familys_norm_is_known(family, dtype):
-    model = tiny_model(family).to(dtype)
-    norm, states = find_structure(model).norm, torch.randn(2, 3, 32).to(dtype)
-    torch.nn.init.normal_(norm.weight)
-    found = reference_ops.which_norm(norm, states)
-    assert found is not None
-    name, eps = found
-    ours = reference_ops.normalize(states, norm.weight, getattr(norm, "bias", None), eps=eps, norm=name)
-    torch.testing.assert_close(ours, norm(states), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+def test_each_familys_norm_is_known(family):
+    model = tiny_model(family)
+    torch.nn.init.normal_(find_structure(model).norm.weight)
+    for dtype in (torch.float32, torch.bfloat16):
+        norm, states = find_structure(model.to(dtype)).norm, torch.randn(2, 3, 32).to(dtype)
+        found = reference_ops.which_norm(norm, states)
+        assert found is not None
+        name, eps = found
+        ours = reference_ops.normalize(states, norm.weight, getattr(norm, "bias", None), eps=eps, norm=name)
+        torch.testing.assert_close(ours, norm(states), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)

@@ -1,56 +1,216 @@
-"""Layouts of weights: whatever bias_layout weights and biases have, products are those of linear."""
+"""Layouts of weights: products are those of PyTorch's linear, and the layout that is measured the fastest is chosen."""
+
+import logging
+import platform
 
 import pytest
 import torch
+from drafters import use_drafter
+from on_steps import LAYERS, NEW, OPTIONS, attach_compiled, new_tokens, prompts
+from packed_weights import Graphs, let_pay
+from torch._inductor.codecache import CppCodeCache
 from torch.nn import functional
 
+from tide_hf.depth import linear_gate
+from tide_hf.depth.linear_gate import DRAFT_LAYOUTS
 from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, load_op
 from tide_hf.kernels.cpu.weight_layouts import (
+    MAX_QUANTIZED_ROWS,
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
     QuantizedWeight,
     UpcastWeight,
+    fastest_layout,
     in_layout,
 )
 
+ROUNDING = 1e-6 if platform.machine() not in ("aarch64", "arm64") else 2e-6  # whose vectors take longer sums
+SHAPES = [(576, (576, 192, 192)), (40, (7,)), (5000, (33, 5)), (3, (2, 1))]  # size of the input, and of the outputs
 SIZE, SIZE_OUT = 64, 32
 
-pytestmark = [
-    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"),
-    pytest.mark.usefixtures("fresh_kernels"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_kernels")
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
-@pytest.mark.parametrize("bias_layout", ["strided", "expanded"])
+@pytest.mark.parametrize("dtype", CPP_TYPES)
+def test_the_skinny_gemm_is_linear_and_rounds_alike_for_any_number_of_rows(on_some_cpu, dtype):
+    torch.manual_seed(0)
+    for size, sizes in SHAPES:
+        weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
+        layout = PlainWeight(*weights)
+        for rows in (*range(1, 10), 21):
+            state = torch.randn(rows, size).to(dtype)
+            for bias in (None, torch.randn(sum(sizes)).to(dtype)):
+                wide_bias = None if bias is None else bias.double()
+                exact = functional.linear(state.double(), torch.cat(weights).double(), wide_bias)
+                found = layout.apply(state, bias)
+                tolerance = (ROUNDING if dtype is torch.float32 else 6e-3) * float(exact.abs().max())
+                assert float((found.double() - exact).abs().max()) <= tolerance
+                assert torch.equal(found, torch.cat([layout.apply(row, bias) for row in state.split(1)]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_rows_of_all_weights(threads):
+    before = torch.get_num_threads()
+    weights = [torch.randn(size_out, 512) for size_out in (301, 1, 77)]
+    layout, state = PlainWeight(*weights), torch.randn(5, 512)
+    expected = layout.apply(state, None)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(layout.apply(state, None), expected)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(expected, functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 150])
+def test_plain_weights_need_no_aligned_address(rows):
+    weight, state = torch.randn(64 * 33 + 3)[3:].view(64, 33), torch.randn(rows, 2, 33)
+    layout = PlainWeight(weight)
+    torch.testing.assert_close(layout.apply(state, None), functional.linear(state, weight), atol=1e-4, rtol=1e-5)
+    assert layout._plain[0].data_ptr() == weight.data_ptr()
+
+
+def test_without_a_compiler_plain_weights_are_not_served(monkeypatch, caplog):
+    def failing(*_args, **_kwargs):
+        raise RuntimeError("C++ compile error\nand much more")
+
+    monkeypatch.setattr(CppCodeCache, "load", failing)
+    with caplog.at_level(logging.WARNING, logger="tide_hf.kernels.cpu.cpp_kernels"):
+        assert not PlainWeight.serves(torch.float32, 1)
+        assert load_op("skinny_gemm", torch.float32) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "skinny_gemm.cpp cannot be compiled, so PyTorch's own operations are used: C++ compile error"
+    ]
+
+
+@needs_onednn
 @pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
-def test_a_bias_may_have_any_layout(layout, bias_layout):
+def test_weights_and_biases_may_have_any_strides(layout):
     dtype = torch.float16 if layout is UpcastWeight else torch.float32
-    weight, state = torch.randn(SIZE_OUT, SIZE).to(dtype), torch.randn(3, SIZE).to(dtype)
-    one = torch.randn(SIZE_OUT, 2).to(dtype)
-    bias = one[:, 0] if bias_layout == "strided" else one[:1, 0].expand(SIZE_OUT)
-    read = layout(weight)
-    assert torch.equal(read.apply(state, bias), read.apply(state, bias.contiguous()))
+    state, weight = torch.randn(3, SIZE).to(dtype), torch.randn(SIZE, SIZE_OUT).to(dtype).t()
+    read, biases = layout(weight), torch.randn(SIZE_OUT, 2).to(dtype)
+    assert torch.equal(read.apply(state, None), layout(weight.contiguous()).apply(state, None))
+    for bias in (biases[:, 0], biases[:1, 0].expand(SIZE_OUT)):
+        found = read.apply(state, bias)
+        assert torch.equal(found, read.apply(state, bias.contiguous()))
+        atol = 1e-4 if layout in (PrepackedWeight, PlainWeight) else 0.5  # QuantizedWeight is lossy
+        torch.testing.assert_close(found, functional.linear(state, weight, bias), atol=atol, rtol=1e-2)
 
 
-@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
-def test_weights_may_be_turned(layout):
-    weight, state = torch.randn(SIZE, SIZE_OUT).t(), torch.randn(3, SIZE)
-    found, exact = layout(weight).apply(state, None), functional.linear(state, weight)
-    if layout is QuantizedWeight:
-        assert torch.equal(found, layout(weight.contiguous()).apply(state, None))
-    else:
-        torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-5)
-
-
+@needs_onednn
 @pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
-@pytest.mark.parametrize("part", ["some rows", "turned"])
+@pytest.mark.parametrize("part", ["some rows", "transposed"])
 def test_weights_at_one_address_are_told_apart(layout, part):
     weight, state = torch.randn(SIZE, SIZE), torch.randn(3, SIZE)
     other = weight[:8] if part == "some rows" else weight.t()
-    kept = [in_layout(layout, one) for one in (weight, other)]
+    converted = [in_layout(layout, one) for one in (weight, other)]
     for one in (weight, other):
-        found = torch.ops.tide_hf.linear(state, one, None, kept[0].number)
+        found = torch.ops.tide_hf.linear(state, one, None, converted[0].number)
         torch.testing.assert_close(found, functional.linear(state, one), atol=1e-4, rtol=1e-5)
-    del kept
+    del converted
     assert weight_layouts._key_of([weight], layout) not in weight_layouts._known
+
+
+@needs_onednn
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_fastest_layout_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
+    measured = []
+    monkeypatch.setattr(weight_layouts, "_measured", {})
+    monkeypatch.setattr(
+        weight_layouts, "least_seconds", lambda *_: measured.append(1) or float(len(measured) % 2 == is_faster)
+    )
+    expected = PrepackedWeight if is_faster else None
+
+    def found(dtype, *numbers):
+        return [fastest_layout(dtype, rows, (PrepackedWeight,)) for rows in numbers]
+
+    assert found(torch.float32, 0, 1, 3, 63, 9999) == [None, *[expected] * 4]
+    assert len(measured) == 2 * 4  # for 1, for 2, for 16, for 1024
+    assert found(torch.float32, 15) == [expected]
+    assert len(measured) == 2 * 5  # for 8 as well
+    assert found(torch.float64, 4) == [None]
+    assert fastest_layout(torch.float32, 4, ()) is None
+    assert len(measured) == 2 * 5
+
+
+@needs_onednn
+@pytest.mark.parametrize("layout", [None, *WEIGHT_LAYOUTS])
+def test_a_layout_can_be_measured_and_chosen(monkeypatch, layout):
+    assert weight_layouts._measure(layout, torch.float32, 4) > 0.0
+    others = [other for other in (None, *WEIGHT_LAYOUTS) if other is not layout]
+    monkeypatch.setattr(UpcastWeight, "serves", lambda *_: True)
+    let_pay(monkeypatch, order=(layout, *others))
+    assert fastest_layout(torch.float32, 4, WEIGHT_LAYOUTS) is layout
+    allowed = tuple(other for other in WEIGHT_LAYOUTS if other is not layout)
+    assert fastest_layout(torch.float32, 4, allowed) is (others[0] if layout is not None else None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "chosen"),
+    [
+        (63, {PrepackedWeight: 0.95, PlainWeight: 1.0, None: 2.0}, PlainWeight),
+        (63, {PrepackedWeight: 0.85, PlainWeight: 1.0, None: 2.0}, PrepackedWeight),
+        (63, {PlainWeight: 0.95, None: 1.0}, PlainWeight),
+        (64, {PlainWeight: 0.95, None: 1.0}, None),
+        (64, {PlainWeight: 0.85, None: 1.0}, PlainWeight),
+    ],
+    ids=["copy not clearly faster", "copy clearly faster", "memory-bound", "compute-bound", "clearly faster"],
+)
+def test_copies_and_compute_bound_layouts_have_to_be_clearly_faster(monkeypatch, rows, seconds, chosen):
+    monkeypatch.setattr(PrepackedWeight, "serves", lambda *_: True)
+    monkeypatch.setattr(weight_layouts, "_seconds_of", lambda layout, *_: seconds[layout])
+    assert fastest_layout(torch.float32, rows, tuple(seconds)[:-1]) is chosen
+
+
+def test_quantized_weights_serve_few_rows_and_plain_ones_any(monkeypatch):
+    let_pay(monkeypatch, order=(QuantizedWeight, PlainWeight, PrepackedWeight, None))
+    rows = (1, MAX_QUANTIZED_ROWS, MAX_QUANTIZED_ROWS + 1, 300)
+    layouts = [fastest_layout(torch.float32, number, DRAFT_LAYOUTS) for number in rows]
+    assert layouts == [QuantizedWeight, QuantizedWeight, PlainWeight, PlainWeight]
+
+
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_only_dtypes_that_onednn_lacks_are_upcast(monkeypatch, has_onednn):
+    monkeypatch.setattr(weight_layouts, "can_pack", lambda _: has_onednn)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    assert [UpcastWeight.serves(dtype, 1) for dtype in dtypes] == [False, not has_onednn, not has_onednn]
+
+
+class TestCompiledSteps:
+    """Compiled steps that read weights as the model stores them."""
+
+    @pytest.fixture(autouse=True)
+    def _plain_weights_are_the_fastest(self, monkeypatch):
+        """Whatever this machine is; and there is no memory for copies."""
+        let_pay(monkeypatch, order=(PlainWeight, None, *WEIGHT_LAYOUTS[:2]))
+        monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+
+    def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(self, tiny_llama):
+        model = tiny_llama(num_hidden_layers=LAYERS)
+        steps = attach_compiled(model, pack_weights="auto")
+        inputs = {**prompts(), **OPTIONS, "output_logits": True, "return_dict_in_generate": True}
+        use_drafter(model, "right", [[]])  # drafts nothing
+        expected = model.generate(**inputs)
+        assert {size for _, _, size in steps._steps} == {1}
+        use_drafter(model, "wrong at the last position", new_tokens(expected.sequences), width=4)
+        found = model.generate(**inputs)
+        assert {size for _, _, size in steps._steps} > {1}
+        assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+
+    def test_layers_that_read_one_input_are_one_product_without_a_copy(self, tiny_llama):
+        model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
+        model.set_attn_implementation("sdpa")
+        expected = model.generate(**prompts(), **OPTIONS)
+        attach_compiled(model, None, graphs, pack_weights="auto")
+        use_drafter(model, "random", [[5] * NEW], width=4)
+        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+        assert set(graphs.products) == {3, 2}
+        names = {op.name() for op in graphs.ops}  # no Python between kernels
+        assert names == {f"tide_hf::{name}" for name in ("layer", "skinny_gemm", "decode_attention")}
+        attention = model.model.layers[0].self_attn
+        weights = [getattr(attention, f"{name}_proj").weight for name in "qkv"]
+        fused = weight_layouts._known[weight_layouts._key_of(weights, PlainWeight)]
+        assert [stored.data_ptr() for stored in fused._plain] == [weight.data_ptr() for weight in weights]

@@ -7,9 +7,9 @@ from on_steps import as_traced
 from on_steps import attach_compiled as attach
 
 from tide_hf.engines.steps.fused_linears import FUSED
-from tide_hf.kernels.cpu import layout_choice
-from tide_hf.kernels.cpu.layout_choice import PROBED_ROWS
+from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.weight_layouts import (
+    PROBED_ROWS,
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
@@ -27,8 +27,8 @@ def let_pay(
         (layout, dtype, threads, rows): 0.0 if layout is None and rows == but else 1.0 + place
         for (place, layout), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
     }
-    monkeypatch.setattr(layout_choice, "_measured", seconds)
-    layout_choice._fastest_layout.cache_clear()
+    monkeypatch.setattr(weight_layouts, "_measured", seconds)
+    weight_layouts._fastest_layout.cache_clear()
 
 
 class Graphs:

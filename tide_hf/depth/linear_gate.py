@@ -1,4 +1,4 @@
-"""Linear layers on a CPU that read their weights in the fastest layout (see `layout_choice`).
+"""Linear layers on a CPU that read their weights in the fastest layout (see `weight_layouts`).
 
 A draft step is bound by reading weights, and its tokens are verified. So draft steps may read group-wise quantised
 weights (compare LLM.int8(), arXiv 2208.07339), and verify passes never do.
@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..base_model.structure import DecoderStructure
 from ..common.errors import UnsupportedOptionError, describe
-from ..kernels.cpu.cpp_kernels import VALUES
-from ..kernels.cpu.layout_choice import clearly_faster_layout, fastest_layout
+from ..kernels.cpu.cpp_kernels import CPP_TYPES
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
     PlainWeight,
     QuantizedWeight,
     WeightLayout,
     can_pack,
+    clearly_faster_layout,
+    fastest_layout,
     in_layout,
 )
 from .gates import Gate, active_run
@@ -274,5 +275,5 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether it is a plain CPU parameter; quantised and distributed weights are subclasses."""
-    is_readable = weight.is_cpu and weight.dtype in VALUES
+    is_readable = weight.is_cpu and weight.dtype in CPP_TYPES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

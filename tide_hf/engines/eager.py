@@ -18,7 +18,7 @@ from ..depth.block_drafting import block_run
 from ..depth.cache_slots import CacheSlots
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.kv_cache import cache_is_returned, crop, last_slot, start_recording, stop_recording
-from ..kernels.cpu.prefill_attention import has_kernel
+from ..kernels.cpu.cpp_kernels import is_loaded
 from ..speculation.attachment import Attachment
 from ..speculation.costs import CostTable
 from ..speculation.prompt_groups import read_prompts
@@ -286,7 +286,7 @@ class EagerEngine:
         """The attention of the call: on CPUs, batches and long prompts use `gqa_attention`."""
         rows, length = self.input_ids.shape
         may_use_kernels = self.attachment.use_kernels is not False
-        is_long = length >= LONG_PROMPT and may_use_kernels and has_kernel(self.model.dtype)
+        is_long = length >= LONG_PROMPT and may_use_kernels and is_loaded("prefill_attention", self.model.dtype)
         if self.name != EAGER or not (rows > 1 or is_long):
             return nullcontext()
         return gqa_attention(self.model, self.attachment.block_head, may_use_kernels)

@@ -23,8 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..kernels.cpu.decode_attention import decode_sdpa
-from ..kernels.cpu.prefill_attention import prefill_sdpa
+from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
 from ..routers.block_head import BlockHead
 
 NAME = "tide_gqa"

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..depth.linear_gate import KERNEL_LAYOUTS, allowed_layouts
+from ..kernels.cpu.attention import MIN_QUERIES, is_faster
 from ..kernels.cpu.cpp_kernels import load_op
-from ..kernels.cpu.gemm import skinny_gemm_for
-from ..kernels.cpu.prefill_attention import MIN_QUERIES, is_faster
 from ..speculation.costs import CostTable, step_width
 from ..speculation.engine import Engine
 from .capturable import why_not_after_prefill
@@ -290,7 +289,7 @@ class StaticEngine:
     def _use_kernels(self, prompt: ExitStack) -> None:
         """Run prefill with compiled layers and kernels, whose compilation counts as warm-up."""
         dtype, start, compiled_before = self.prompt.model.dtype, perf_counter(), load_op.cache_info().misses
-        skinny_gemm_for(dtype)
+        load_op("skinny_gemm", dtype)
         if self.prompt.input_ids.shape[1] >= MIN_QUERIES:
             is_faster(dtype)  # measured here, outside of any trace
         if load_op.cache_info().misses > compiled_before:

@@ -12,7 +12,7 @@ import torch
 
 from ..common.errors import ConfigurationError, describe, short
 from ..depth.linear_gate import weight_dtypes
-from ..kernels.cpu.cpp_kernels import EAGER_KERNELS, VALUES, compile_kernel, is_loaded
+from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.costs import CostTable
 from ..speculation.drafters import UNREAD, Draft, Drafter
@@ -98,7 +98,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
 
 def compile_kernels(attachment: Attachment) -> float:
     """Compile the kernels that eager calls use once they are cached; return the seconds that it took."""
-    dtypes = weight_dtypes(attachment.gates()) & VALUES.keys() if attachment.use_kernels is not False else ()
+    dtypes = weight_dtypes(attachment.gates()) & CPP_TYPES.keys() if attachment.use_kernels is not False else ()
     missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
     counter = WarmUp("Compiling kernels for this CPU", "kernels")
     with counter.shown(is_due=bool(missing)):

@@ -1,7 +1,7 @@
-"""Where Inductor keeps what it compiles for this library, and who may compile at the moment.
+"""The private folder that Inductor compiles into for this library, and the lock under which it does.
 
-Inductor loads code from its cache unchecked, and its own default is a folder in the temporary directory that all share,
-which another user may have made first. So it is given a folder that nobody else can write to.
+Inductor loads code from its cache unchecked, and its default is a folder in the temporary directory that all users
+share, which another user may have created first. So it is given a folder that nobody else can write to.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 def compiling() -> Iterator[None]:
     """Trace and compile, one thread at a time, into [`compile_cache_folder`].
 
-    Tracing changes `torch.nn.Module` for the whole process, and Dynamo and Inductor take no notice of traces in other
-    threads. Their own lock is taken, so a caller's `torch.compile` in another thread waits too. The cache's place is an
-    environment variable; once this is left, it is the caller's again, as is what they compile.
+    Tracing changes `torch.nn.Module` for the whole process, and Dynamo and Inductor do not expect traces in other
+    threads. Their own lock is taken, so a caller's `torch.compile` in another thread waits too. The cache folder is an
+    environment variable, which is restored afterwards, so that a caller's own cache stays where it was.
 
     Raises:
         KernelError: There is no folder to compile into.
     """
-    from torch._dynamo.convert_frame import compile_lock  # noqa: PLC0415  # those who compile nothing do without
+    from torch._dynamo.convert_frame import compile_lock  # noqa: PLC0415
 
     with compile_lock:
         folder = compile_cache_folder()
-        _remove_cut_short(folder)
+        _remove_truncated(folder)
         variables = {VARIABLE: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
@@ -61,46 +61,46 @@ def compiling() -> Iterator[None]:
 def compile_cache_folder() -> Path:
     """The folder that Inductor compiles into: one that nobody but this user can write to.
 
-    It is what the caller set `TORCHINDUCTOR_CACHE_DIR` to, or `inductor` in [`cache_folder`]. Where neither will do it
-    is a temporary one of this process, and the log says so.
+    It is the caller's `TORCHINDUCTOR_CACHE_DIR`, or `inductor` in [`cache_folder`]. Where others can write to both, it
+    is a temporary folder of this process, and the log says so.
 
     Raises:
-        KernelError: Not even that can be made.
+        KernelError: No folder can be created.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
 
-    asked = os.environ.get(VARIABLE)  # which PyTorch itself sets to its default
-    wanted = [(cache_folder() / "inductor").absolute()]
-    if asked and os.path.abspath(asked) != os.path.abspath(default_cache_dir()):
-        wanted.insert(0, Path(asked).resolve())  # a link that the caller set leads where it does now
-    for folder in wanted:
+    requested = os.environ.get(VARIABLE)  # PyTorch itself sets it to its default
+    candidates = [(cache_folder() / "inductor").absolute()]
+    if requested and os.path.abspath(requested) != os.path.abspath(default_cache_dir()):
+        candidates.insert(0, Path(requested).resolve())  # the caller may name a link, which is followed only now
+    for folder in candidates:
         try:
             make_private_folder(folder)
             if not is_private_folder(folder):
-                _say_that_it_is_not_used(folder, "others may write to it, or it is a link")
+                warn_unused(folder, "others may write to it, or it is a link")
             elif not os.access(folder, os.W_OK):
-                _say_that_it_is_not_used(folder, "it cannot be written to")
+                warn_unused(folder, "it cannot be written to")
             else:
                 return folder
         except OSError as error:
-            _say_that_it_is_not_used(folder, str(error))
+            warn_unused(folder, str(error))
     return _temporary_folder()
 
 
 @cache
-def _remove_cut_short(folder: Path) -> None:
+def _remove_truncated(folder: Path) -> None:
     """Remove libraries whose linker was killed, which Inductor would try to load for ever; done once a process.
 
-    Those that another process is about to write are locked by Inductor, and stay.
+    A library that another process is linking is locked by Inductor, and stays.
     """
     for library in folder.glob("*/*.so"):
-        if _is_cut_short(library):
+        if _is_truncated(library):
             key = library.name.partition(".")[0]
             with suppress(Timeout, OSError), FileLock(folder / "locks" / f"{key}.lock", timeout=0):
                 library.unlink()
 
 
-def _is_cut_short(library: Path) -> bool:
+def _is_truncated(library: Path) -> bool:
     """Whether an ELF file ends before its section headers do, which are its last part."""
     with library.open("rb") as file:
         header = file.read(64)
@@ -113,10 +113,11 @@ def _is_cut_short(library: Path) -> bool:
 
 
 @cache
-def _say_that_it_is_not_used(folder: Path, reason: str) -> None:
+def warn_unused(folder: Path, reason: str) -> None:
+    """Log once why compiled code is neither read from a folder nor stored there."""
     logger.warning(
-        "%s is not compiled into: %s. Make it yours alone (chmod go-w), or set TIDE_HF_HOME to another folder: without "
-        "one every process compiles anew.",
+        "%s is not used for compiled code: %s. Make it yours alone (chmod go-w), or set TIDE_HF_HOME to another "
+        "folder: without one every process compiles anew.",
         folder,
         reason,
     )
@@ -141,20 +142,20 @@ def _temporary_folder() -> Path:
 
 @contextmanager
 def _headers_in(folder: Path) -> Iterator[None]:
-    """Have Inductor precompile headers into a folder, where by itself it takes its default one, wherever its cache is.
+    """Have Inductor precompile headers into a folder; by itself it ignores the cache folder and takes its default one.
 
-    It remembers what it has precompiled for others, so the function that does is replaced as well.
+    The function that precompiles them is replaced as well, since it remembers what it has precompiled elsewhere.
     """
     from torch._inductor import codecache, config  # noqa: PLC0415
 
-    if not all(hasattr(codecache, name) for name in HEADERS):  # as in PyTorch's later versions, maybe
+    if not all(hasattr(codecache, name) for name in HEADERS):  # in another version of PyTorch
         with config.patch(cpp_cache_precompile_headers=False):
             yield
         return
     before = [getattr(codecache, name) for name in HEADERS]
-    place = folder / "precompiled_headers"
+    headers = folder / "precompiled_headers"
     try:
-        for name, value in zip(HEADERS, (str(place), str(place / "locks"), _precompiler(folder)), strict=True):
+        for name, value in zip(HEADERS, (str(headers), str(headers / "locks"), _precompiler(folder)), strict=True):
             setattr(codecache, name, value)
         yield
     finally:

@@ -54,19 +54,10 @@ def norm_route(
     exit_threshold: float,
     norm: str = "rms",
 ) -> tuple[Tensor, Tensor]:
-    """Apply the final norm, the router MLP, the sigmoid and the threshold.
+    """Apply the final norm, the router MLP, the sigmoid and the threshold: a row exits at `score >= exit_threshold`.
 
-    Args:
-        hidden_states: (N, D), before the norm.
-        norm_weight: (D,).
-        norm_bias: (D,) or `None`.
-        down_weight: (R, D) float32, of the router's first linear layer.
-        down_bias: (R,) float32 or `None`.
-        up_weight: (1, R) float32, of its second linear layer.
-        up_bias: (1,) float32 or `None`.
-        eps: Epsilon of the norm.
-        exit_threshold: A row exits where its score is at least this.
-        norm: As in [`normalize`].
+    Shapes: hidden states (N, D) before the norm, norm weight and bias (D,), and in float32 the router's down weight
+    (R, D) and bias (R,), and its up weight (1, R) and bias (1,). `eps` and `norm` are those of [`normalize`].
 
     Returns:
         (N,) scores in [0, 1], float32, and (N,) exit mask, bool.
@@ -145,29 +136,11 @@ def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | N
     return top, logits.float().log_softmax(dim=-1).gather(-1, top[:, None]).squeeze(-1)
 
 
-def accept_drafts(drafts: Tensor, verified: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of accepted draft tokens per row (greedy: the longest matching prefix) and the bonus token.
-
-    Args:
-        drafts: (rows, K) int64 draft tokens, shorter drafts padded with -1, which matches no token.
-        verified: (rows, K + 1) int64 tokens of the verify pass.
-
-    Returns:
-        (rows,) int64 `n_matches` and (rows,) int64 `bonus_token`.
-    """
-    n_matches = (drafts == verified[:, :-1]).to(torch.int64).cumprod(dim=-1).sum(dim=-1)
-    return n_matches, verified.gather(-1, n_matches[:, None]).squeeze(-1)
-
-
 def which_norm(norm: Any, hidden_states: Tensor) -> tuple[str, float] | None:
     """Identify the variant of [`normalize`] that a norm module computes, by its output.
 
-    Args:
-        norm: A module with a weight.
-        hidden_states: (..., D), whose size, dtype and device the probe takes.
-
-    Returns:
-        The name and eps of the closest variant; `None` if none matches up to rounding.
+    The probe has the size, dtype and device of `hidden_states`. Returns the name and eps of the closest variant; `None`
+    if none matches up to rounding.
     """
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if eps is None:

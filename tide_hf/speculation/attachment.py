@@ -23,7 +23,7 @@ from ..depth.linear_gate import (
     open_linear_gates,
     weight_dtypes,
 )
-from ..kernels.cpu.gemm import has_skinny_gemm
+from ..kernels.cpu.cpp_kernels import is_loaded
 from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS
 from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
@@ -113,7 +113,9 @@ class Attachment:
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
         """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
-        may_use_kernels = self.use_kernels is not False and all(map(has_skinny_gemm, weight_dtypes(gates)))
+        may_use_kernels = self.use_kernels is not False and all(
+            is_loaded("skinny_gemm", dtype) for dtype in weight_dtypes(gates)
+        )
         return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
 
     def exit_point(self, exit_layer: int) -> ExitPoint:

@@ -91,9 +91,6 @@ def cases() -> list[Case]:
         found.append(
             Case("draft_top1", f"N={rows} V={vocab_size} D=4096", (_random(rows, 4096), head), {}, head.nbytes)
         )
-    for rows in (1, 64):
-        drafts, verified = (torch.randint(0, 3, (rows, width), device="cuda") for width in (7, 8))
-        found.append(Case("accept_drafts", f"B={rows} K=7", (drafts, verified), {}, drafts.nbytes + verified.nbytes))
     return found
 
 

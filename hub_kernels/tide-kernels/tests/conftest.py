@@ -38,13 +38,13 @@ def kernel_module(tmp_path_factory):
 
 @pytest.fixture(params=["kernel", "reference"])
 def ops(request, kernel_module):
-    """The kernels, and what stands in for them; both have to pass."""
+    """The kernels and their reference; both have to pass."""
     return kernel_module if request.param == "kernel" else reference_ops
 
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan():
-    """What an op leaves unwritten shows: PyTorch fills new memory with NaN, or the largest integer."""
+    """Show what an op leaves unwritten: PyTorch fills new memory with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

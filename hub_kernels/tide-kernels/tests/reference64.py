@@ -1,10 +1,10 @@
-"""The ops in float64, written for reading; `rounded` stands where a model rounds to its dtype."""
+"""The ops in float64; `rounded` marks where a model rounds to its dtype."""
 
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORMS = ("rms", "rms_float32", "rms_one_plus", "layer")
-SIZES = (1, 3, 127, 576, 2049)
+SIZES = (1, 3, 127, 1025)
 
 
 def rounded(x, dtype):

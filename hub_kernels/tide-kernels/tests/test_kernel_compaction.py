@@ -1,4 +1,4 @@
-"""`exit_compact` and `exit_scatter`: copies are exact."""
+"""`exit_compact` and `exit_scatter` copy exactly."""
 
 import mmap
 
@@ -50,7 +50,7 @@ def test_compact_strided(ops, device):
 
 
 def far_apart(device):
-    """Rows whose last column is more than 2^31 values behind the first; what is between them takes no memory."""
+    """Rows whose last column is more than 2^31 values behind the first; the gap takes no memory."""
     stride, numel = 2**30 + 5, 2**31 + 64
     if device.type == "cuda":
         stored = torch.zeros(numel, dtype=torch.uint8, device=device)
@@ -59,7 +59,7 @@ def far_apart(device):
     return stored.as_strided((2, 3), (7, stride))
 
 
-def test_columns_may_be_far_apart(ops, device):
+def test_offsets_beyond_32_bits(ops, device):
     rows = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.uint8, device=device)
     out = far_apart(device)
     ops.exit_scatter(rows, torch.tensor([1, 0], device=device), out)
@@ -69,7 +69,7 @@ def test_columns_may_be_far_apart(ops, device):
 
 @pytest.mark.parametrize("size", [0, *SIZES])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_puts_rows_back(ops, device, dtype, size):
+def test_scatter_restores_the_order(ops, device, dtype, size):
     hidden_states = states(19, size, dtype, device)
     rows, indices, _ = check(ops, hidden_states, MASKS["mixed"](19).to(device))
     out = torch.full_like(hidden_states, float("nan"))
@@ -91,7 +91,7 @@ def test_scatter_of_no_rows(ops, device):
     assert torch.equal(out, torch.ones(3, 5, device=device))
 
 
-def test_what_cannot_be_is_refused(kernel_module, device):
+def test_invalid_arguments_are_refused(kernel_module, device):
     rows, indices = torch.zeros(3, 5, device=device), torch.arange(3, device=device)
     with pytest.raises(ValueError, match=r"\(N, D\) and \(N,\)"):
         kernel_module.exit_compact(rows, torch.zeros(4, dtype=torch.bool, device=device))

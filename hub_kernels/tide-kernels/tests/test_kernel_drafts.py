@@ -1,4 +1,4 @@
-"""`draft_top1` against float64, and `accept_drafts`."""
+"""`draft_top1` against float64."""
 
 import pytest
 import reference64
@@ -58,7 +58,7 @@ def test_strided_with_a_bias(ops, is_kernel, device):
     assert torch.equal(check(ops, is_kernel, strided(hidden_states), strided(head_weight), strided(bias)), plain)
 
 
-def test_of_equal_tokens_the_first(ops, device):
+def test_of_equal_logits_the_first_token(ops, device):
     head_weight = torch.zeros(200, 16, device=device)
     head_weight[[70, 71, 150]] = 1.0
     top, log_probability = ops.draft_top1(torch.ones(2, 16, device=device), head_weight)
@@ -68,8 +68,8 @@ def test_of_equal_tokens_the_first(ops, device):
 
 
 @pytest.mark.parametrize("vocab_size", [6, 70, 200])
-def test_of_logits_that_are_no_numbers_the_first(ops, device, vocab_size):
-    """As PyTorch has it; and never a token that is not in the vocabulary."""
+def test_of_nan_logits_the_first_token(ops, device, vocab_size):
+    """As in PyTorch; and never a token beyond the vocabulary."""
     hidden_states, head_weight = inputs(3, 16, vocab_size, torch.float32, device)
     hidden_states[1] = float("nan")
     top, log_probability = ops.draft_top1(hidden_states, head_weight)
@@ -81,49 +81,16 @@ def test_of_logits_that_are_no_numbers_the_first(ops, device, vocab_size):
     assert top.tolist() == [5, 0, 5]
 
 
-def test_a_block_of_tokens_that_cannot_be(ops, is_kernel, device):
+def test_a_block_of_infinitely_unlikely_tokens(ops, is_kernel, device):
     hidden_states, head_weight = inputs(3, 16, 200, torch.float32, device)
     head_bias = torch.zeros(200, device=device)
     head_bias[64:128] = float("-inf")
     check(ops, is_kernel, hidden_states, head_weight, head_bias)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 3, 17])
-def test_accept_drafts(ops, device, num_drafts):
-    generator = torch.Generator().manual_seed(num_drafts)
-    verified = torch.randint(0, 9, (12, num_drafts + 1), generator=generator)
-    drafts = verified[:, :-1].clone()
-    for row in range(12):
-        drafts[row, row:] = -1 if row % 2 else 10
-    verified_there, drafts_there = strided(verified.to(device)), strided(drafts.to(device))
-    n_matches, bonus_token = ops.accept_drafts(drafts_there, verified_there)
-    expected = [min(row, num_drafts) for row in range(12)]
-    assert n_matches.tolist() == expected
-    assert bonus_token.tolist() == [int(verified[row, expected[row]]) for row in range(12)]
-
-
-def test_accept_goes_on_to_the_first_mistake_only(ops, device):
-    drafts = torch.tensor([[1, 2, 3], [9, 2, 3]], device=device)
-    verified = torch.tensor([[1, 9, 3, 4], [1, 2, 3, 4]], device=device)
-    n_matches, bonus_token = ops.accept_drafts(drafts, verified)
-    assert n_matches.tolist() == [1, 0]
-    assert bonus_token.tolist() == [9, 1]
-
-
-def test_accept_of_no_rows(ops, device):
-    empty = torch.empty(0, 3, dtype=torch.int64, device=device)
-    n_matches, bonus_token = ops.accept_drafts(empty[:, :2], empty)
-    assert n_matches.shape == bonus_token.shape == (0,)
-
-
-def test_what_cannot_be_is_refused(kernel_module, device):
+def test_invalid_arguments_are_refused(kernel_module, device):
     hidden_states, head_weight = inputs(3, 8, 5, torch.float32, device)
     with pytest.raises(ValueError, match="one dtype"):
         kernel_module.draft_top1(hidden_states.half(), head_weight)
     with pytest.raises(ValueError, match=r"\(N, D\) and \(V, D\)"):
         kernel_module.draft_top1(hidden_states, head_weight[:0])
-    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"\(rows, K \+ 1\)"):
-        kernel_module.accept_drafts(tokens, tokens)
-    with pytest.raises(ValueError, match="int64"):
-        kernel_module.accept_drafts(tokens[:, :2].int(), tokens.int())

@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ...kernels.cpu.gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
-from ...kernels.cpu.weight_layouts import WEIGHT_LAYOUTS, PlainWeight, QuantizedWeight, WeightLayout, in_layout
+from ...kernels.cpu.cpp_kernels import load_op
+from ...kernels.cpu.weight_layouts import (
+    MAX_QUANTIZED_ROWS,
+    WEIGHT_LAYOUTS,
+    PlainWeight,
+    QuantizedWeight,
+    WeightLayout,
+    in_layout,
+)
 
 LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear.default
 
@@ -96,12 +103,12 @@ def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearW
         known = all(weight in indices and constants[indices[weight]].is_contiguous() for weight in weights)
         if not known or state is None:
             continue
-        if WEIGHT_LAYOUTS[layout] is PlainWeight and (product := skinny_gemm_for(state.dtype)) is not None:
+        if WEIGHT_LAYOUTS[layout] is PlainWeight and (product := load_op("skinny_gemm", state.dtype)) is not None:
             node.target, node.args = product, (node.args[0], weights, node.args[2])
         is_quantized = (
             WEIGHT_LAYOUTS[layout] is QuantizedWeight and state.numel() <= MAX_QUANTIZED_ROWS * state.shape[-1]
         )
-        if is_quantized and (product := groupwise_gemm_for(state.dtype)) is not None:
+        if is_quantized and (product := load_op("groupwise_gemm", state.dtype)) is not None:
             held = [_add_input(graph.graph, f"quantized_{len(quantized)}_{name}") for name in ("packed", "scales")]
             node.target, node.args = product, (node.args[0], *held, node.args[2])
             quantized.append(LinearWeights([indices[weight] for weight in weights], layout))

@@ -26,15 +26,20 @@ from torch._ops import OpOverload
 
 from ...common.errors import first_line
 from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder, write_all_whole
-from ..compile_cache import compiling
+from ..compile_cache import compiling, warn_unused
 
 # In the order of kDtypes in ops.cpp.
-VALUES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
-KERNELS = ("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention")  # file names without .cpp
+CPP_TYPES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
+# File names without .cpp, and for traces an empty result, given the op's arguments; ops.cpp documents these.
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "skinny_gemm": lambda input, weights, *_: _empty_product(input, weights),
+    "groupwise_gemm": lambda input, weight, *_: _empty_product(input, [weight]),
+    "decode_attention": lambda query, *_: query.new_empty(query.shape),
+    "prefill_attention": lambda query, *_: query.new_empty(query.transpose(1, 2).shape),
+}
 EAGER_KERNELS = ("skinny_gemm", "prefill_attention")  # the ones that eager calls use once they are cached
 OPS = "ops"  # ops.cpp, which registers them as PyTorch ops for all dtypes
 CPU_INFO = Path("/proc/cpuinfo")
-EXPORTED = ("run", "register_kernel")  # by the library of a kernel, and by that of `OPS`
 # No compiler or no writable folder; compiler messages that are not UTF-8, which Inductor expects; a library that does
 # not export its symbols, as on Windows.
 UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
@@ -48,21 +53,15 @@ _traceable: set[str] = set()  # ops with a registered fake implementation
 
 
 @lru_cache
-def load_op(name: str, dtype: torch.dtype, fake: Callable[..., Tensor]) -> OpOverload | None:
+def load_op(name: str, dtype: torch.dtype) -> OpOverload | None:
     """Return the op of a kernel for a dtype; compile it if it has to be.
 
-    Args:
-        name: One of `KERNELS`.
-        dtype: Of the values.
-        fake: The op's fake implementation, for traces: takes its arguments and returns an empty result.
-
-    Returns:
-        `None` for dtypes that `VALUES` lacks, and where the kernel cannot be compiled.
+    `None` for dtypes that `CPP_TYPES` lacks, and where the kernel cannot be compiled.
     """
-    if dtype not in VALUES or not compile_kernel(name, dtype):
+    if dtype not in CPP_TYPES or not compile_kernel(name, dtype):
         return None
     if name not in _traceable:
-        torch.library.register_fake(f"tide_hf::{name}", fake)
+        torch.library.register_fake(f"tide_hf::{name}", KERNELS[name])
         _traceable.add(name)
     return getattr(torch.ops.tide_hf, name).default
 
@@ -74,7 +73,7 @@ def compile_kernel(name: str, dtype: torch.dtype, others: Iterable[str] = KERNEL
 
     Args:
         name: One of `KERNELS`.
-        dtype: One of `VALUES`.
+        dtype: One of `CPP_TYPES`.
         others: Kernels to compile alongside, if this one has to be compiled.
     """
     with _loading:
@@ -86,7 +85,7 @@ def compile_kernel(name: str, dtype: torch.dtype, others: Iterable[str] = KERNEL
 
 def is_loaded(name: str, dtype: torch.dtype) -> bool:
     """Whether a kernel is loaded, or cached by an earlier process; nothing is compiled."""
-    if dtype not in VALUES:
+    if dtype not in CPP_TYPES:
         return False
     if (name, dtype) not in _loaded and _loading.acquire(blocking=False):  # or another thread is compiling
         try:
@@ -111,10 +110,8 @@ def _file_name(name: str, dtype: torch.dtype | None, bits: int | None) -> str:
 def _load_cached(name: str, dtype: torch.dtype) -> bool:
     global _ops  # noqa: PLW0603
     kernel = _cached_library(name, dtype)
-    if kernel is None:
-        return False
-    _ops = _ops or _cached_library(OPS)
-    if _ops is None:
+    _ops = _ops or (_cached_library(OPS) if kernel is not None else None)
+    if kernel is None or _ops is None:
         return False
     _register(name, dtype, kernel)
     return True
@@ -123,11 +120,11 @@ def _load_cached(name: str, dtype: torch.dtype) -> bool:
 def _cached_library(name: str, dtype: torch.dtype | None = None) -> Any:
     """Load a library that an earlier process compiled; `None` where there is none that loads."""
     path = cached_path(name, dtype)
-    if not _is_whole(path):
+    if not _is_trusted(path):
         return None
     try:
         library = ctypes.CDLL(str(path))
-        if hasattr(library, EXPORTED[name == OPS]):
+        if hasattr(library, "register_kernel" if name == OPS else "run"):
             return library
         reason = "it is another library"
     except OSError as error:
@@ -138,26 +135,21 @@ def _cached_library(name: str, dtype: torch.dtype | None = None) -> Any:
     return None
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a file is what this user, or the administrator, has kept there: its code runs as ours.
+def _is_trusted(path: Path) -> bool:
+    """Whether a file is what this user, or the administrator, has stored: its code runs as ours.
 
-    It is compared with the digest beside it, since to load one that was cut short would end the process.
+    It is compared with the digest beside it, since loading one that was cut short would end the process.
     """
-    folder, digest = path.parent, _digest_path(path)
+    digest = _digest_path(path)
     if not (is_ours(path) and is_ours(digest)):
         return False
-    if not is_private_folder(folder):
-        _say_that_it_is_not_used(folder)
+    if not is_private_folder(path.parent):
+        warn_unused(path.parent, "others may write to it, or it is a link")
         return False
     try:
         return digest.read_text(encoding="ascii") == hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, UnicodeError):
         return False
-
-
-@lru_cache
-def _say_that_it_is_not_used(folder: Path) -> None:
-    logger.warning("kernels in %s are not used, since others may write there: chmod go-w, or set TIDE_HF_HOME", folder)
 
 
 def _digest_path(path: Path) -> Path:
@@ -167,7 +159,7 @@ def _digest_path(path: Path) -> Path:
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
     global _ops  # noqa: PLW0603
     try:
-        with compiling(), _loading:  # in this order, since what is being compiled asks for kernels
+        with compiling(), _loading:  # in this order, since a graph that is being compiled asks for kernels
             if (name, dtype) in _loaded:  # by another thread
                 return
             _compile_missing(together, dtype)
@@ -182,18 +174,35 @@ def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
         logger.warning("%s.cpp cannot be compiled, so PyTorch's own operations are used: %s", name, reason)
 
 
+def _compile_missing(names: set[str], dtype: torch.dtype) -> None:
+    """Compile the kernels of a dtype, and their ops, that are not cached yet.
+
+    Compiler errors surface when the kernel is loaded.
+    """
+    missing = [_source_of(name, dtype) for name in names if not _is_trusted(cached_path(name, dtype))]
+    if _ops is None and not _is_trusted(cached_path(OPS)):
+        missing.insert(0, _source_of(OPS))  # first, since it takes the longest
+    with ThreadPoolExecutor(len(missing) or 1) as pool:
+        for source in missing:
+            _inductor_cache().load_async(source, device_type="cpu", submit_fn=pool.submit)
+
+
+def _empty_product(input: Tensor, weights: list[Tensor]) -> Tensor:
+    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
 def _register(name: str, dtype: torch.dtype, kernel: Any) -> None:
     """Register a kernel with its op."""
-    place = list(VALUES).index(dtype)
-    _ops.register_kernel(name.encode(), ctypes.c_int64(place), ctypes.cast(kernel.run, ctypes.c_void_p))
+    index = list(CPP_TYPES).index(dtype)
+    _ops.register_kernel(name.encode(), ctypes.c_int64(index), ctypes.cast(kernel.run, ctypes.c_void_p))
     _loaded[name, dtype] = kernel
 
 
 def _store(library: Any, path: Path) -> None:
     """Copy a library to the cache, unless it is there or the folder is not writable."""
     try:
-        make_private_folder(path.parent, mode=0o755)  # others may use what the administrator keeps
-        if _is_whole(path) or not is_private_folder(path.parent):
+        make_private_folder(path.parent, mode=0o755)  # others may use what the administrator stores
+        if _is_trusted(path) or not is_private_folder(path.parent):
             return
         content = Path(library._name).read_bytes()
         files = {_digest_path(path): hashlib.sha256(content).hexdigest().encode(), path: content}
@@ -204,24 +213,11 @@ def _store(library: Any, path: Path) -> None:
         logger.info("%s is not cached for later processes: %s", path.name, error)
 
 
-def _compile_missing(names: set[str], dtype: torch.dtype) -> None:
-    """Compile the kernels of a dtype, and their ops, that are not cached yet.
-
-    Compiler errors surface when the kernel is loaded.
-    """
-    missing = [_source_of(name, dtype) for name in names if not _is_whole(cached_path(name, dtype))]
-    if _ops is None and not _is_whole(cached_path(OPS)):
-        missing.insert(0, _source_of(OPS))  # first, since it takes the longest
-    with ThreadPoolExecutor(len(missing) or 1) as pool:
-        for source in missing:
-            _inductor_cache().load_async(source, device_type="cpu", submit_fn=pool.submit)
-
-
 def _source_of(name: str, dtype: torch.dtype | None = None) -> str:
     """The source of a kernel for a dtype, or of `OPS`."""
     head, files = "", ["arguments.h", f"{name}.cpp"]
     if dtype is not None:
-        head = f"#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\nusing Value = {VALUES[dtype]};\n"
+        head = f"#include <c10/util/BFloat16.h>\n#include <c10/util/Half.h>\nusing Value = {CPP_TYPES[dtype]};\n"
         files.insert(0, "vectorized.h")
     return head + "".join(Path(__file__).with_name(file).read_text() for file in files)
 

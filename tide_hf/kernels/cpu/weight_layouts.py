@@ -1,14 +1,19 @@
-"""Layouts in which linear layers on a CPU can read their weights, and the ops that use them.
+"""Layouts in which linear layers on a CPU can read their weights, the ops that use them, and which is the fastest.
 
 PyTorch's linear passes plain weights to MKL, or in bfloat16 to oneDNN. For more than a few rows both repack them into
-their own layout at every call, which doubles the cost of a verify pass; on some CPUs MKL is slow even for one row.
+their own layout at every call, which doubles the cost of a verify pass; on some CPUs MKL is slow even for one row. A
+verify pass over a few tokens is bound by the bandwidth with which it reads the weights.
 
-- Prepacked weights are repacked once and kept, at the cost of a copy.
-- The skinny GEMM reads plain weights without a copy, at memory bandwidth for few rows.
+- Prepacked weights are repacked once and kept, at the cost of a copy. oneDNN costs 12 us to start each product, and a
+  pass in a model of 30 layers has 120 of them.
+- The skinny GEMM reads plain weights sequentially, once for all rows of the input, without a copy. It sums in the same
+  order for any number of rows, so a pass over several tokens rounds as passes over single tokens do.
+- The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes.
 - On CPUs without bfloat16 or float16 instructions, PyTorch multiplies such weights several times slower than float32,
   so they are upcast to float32, chunk by chunk, at each call.
 
-Results differ from PyTorch's by rounding alone, as those of a pass of another width do.
+Apart from quantised weights, results differ from PyTorch's by rounding alone, as those of a pass of another width do.
+Which layout is the fastest for a number of rows is measured on this machine at first use.
 """
 
 from __future__ import annotations
@@ -22,13 +27,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .gemm import MAX_QUANTIZED_ROWS, groupwise_gemm_for, skinny_gemm_for
+from ...common.timing import least_seconds
+from .cpp_kernels import load_op
 
+MAX_QUANTIZED_ROWS = 8  # of the input of the quantised GEMM
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
 # Weights that share a scale. With one scale per row the block head agreed 0.6% less often; with groups, as often.
 GROUP_SIZE = 64
 MAX_QUANTIZED, ZERO_POINT = 63, 64
 MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
+
+PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256, 1024)  # a measurement holds up to the next of these
+PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together larger than a core's caches
+FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # compute-bound from so many rows on, so fewer weights suffice
+MANY_ROWS = 256
+COPY_GAIN = 1.12  # least speed-up of a copy: it takes memory, and gains less on weights smaller than the probe's
+COMPUTE_BOUND_GAIN = 1.12  # least speed-up where compute-bound: layouts differ by little more than noise there
+CLEAR_GAIN = 1.5
+REPEATS = 2
 
 
 class WeightLayout:
@@ -128,7 +144,7 @@ class QuantizedWeight(WeightLayout):
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
         """Few rows, where the kernel can be compiled."""
-        return rows <= MAX_QUANTIZED_ROWS and groupwise_gemm_for(dtype) is not None
+        return rows <= MAX_QUANTIZED_ROWS and load_op("groupwise_gemm", dtype) is not None
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -137,7 +153,7 @@ class QuantizedWeight(WeightLayout):
         return self._product(input, self.packed, self.scales, bias)
 
     def _convert(self, weights: list[Tensor]) -> None:
-        self._product: Any = groupwise_gemm_for(weights[0].dtype)
+        self._product: Any = load_op("groupwise_gemm", weights[0].dtype)
         weight = _concatenated(weights).float().contiguous()
         groups = functional.pad(weight, (0, -weight.shape[1] % GROUP_SIZE)).view(weight.shape[0], -1, GROUP_SIZE)
         self.scales = (groups.abs().amax(dim=-1) / MAX_QUANTIZED).clamp_min(MIN_SCALE)
@@ -153,14 +169,14 @@ class PlainWeight(WeightLayout):
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
         """Any number of rows, where the kernel can be compiled."""
-        return skinny_gemm_for(dtype) is not None
+        return load_op("skinny_gemm", dtype) is not None
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
         return self._product(input, self._plain, bias)
 
     def _convert(self, weights: list[Tensor]) -> None:
-        self._product: Any = skinny_gemm_for(weights[0].dtype)
+        self._product: Any = load_op("skinny_gemm", weights[0].dtype)
         self._plain = [weight.contiguous() for weight in weights]  # keeps the values alive when `.data` is replaced
 
 
@@ -210,6 +226,69 @@ def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None, layout: int
 @torch.library.register_fake("tide_hf::fused_linear", lib=_ops)
 def _fused_linear_fake(input: Tensor, weights: list[Tensor], _bias: Tensor | None, _layout: int = 0) -> Tensor:
     return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
+# Seconds, by layout (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS.
+_measured: dict[tuple[type[WeightLayout] | None, torch.dtype, int, int], float] = {}
+
+
+def fastest_layout(dtype: torch.dtype, rows: int, layouts: tuple[type[WeightLayout], ...]) -> type[WeightLayout] | None:
+    """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once."""
+    if type(rows) is not int:  # a symbolic size of a trace cannot be a cache key
+        return _fastest_layout.__wrapped__(dtype, rows, layouts, 0)
+    return _fastest_layout(dtype, rows, layouts, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)  # called for every linear layer of every pass
+def _fastest_layout(
+    dtype: torch.dtype, rows: int, layouts: tuple[type[WeightLayout], ...], _threads: int
+) -> type[WeightLayout] | None:
+    if rows < PROBED_ROWS[0]:
+        return None
+    probed = max(known for known in PROBED_ROWS if known <= rows)
+    among = [None, *[layout for layout in layouts if layout.serves(dtype, rows)]]
+    if len(among) == 1:
+        return None
+    return min(among, key=lambda layout: _seconds_of(layout, dtype, probed) * _required_gain(layout, probed))
+
+
+def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
+    """The speed-up over PyTorch's linear from which on a layout is chosen."""
+    if layout is None:
+        return 1.0
+    return (COPY_GAIN if layout.is_copy else 1.0) * (COMPUTE_BOUND_GAIN if rows >= COMPUTE_BOUND_ROWS else 1.0)
+
+
+def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int) -> float:
+    key = layout, dtype, torch.get_num_threads(), rows
+    if key not in _measured:
+        _measured[key] = _measure(layout, dtype, rows)
+    return _measured[key]
+
+
+@torch.inference_mode(False)  # inference tensors have no versions
+@torch.no_grad()
+def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int) -> float:
+    count = PROBED_WEIGHTS if rows < COMPUTE_BOUND_ROWS else FEW_WEIGHTS
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype, device="cpu") for _ in range(count)]
+    input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype, device="cpu")
+    if layout is None:
+        return least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
+    taken = [layout(weight) for weight in weights]
+    return least_seconds(lambda: [one.apply(input, None) for one in taken], REPEATS)
+
+
+def clearly_faster_layout(dtype: torch.dtype) -> type[WeightLayout] | None:
+    """The layout that needs no compiler and is clearly faster for many rows, if any.
+
+    Prepacked weights are, on CPUs that MKL is not tuned for; upcast weights are, on CPUs without instructions for the
+    dtype. The clear margin keeps results from depending on the noise of a measurement.
+    """
+    for layout in PYTORCH_LAYOUTS:
+        if layout.serves(dtype, MANY_ROWS):
+            plain, other = (_seconds_of(one, dtype, MANY_ROWS) for one in (None, layout))
+            return layout if other * CLEAR_GAIN < plain else None
+    return None
 
 
 @lru_cache

@@ -6,7 +6,6 @@ of rows, strided and empty inputs, float32, float16 and bfloat16; sums are float
 
 from __future__ import annotations
 
-from .acceptance import accept_drafts
 from .compaction import exit_compact, exit_scatter
 from .kv_cache import kv_compact
 from .registration import implementations
@@ -14,7 +13,6 @@ from .routing import norm_route
 from .vocabulary import draft_top1
 
 __all__ = [
-    "accept_drafts",
     "draft_top1",
     "exit_compact",
     "exit_scatter",

@@ -1,4 +1,4 @@
-"""`exit_compact` and `exit_scatter`: rows that stay to the front, and rows back to their places."""
+"""`exit_compact` sorts the rows that continue before those that exit; `exit_scatter` writes them back."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .registration import nothing, on_device_of, register, require, require_places, require_rows
+from .registration import nothing, on_device_of, register, require, require_indices, require_rows
 
-CHUNK = 1024  # rows whose staying is counted together
+CHUNK = 1024  # rows that are counted together
 ROWS = 16  # rows that one program moves; divides CHUNK
 
 
 @triton.jit
 def _count_kernel(exit_mask, mask_stride, chunk_counts, num_rows, CHUNK: tl.constexpr):
-    """How many rows of each chunk stay."""
+    """Count the continuing rows of each chunk."""
     rows = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     exits = tl.load(exit_mask + rows * mask_stride, mask=rows < num_rows, other=1)
     tl.store(chunk_counts + tl.program_id(0), tl.sum((exits == 0).to(tl.int32), axis=0))
@@ -39,7 +39,7 @@ def _compact_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move ROWS rows, BLOCK columns of them, to where they belong."""
+    """Move BLOCK columns of ROWS rows to their sorted position."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     chunk = first // CHUNK
     in_chunk = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -89,7 +89,7 @@ def _scatter_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write ROWS rows, BLOCK columns of them, to their places."""
+    """Write BLOCK columns of ROWS rows to `out`."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if HAS_LIMIT:
         num_rows = tl.minimum(num_rows, tl.load(limit))
@@ -172,17 +172,17 @@ _exit_scatter = register(
 
 
 def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that stay first, then those that exit, each in their old order. The host waits for nothing.
+    """Sort the rows stably: those that continue first, then those that exit. The host does not synchronise.
 
     Args:
         hidden_states: (N, D).
         exit_mask: (N,) bool, true where a row exits.
 
     Returns:
-        (N, D) rows; (N,) int64 place each came from; (2,) int32 numbers of rows that stay and that exit.
+        (N, D) rows; (N,) int64 source index of each; (2,) int32 counts of continuing and exiting rows, on the device.
 
     Raises:
-        ValueError: Shapes do not fit, or the mask is not of bool.
+        ValueError: Shapes do not fit, or the mask is not bool.
     """
     require_rows("exit_compact", hidden_states, exit_mask)
     require(exit_mask.dtype == torch.bool, "exit_compact", f"a mask of {exit_mask.dtype}", "bool")
@@ -194,9 +194,9 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
 
     Args:
         rows: (M, D).
-        indices: (M,) int64, no place twice.
-        out: (N, D) of the same dtype; written to.
-        limit: (1,) int32 on the device: only the first so many rows. `None` for all.
+        indices: (M,) int64, without duplicates.
+        out: (N, D) of the same dtype; changed in place.
+        limit: (1,) int32 on the device, the number of rows to write; `None` for all.
 
     Returns:
         `out`.
@@ -205,7 +205,7 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
         ValueError: Shapes or dtypes do not fit.
     """
     require_rows("exit_scatter", rows, indices)
-    require_places("exit_scatter", indices, limit)
+    require_indices("exit_scatter", indices, limit)
     require(out.dtype == rows.dtype, "exit_scatter", f"out of {out.dtype}", f"{rows.dtype}, as the rows")
     require(out.dim() == 2 and out.shape[1] == rows.shape[1], "exit_scatter", f"out {tuple(out.shape)}", "(N, D)")
     _exit_scatter(rows, indices, out, limit)

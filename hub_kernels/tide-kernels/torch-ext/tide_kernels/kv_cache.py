@@ -1,4 +1,4 @@
-"""`kv_compact`: the kept slots of a layer's K and V move together, in place."""
+"""`kv_compact`: gather the slots of a KV cache that are kept, in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .registration import on_device_of, register, require
+from .registration import nothing, on_device_of, register, require
 
 SLOTS = 64  # slots that one program moves at a time
 
@@ -26,7 +26,7 @@ def _move_block(
     LEFT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Move one block of slots, but for those that stay or move the other way."""
+    """Move one block of slots, apart from those that stay or move the other way."""
     slots = first + tl.arange(0, SLOTS)
     source = tl.load(order + slots * order_stride, mask=slots < width, other=-1)
     moves = (source >= 0) & ((source > slots) if LEFT else (source < slots))
@@ -44,8 +44,9 @@ def _move_slots(
 ):
     """Move the slots of one row and head, BLOCK elements of each.
 
-    Sources ascend. So what moves right never writes where something that moves left is read, nor the reverse; and
-    going down for the first and up for the second, nothing is overwritten that is still to be read.
+    Sources ascend, so a slot that moves right never overwrites the source of one that moves left, nor the reverse.
+    Slots that move right are moved in descending order and the others in ascending order, so that every source is read
+    before it is overwritten.
     """
     elements = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     element_ok = elements < size
@@ -118,12 +119,8 @@ def _kv_compact_triton(keys: Tensor, values: Tensor, order: Tensor) -> None:
         )
 
 
-def _kv_compact_fake(keys: Tensor, values: Tensor, order: Tensor) -> None:
-    """It only writes to its arguments."""
-
-
 _kv_compact = register(
-    "kv_compact(Tensor(a!) keys, Tensor(b!) values, Tensor order) -> ()", _kv_compact_triton, _kv_compact_fake
+    "kv_compact(Tensor(a!) keys, Tensor(b!) values, Tensor order) -> ()", _kv_compact_triton, nothing
 )
 
 
@@ -133,7 +130,7 @@ def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Ten
     Args:
         keys: (rows, heads, slots, key size); written to.
         values: (rows, heads, slots, value size), of as many slots; written to.
-        order: (rows, kept) int64, ascending along each row, but for -1 where a slot is of no account.
+        order: (rows, kept) int64, ascending along each row, except for -1 where the slot's contents do not matter.
 
     Returns:
         `keys` and `values` of the first `kept` slots, as views.

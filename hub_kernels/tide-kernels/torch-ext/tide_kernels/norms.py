@@ -1,11 +1,11 @@
-"""Row norms as models compute them: statistics in float32, and roundings where the model itself rounds."""
+"""Norms as models compute them: statistics in float32, rounded to the dtype where the model itself rounds."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# How a norm's output comes about, in the order of the codes that the ops take:
+# The variants of a norm, in the order of the codes that the ops take:
 #   rms           round(weight * round(x / rms))       Llama and most others
 #   rms_float32   round(weight * (x / rms))            OLMo 2, gpt-oss
 #   rms_one_plus  round((1 + weight) * (x / rms))      Gemma
@@ -17,7 +17,7 @@ NORMS = ("rms", "rms_float32", "rms_one_plus", "layer")
 def rounded(x, DTYPE: tl.constexpr):
     """The float32 values `x`, rounded to the nearest that DTYPE has, ties to even; still float32.
 
-    By hand for bfloat16, since Triton's interpreter cuts bits off instead.
+    Done by hand for bfloat16, which Triton's interpreter truncates.
     """
     if DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -32,7 +32,7 @@ def rounded(x, DTYPE: tl.constexpr):
 def row_statistics(
     pointers, row_ok, col_stride, size, eps, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mean (0 but for LayerNorm) and reciprocal deviation of each row, (ROWS,) float32.
+    """Mean (0 except for LayerNorm) and reciprocal deviation of each row, (ROWS,) float32.
 
     `pointers` (ROWS,) point at the rows' first elements.
     """

@@ -1,4 +1,4 @@
-"""How ops are registered: schemas and Triton implementations here; a CUDA build adds its own under the CUDA key."""
+"""Registration of ops: their schemas and Triton implementations. A CUDA build adds its own under the CUDA key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ._ops import add_op_namespace_prefix, ops
 
 _NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
-_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")  # kept: its ops go when it goes
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")  # its ops live as long as it does
 _NAMES: list[str] = []
 
 
@@ -21,7 +21,7 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     Args:
         schema: Its schema, without a namespace.
         implementation: The Triton implementation.
-        fake: Shapes and dtypes alone, for `torch.compile`.
+        fake: Returns empty results, for `torch.compile`.
     """
     name = schema.partition("(")[0]
     _NAMES.append(name)
@@ -44,7 +44,7 @@ def on_device_of(tensor: torch.Tensor) -> Any:
 
 
 def require(condition: bool, op: str, got: str, expected: str) -> None:
-    """Refuse what a kernel would answer with memory errors.
+    """Refuse arguments that would make a kernel read or write beyond its tensors.
 
     Raises:
         ValueError: `condition` does not hold.
@@ -53,8 +53,8 @@ def require(condition: bool, op: str, got: str, expected: str) -> None:
         raise ValueError(f"{op}: got {got}. Expected {expected}.")
 
 
-def require_places(op: str, indices: torch.Tensor, limit: torch.Tensor | None) -> None:
-    """Refuse places and a limit of other dtypes than they are read in."""
+def require_indices(op: str, indices: torch.Tensor, limit: torch.Tensor | None) -> None:
+    """Refuse indices and a limit of other dtypes than the kernel reads."""
     dtypes = (indices.dtype, torch.int32 if limit is None else limit.dtype)
     require(dtypes == (torch.int64, torch.int32), op, f"{dtypes[0]} and {dtypes[1]}", "int64 indices, an int32 limit")
 

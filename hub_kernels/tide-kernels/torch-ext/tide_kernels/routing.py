@@ -1,7 +1,7 @@
 """`norm_route`: norm, router MLP, sigmoid and threshold in one launch.
 
-Many programs share a row, each with some of the router's hidden units, since one alone could not read the router's
-weights fast enough. The last of them to finish adds up what all found, in a fixed order, so results do not vary.
+Several programs share a row, each with some of the router's hidden units, since a single one could not read the
+router's weights fast enough. The last to finish adds up their partial sums in a fixed order, so results do not vary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .norms import NORMS, normalized, row_statistics
 from .registration import on_device_of, register, require
 
-MANY_ROWS = 256  # from here on the product of states and weights is a matrix product
+MANY_ROWS = 256  # from so many rows on, tl.dot multiplies
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -223,9 +223,9 @@ def norm_route(
 
 
 def _zeroed_counters(hidden_states: Tensor) -> Tensor:
-    """At least one int32 zero per row. Each launch leaves them at zero, so they are made once per stream.
+    """At least one int32 zero per row. Each launch resets them to zero, so they are allocated once per stream.
 
-    Inside a CUDA graph, and under `torch.compile`, they belong to the graph: it is replayed on any stream.
+    Inside a CUDA graph, and under `torch.compile`, they belong to the graph, which may be replayed on any stream.
     """
     device, num_rows = hidden_states.device, hidden_states.shape[0]
     if torch.compiler.is_compiling() or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):

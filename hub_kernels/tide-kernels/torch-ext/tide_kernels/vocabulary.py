@@ -1,4 +1,4 @@
-"""`draft_top1`: the head's top token without its logits in memory."""
+"""`draft_top1`: the head's top-1 token, without its logits in memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _block_top1_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Logits of ROWS rows and TOKENS tokens: their maximum, where it is, and their softmax's denominator."""
+    """Maximum, argmax and softmax denominator of the logits of ROWS rows and TOKENS tokens."""
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row_ok, token_ok = rows < num_rows, tokens < vocab_size
@@ -67,7 +67,7 @@ def _block_top1_kernel(
 
 @triton.jit
 def _top1_kernel(best, best_token, weight_sum, top, log_probability, num_blocks, BLOCKS: tl.constexpr):
-    """One row: the best of its blocks. Where several are equal, the first."""
+    """Reduce the blocks of one row. Of equal logits, the first wins."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     ok = blocks < num_blocks
@@ -127,7 +127,7 @@ _draft_top1 = register(
 
 
 def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The head's top token of each row, and its log-probability, without writing the logits.
+    """Return the head's top-1 token of each row and its log-probability, without writing the logits.
 
     Args:
         hidden_states: (N, D), after the final norm; float32, float16 or bfloat16.

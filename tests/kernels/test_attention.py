@@ -1,0 +1,263 @@
+"""Attention kernels in C++: what PyTorch computes, whatever the shapes, strides and masks are."""
+
+from itertools import product
+
+import pytest
+import torch
+from families import SDPA, VOCAB, tiny_model
+from on_steps import OPTIONS, attach_compiled, prompts
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+from tide_hf.engines.gqa_attention import gqa_attention
+from tide_hf.kernels.cpu import attention
+from tide_hf.kernels.cpu.attention import MIN_QUERIES, decode_sdpa, is_faster, prefill_sdpa
+from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, compile_kernel, load_op
+
+measure = attention._measure
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+# Rows, heads, queries, size, all slots and filled ones.
+DECODE_SHAPES = [
+    (1, 3, 12, 64, 96, 50),
+    (2, 3, 5, 8, 64, 33),
+    (3, 2, 7, 80, 64, 64),
+    (1, 1, 1, 5, 40, 1),
+    (2, 1, 4, 33, 40, 17),
+]
+# Rows, heads, KV heads, queries, slots, size.
+PREFILL_SHAPES = [
+    (1, 9, 3, 48, 48, 64),
+    (2, 4, 4, 130, 130, 8),
+    (2, 2, 1, 32, 32, 80),
+    (1, 2, 2, 65, 65, 5),
+    (1, 2, 1, 33, 200, 33),
+    (3, 4, 2, 64, 90, 16),
+]
+
+
+@pytest.fixture(autouse=True)
+def _prefill_kernel_is_faster(monkeypatch, fresh_kernels):
+    """Whatever this machine is, the prefill kernel is compiled and the faster one."""
+    compile_kernel("prefill_attention", torch.float32)
+    monkeypatch.setattr(attention, "_measure", lambda _dtype: True)
+    monkeypatch.setattr(attention, "_is_faster", {})
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of each call of the prefill kernel."""
+    made, prefill = [], attention._prefill
+    monkeypatch.setattr(attention, "_prefill", lambda *given: made.append(given) or prefill(*given))
+    return made
+
+
+def decode_tensors(shape, dtype=torch.float32, mask_rows=None):
+    rows, heads, queries, size, slots, filled = shape
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(rows, heads, length, size).to(dtype) for length in (queries, slots, slots))
+    attends = torch.rand(mask_rows or rows, 1, queries, slots) < 0.8
+    attends[..., 0] = True
+    mask = torch.zeros(attends.shape).masked_fill(~attends, -torch.inf).to(dtype)
+    return query, key, value, mask, torch.tensor(filled)
+
+
+@pytest.mark.parametrize("dtype", CPP_TYPES)
+def test_decode_attention_is_that_of_pytorch(on_some_cpu, dtype):
+    for shape, mask_rows, scale in product(DECODE_SHAPES, (None, 1), (None, 0.3)):
+        query, key, value, mask, filled = decode_tensors(shape, dtype, mask_rows)
+        found = decode_sdpa(query, key, value, mask, filled, scale)
+        read = (tensor.double() for tensor in (query, key[:, :, :filled], value[:, :, :filled]))
+        exact = scaled_dot_product_attention(*read, attn_mask=mask[..., :filled].double(), scale=scale)
+        torch.testing.assert_close(found.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CPP_TYPES)
+def test_decode_attention_of_a_query_does_not_depend_on_the_others(on_some_cpu, dtype):
+    for shape in DECODE_SHAPES:
+        query, key, value, mask, filled = decode_tensors(shape, dtype)
+        mask[..., filled - 1 :] = -torch.inf
+        mask[..., 0] = 0.0
+        found = decode_sdpa(query, key, value, mask, filled, None)
+        for i in range(query.shape[2]):
+            one = query[:, :, i : i + 1].contiguous(), key, value, mask[:, :, i : i + 1].contiguous()
+            alone = decode_sdpa(*one, (filled - 1).clamp(min=1), None)  # nor on slots at the end that the mask hides
+            assert torch.equal(alone, found[:, :, i : i + 1])
+
+
+def prefill_tensors(shape, dtype=torch.float32):
+    rows, heads, kv_heads, queries, slots, size = shape
+    torch.manual_seed(0)
+    sizes = ((queries, heads), (slots, kv_heads), (slots, kv_heads))
+    return [torch.randn(rows, length, count, size).to(dtype).transpose(1, 2) for length, count in sizes]
+
+
+def prefill_masks(shape):
+    """`None` where it can be left out; causal, random, with a hidden block, and with other strides."""
+    rows, _, _, queries, slots, _ = shape
+    causal = torch.ones(queries, slots, dtype=torch.bool).tril(slots - queries)
+    random = causal & (torch.rand(rows, 1, queries, slots) < 0.7)
+    random[..., 0] = True
+    padded = causal.expand(rows, 1, queries, slots).clone()
+    padded[0, :, :, 1:70] = False
+    transposed = padded.transpose(2, 3).contiguous().transpose(2, 3)
+    return [*([None] if queries == slots else []), causal[None, None], random, padded, transposed]
+
+
+@pytest.mark.parametrize("dtype", CPP_TYPES)
+def test_prefill_attention_is_that_of_pytorch(on_some_cpu, dtype):
+    compile_kernel("prefill_attention", dtype)
+    for shape, scale in product(PREFILL_SHAPES, (None, 0.3)):
+        tensors = prefill_tensors(shape, dtype)
+        wide = [tensor.double() for tensor in tensors]
+        for mask in prefill_masks(shape):
+            found = prefill_sdpa(*tensors, mask, scale)
+            options = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": True}
+            exact = scaled_dot_product_attention(*wide, **options).transpose(1, 2)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_a_query_that_attends_to_nothing_gives_zeros():
+    query, key, value, mask, filled = decode_tensors(DECODE_SHAPES[0])
+    mask[:, :, 2] = -torch.inf
+    decoded = decode_sdpa(query, key, value, mask, filled, None)[:, :, 2]
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
+    mask[:, :, 3], mask[:, :, :, 5] = False, False
+    prefilled = prefill_sdpa(*prefill_tensors((1, 2, 1, 70, 70, 16)), mask, None)
+    assert bool(prefilled.isfinite().all())
+    for found in (decoded, prefilled[:, 3]):
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_large_scores_give_finite_weights():
+    query, key, value = prefill_tensors((1, 2, 1, 130, 130, 16))
+    found = prefill_sdpa(query * 1e4, key * 1e4, value, None, None)
+    exact = scaled_dot_product_attention(query * 1e4, key * 1e4, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), exact)
+
+
+def transposed(tensor):
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, mask: (q.double(), k.double(), v.double(), mask.double()),
+        lambda q, k, v, mask: (q, k, v, mask.bfloat16()),
+        lambda q, k, v, mask: (q, k[:, :1], v, mask),
+        lambda q, k, v, mask: (q, k, transposed(v), mask),
+        lambda q, k, v, mask: (q, k, v, mask[:, :, :1]),
+    ],
+    ids=["dtype", "mixed dtypes", "heads", "strides", "mask"],
+)
+def test_other_decode_tensors_are_left_to_pytorch(change):
+    *tensors, filled = decode_tensors(DECODE_SHAPES[0])
+    assert decode_sdpa(*tensors, filled, None) is not None
+    assert decode_sdpa(*change(*tensors), filled, None) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, mask: (q.double(), k.double(), v.double(), mask),
+        lambda q, k, v, mask: (q, k, v.bfloat16(), mask),
+        lambda q, k, v, mask: (q[:, :, 1 - MIN_QUERIES :], k, v, mask[:, :, 1 - MIN_QUERIES :]),
+        lambda q, k, v, mask: (q[:, :3], k, v, mask),
+        lambda q, k, v, mask: (q, k, v[..., :8], mask),
+        lambda q, k, v, mask: (q, transposed(k), v, mask),
+        lambda q, k, v, mask: (q[:, :, 1:], k, v, None),
+        lambda q, k, v, mask: (q, k, v, mask.float()),
+        lambda q, k, v, mask: (q, k, v, mask.expand(1, 4, 40, 40)),
+        lambda q, k, v, mask: (q.to("meta"), k.to("meta"), v.to("meta"), None),
+    ],
+    ids=["dtype", "mixed dtypes", "few", "heads", "values", "strides", "slots", "floats", "mask of heads", "device"],
+)
+def test_other_prefill_tensors_are_left_to_pytorch(change, monkeypatch):
+    tensors = *prefill_tensors((1, 4, 2, 40, 40, 16)), torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    assert prefill_sdpa(*tensors, None) is not None
+    assert prefill_sdpa(*change(*tensors), None) is None
+    monkeypatch.setattr(attention, "_is_faster", {(torch.float32, torch.get_num_threads()): False})
+    assert prefill_sdpa(*tensors, None) is None
+
+
+def test_which_attention_is_faster_is_measured_once(monkeypatch):
+    measured = []
+    monkeypatch.setattr(attention, "_measure", lambda dtype: measured.append(dtype) or True)
+    assert [is_faster(torch.float32), is_faster(torch.float32)] == [True, True]
+    assert not is_faster(torch.float64)  # there is no kernel
+    assert measured == [torch.float32]
+
+
+@pytest.mark.parametrize(("by_pytorch", "by_kernel"), [(2.0, 1.0), (1.0, 2.0)])
+def test_a_measurement_runs_and_compares_both(monkeypatch, calls, by_pytorch, by_kernel):
+    monkeypatch.setattr(attention, "PROBED_SHAPE", (1, 2, 64, 16))
+
+    def seconds(function, _repeats):
+        before = len(calls)
+        function()
+        return by_kernel if len(calls) > before else by_pytorch
+
+    monkeypatch.setattr(attention, "least_seconds", seconds)
+    assert measure(torch.float32) == (by_kernel < by_pytorch)
+    assert len(calls) == 1
+
+
+def prefill_logits(model, mask):
+    ids = torch.randint(3, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids, attention_mask=mask).logits
+
+
+@pytest.mark.parametrize("family", SDPA)
+@torch.no_grad()
+def test_every_familys_prefill_logits_stay(family, calls):
+    model = tiny_model(family, attention="sdpa")
+    masks = torch.ones(2, 2, 40, dtype=torch.long)
+    masks[1, 0, :7] = 0  # padding
+    for mask in masks:
+        expected = prefill_logits(model, mask)
+        with gqa_attention(model):
+            found = prefill_logits(model, mask)
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert bool(calls) == (family not in ("deepseek_v3", "falcon"))  # values of another size; attention of its own
+
+
+@pytest.mark.parametrize("observed", ["operations", "gradients", "autocast"])
+def test_attention_is_pytorchs_where_a_caller_needs_its_operations(tiny_llama, calls, observed):
+    model, mask = tiny_llama(), torch.ones(1, 40, dtype=torch.long)
+    with gqa_attention(model):
+        if observed == "gradients":
+            prefill_logits(model, mask).sum().backward()
+        elif observed == "operations":
+            with torch.no_grad(), FlopCounterMode(display=False):
+                prefill_logits(model, mask)
+        else:
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                prefill_logits(model, mask)
+        assert not calls
+        with torch.no_grad():
+            prefill_logits(model, mask)
+    assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("length", [MIN_QUERIES - 1, MIN_QUERIES])
+def test_compiled_prefill_of_long_prompts_calls_the_kernel(tiny_llama, calls, length):
+    model = tiny_llama(num_hidden_layers=2)
+    inputs = {**prompts(length=length), **OPTIONS, "max_new_tokens": 3}
+    expected = model.generate(**inputs)
+    steps = attach_compiled(model)
+    assert torch.equal(model.generate(**inputs), expected)
+    # Each layer natively, again to see which are alike, and one in a trace.
+    assert len(calls) == (2 * model.config.num_hidden_layers + 1 if length == MIN_QUERIES else 0)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.last_exit_stats.warm_up_s > 0.0
+    calls.clear()
+    with steps.lock:  # as in another thread's call: the model's attention is not to be changed
+        assert torch.equal(model.generate(**inputs), expected)
+    assert not calls
+    model.generate(**inputs)
+    assert model.last_exit_stats.warm_up_s == 0.0
+    load_op.cache_clear()  # compiling kernels is part of the warm-up
+    attention._is_faster.clear()
+    model.generate(**inputs)
+    assert model.last_exit_stats.warm_up_s > 0.0
