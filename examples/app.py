@@ -14,13 +14,13 @@ from typing import Any
 import gradio as gr
 from transformers import TextIteratorStreamer
 
-from tide_hf.cli.arguments import add_model_arguments, positive
-from tide_hf.cli.comparison import notes
+from tide_hf.cli.benchmark import notes
 from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.cli.model_arguments import ALL, Loaded, load, modes_to_run
+from tide_hf.cli.parser import add_model_arguments, positive
 from tide_hf.cli.prompts import PROMPTS, check_room
-from tide_hf.common.chat_prompts import encode_prompt
 from tide_hf.common.errors import TIDEError
+from tide_hf.common.token_ids import encode_prompt
 from tide_hf.evaluation.baselines import tide_method, tide_methods, usable_threshold
 from tide_hf.evaluation.benchmark import Result, compare, timed_run
 

@@ -13,7 +13,7 @@ import torch
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.cli.prompts import PROMPTS
-from tide_hf.common.chat_prompts import encode_prompt
+from tide_hf.common.token_ids import encode_prompt
 from tide_hf.evaluation.benchmark import same_start
 from tide_hf.hub.load import shipped_routers
 

@@ -15,8 +15,8 @@ from .base_model.inputs import check_no_cross_attention
 from .base_model.structure import CACHE
 from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
-from .common.padding import up_to_end
 from .common.stats import ExitStats
+from .common.token_ids import truncate_at_eos
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import cache_is_returned, fill_for, find_cache
@@ -282,6 +282,6 @@ def _depths(per_pass: list[list[int]], result: Any, input_ids: Tensor, generatio
     eos_tokens = set(eos.tolist()) if eos is not None else set()
     per_token = []
     for row, tokens in enumerate(_new_tokens(result, input_ids).tolist()):
-        length = len(up_to_end(tokens, eos_tokens))
+        length = len(truncate_at_eos(tokens, eos_tokens))
         per_token.append([layers[row] for layers in per_pass[:length]])
     return per_token

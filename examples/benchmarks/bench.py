@@ -16,7 +16,7 @@ from tide_hf import TIDERouters
 from tide_hf.calibration.documents import Document
 from tide_hf.calibration.sources import describe_source
 from tide_hf.calibration.text import plan_writing, write_documents
-from tide_hf.common.chat_prompts import encode_prompt, prompt_tokens
+from tide_hf.common.token_ids import encode_prompt, prompt_tokens
 from tide_hf.evaluation.quality import read_texts
 
 from .common import read_prompts

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.common.chat_prompts import encode_prompt
 from tide_hf.common.choices import ENGINES
+from tide_hf.common.token_ids import encode_prompt
 from tide_hf.evaluation.baselines import weight_sharing_copy
 from tide_hf.hub.provenance import provenance
 from tide_hf.speculation.drafters import Draft

@@ -8,8 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from tide_hf.calibration.text import generate_batch, without_generation_defaults
-from tide_hf.common.chat_prompts import prompt_tokens
-from tide_hf.common.padding import end_tokens, pad_token
+from tide_hf.common.token_ids import eos_token_ids, pad_token, prompt_tokens
 
 # A hyphen after a word or a number is no sign: "12-15", "3-5 dollars", "covid-19".
 NUMBER = re.compile(r"(?:(?<![\w%)\]])([-\N{MINUS SIGN}])[$€£]?)?(\d+(?:,\d{3})*(?:\.\d+)?)")
@@ -38,7 +37,7 @@ def answer_questions(
         The answers, and for each the mean number of layers that its tokens were read from.
     """
     prompts = [prompt_tokens(tokenizer, question) for question in questions]
-    pad, ends = pad_token(tokenizer), end_tokens(model.generation_config.eos_token_id)
+    pad, ends = pad_token(tokenizer), eos_token_ids(model.generation_config.eos_token_id)
     num_layers = model.config.get_text_config().num_hidden_layers
     texts: list[str] = []
     depths: list[float] = []

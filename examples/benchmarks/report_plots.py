@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tide_hf.common.display.plotting import DOTS_PER_INCH, figure_maker
+from tide_hf.common.display import DOTS_PER_INCH, figure_maker
 
 from .measuring import result_speedups, spread
 

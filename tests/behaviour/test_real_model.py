@@ -7,7 +7,7 @@ import torch
 from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.common.chat_prompts import encode_prompt
+from tide_hf.common.token_ids import encode_prompt
 from tide_hf.speculation.drafters import Draft
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]

@@ -18,8 +18,8 @@ from tide_hf.calibration.record import (
     tolerance_rows,
 )
 from tide_hf.calibration.threshold import choose_threshold, mean_interval
-from tide_hf.common.display.progress import Steps
 from tide_hf.common.errors import CalibrationError
+from tide_hf.common.progress import Steps
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.routers import tables
 
@@ -203,7 +203,7 @@ def test_a_block_head_has_a_table_of_its_own():
 
 def test_a_log_is_told_that_a_step_begins_and_how_far_it_is_once_a_minute(capsys, monkeypatch):
     clock = iter([0, 40, 70, 80, 130])
-    monkeypatch.setattr("tide_hf.common.display.progress.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tide_hf.common.progress.perf_counter", lambda: next(clock))
     with Steps(enabled=True) as steps:
         assert list(steps.track("Writing text", "abcd", 4)) == list("abcd")
     assert capsys.readouterr().err.splitlines() == [

@@ -1,4 +1,4 @@
-"""Counts and what follows from them."""
+"""`ExitStats`: figures derived from its counts."""
 
 import json
 
@@ -8,7 +8,7 @@ from families import VOCAB, tiny_model
 from tide_hf import ExitStats, TIDEModelForCausalLM, TIDERouters
 
 
-def test_figures_follow_from_the_counts():
+def test_figures_are_derived_from_the_counts():
     stats = ExitStats("self_speculative", 10, layers_executed=45, per_token=[[10, 4, 0, 10, 10]])
     stats.rounds, stats.drafted, stats.accepted = 3, 4, 2
     assert stats.total_tokens == 5
@@ -17,7 +17,10 @@ def test_figures_follow_from_the_counts():
     assert stats.depth_fraction == 0.9
     assert stats.acceptance_rate == 0.5
     assert stats.mean_acceptance_length == 5 / 3
-    assert json.loads(json.dumps(stats.to_dict()))["acceptance_rate"] == 0.5
+    derived = {"total_tokens", "exits_per_layer", "exit_rate", "depth_fraction", "acceptance_rate"}
+    found = json.loads(json.dumps(stats.to_dict()))
+    assert found.keys() == vars(stats).keys() | derived | {"mean_acceptance_length"}
+    assert found["acceptance_rate"] == 0.5
     assert stats.summary().splitlines() == [
         "self_speculative: 5 tokens, 9.0 of 10 layers per token (90%)",
         "2 of 4 draft tokens accepted (50%), 1.67 tokens per round",
@@ -26,7 +29,7 @@ def test_figures_follow_from_the_counts():
     ]
 
 
-def test_an_empty_call_divides_by_nothing():
+def test_an_empty_call_divides_by_zero_nowhere():
     stats = ExitStats("early_exit", 10)
     assert stats.exit_rate == stats.depth_fraction == stats.acceptance_rate == stats.mean_acceptance_length == 0.0
     assert "0 tokens" in stats.summary()

@@ -11,7 +11,7 @@ from on_steps import attach_captured as attach_graphs
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
-from tide_hf.common.padding import left_padded
+from tide_hf.common.token_ids import left_padded
 from tide_hf.engines.steps.compiled_steps import CompiledSteps
 from tide_hf.engines.steps.step_buffers import WIDTHS
 from tide_hf.engines.warm_up import PROMPT_LENGTHS, _drafting_by

@@ -10,10 +10,10 @@ import torch
 from accelerate import cpu_offload
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.common.chat_prompts import encode_prompt
 from tide_hf.common.choices import MODES
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.common.stats import ExitStats
+from tide_hf.common.token_ids import encode_prompt
 from tide_hf.depth.gates import LayerGate
 from tide_hf.evaluation import benchmark
 from tide_hf.evaluation.baselines import tide_methods, usable_threshold, weight_sharing_copy

@@ -1,4 +1,4 @@
-"""Routers on the Hub: found by name, and what a repository that means ill cannot do."""
+"""Routers on the Hub: revisions, tokens, offline use, and what a malicious repository cannot do."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_a_revision_is_a_commit_or_a_branch(model_hub, on_hub):
         TIDERouters.from_pretrained("org/base-tide", revision="newer")
 
 
-def test_private_repositories_take_a_token(model_hub, on_hub):
+def test_private_repositories_need_a_token(model_hub, on_hub):
     for repo in model_hub.repos.values():
         repo.private = True
     for token in (None, "hf_another"):
@@ -37,7 +37,7 @@ def test_private_repositories_take_a_token(model_hub, on_hub):
 
 
 @pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
-def test_what_was_fetched_once_needs_no_network(model_hub, on_hub, tmp_path, monkeypatch, how):
+def test_cached_routers_need_no_network(model_hub, on_hub, tmp_path, monkeypatch, how):
     where = {"cache_dir": str(tmp_path / "elsewhere")}
     TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", **where)
     offline = {"local_files_only": True} if how == "local_files_only" else {}
@@ -54,7 +54,7 @@ def test_what_was_fetched_once_needs_no_network(model_hub, on_hub, tmp_path, mon
 
 
 def with_outside_weights(folder):
-    """Weights that an index looks for beside the folder; their bytes."""
+    """Move the weights out of the folder and write an index that points to them; return their bytes."""
     outside = folder.parent / "outside.safetensors"
     (folder / "model.safetensors").rename(outside)
     index = {"metadata": {}, "weight_map": {"exits.1.router.up.bias": "../outside.safetensors"}}
@@ -87,13 +87,13 @@ def test_an_adapter_beside_routers_does_not_reach_the_base_model(on_hub, hub_rou
         AutoModelForCausalLM.from_pretrained(on_hub)
 
 
-def test_an_index_in_a_folder_is_not_followed(on_hub):
+def test_a_weights_index_in_a_folder_is_not_followed(on_hub):
     with_outside_weights(on_hub)
     with pytest.raises(RoutersNotFoundError, match=r"got 'a folder without model\.safetensors'"):
         TIDERouters.from_pretrained(on_hub)
 
 
-def test_an_index_on_the_hub_does_not_lead_out_of_the_cache(model_hub, on_hub, tmp_path):
+def test_a_weights_index_on_the_hub_does_not_lead_out_of_the_cache(model_hub, on_hub, tmp_path):
     weights = with_outside_weights(on_hub)
     model_hub.repos.pop(("models", "org/base-tide"))
     model_hub.add("org/base-tide", on_hub)
@@ -138,7 +138,7 @@ def test_a_repository_names_its_base_on_the_hub(model_hub, on_hub, tiny_model_fo
     assert isinstance(AutoModelForCausalLM.from_pretrained(on_hub), TIDEModelForCausalLM)  # a folder may name one
 
 
-def test_a_base_that_is_gone_is_told_as_transformers_tells_it(model_hub, on_hub, tmp_path):
+def test_a_missing_base_model_is_transformers_own_error(model_hub, on_hub, tmp_path):
     del model_hub.repos["models", "org/base"]
     with pytest.raises(OSError, match="org/base is not"):
         AutoModelForCausalLM.from_pretrained("org/base-tide", cache_dir=tmp_path / "another")

@@ -104,4 +104,4 @@ def test_the_command(model_hub, on_hub, monkeypatch, capsys):
 
 def test_a_licence_for_a_card_that_is_not_written_is_refused(refused):
     command = ["push", "folder", "org/by-command", "--custom-generate", "--license", "mit"]
-    refused(command, "beside --custom-generate: got --license.")
+    refused(command, "with --custom-generate: got --license.")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import DraftUnembed, Unembed
-from ..common.display.progress import Steps
+from ..common.progress import Steps
 from ..routers.routers import TIDERouters
 from .block_head import BlockStage
 from .documents import Document, split_documents

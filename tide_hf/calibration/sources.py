@@ -16,9 +16,9 @@ from typing import Any
 from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedTokenizerBase
 
-from ..common.chat_prompts import message_tokens
 from ..common.errors import CalibrationError, ChatTemplateError, describe
 from ..common.rows import FORMATS, import_extra, read_rows
+from ..common.token_ids import message_tokens
 from .documents import Document
 
 MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length; a batch is padded to its longest row

@@ -28,9 +28,8 @@ from transformers import (
 
 from ..base_model.adapters import base_inside
 from ..base_model.structure import input_device
-from ..common.chat_prompts import chat_text, prompt_tokens
 from ..common.errors import CalibrationError, ChatTemplateError, describe
-from ..common.padding import end_tokens, left_padded, pad_token, up_to_end
+from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 from ..engines.gqa_attention import gqa_attention
 from .documents import Document
 from .sources import describe_source, read_documents
@@ -129,7 +128,7 @@ def generate_batch(
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
     generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
     new_tokens = generated[:, inputs["input_ids"].shape[1] :].tolist()
-    return [up_to_end(tokens, ends, with_end=False) for tokens in new_tokens]
+    return [truncate_at_eos(tokens, ends, keep_eos=False) for tokens in new_tokens]
 
 
 class UserTurn(NamedTuple):
@@ -243,7 +242,7 @@ def write_documents(
     Returns:
         Prompt and answer as one document each, only the answer's positions counted; empty answers are dropped.
     """
-    pad, ends = pad_token(tokenizer), end_tokens(model.generation_config.eos_token_id)
+    pad, ends = pad_token(tokenizer), eos_token_ids(model.generation_config.eos_token_id)
     device = input_device(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(batch.seed)

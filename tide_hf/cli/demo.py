@@ -1,4 +1,4 @@
-"""``tide-hf demo``: shows how deep each token of an answer ran, then measures every mode against plain ``generate``."""
+"""``tide-hf demo``: shows how deep each token of an answer ran, then compares every mode with plain ``generate``."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ..common.chat_prompts import encode_prompt
-from ..evaluation.baselines import tide_methods
 from ..evaluation.benchmark import timed_run
-from .comparison import measure, print_setting, setting
+from .benchmark import encode_prompts, measure, methods_of, setting
 from .demo_model import load_demo_model
-from .model_arguments import load, modes_to_run
-from .prompts import PROMPTS, check_room, given_prompts
+from .model_arguments import load
+from .prompts import PROMPTS, given_prompts
 from .streaming import legend, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    prompts = given_prompts(args.prompt) or PROMPTS
+    prompts = given_prompts(args.prompt) or list(PROMPTS)
     console = Console(stderr=args.json)
     loaded = load(args, partial(load_demo_model, console=console))
-    modes = modes_to_run(args.mode, loaded.routers)
-    methods = tide_methods(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine)
-    record = setting(loaded, args.engine)
-    print_setting(record, console)
-    inputs = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
-    for encoded in inputs:
-        check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)
+    inputs = encode_prompts(loaded, prompts, args)
+    methods = methods_of(loaded, args)
+    record = setting(loaded, args.engine, console)
     for prompt, encoded in zip(prompts, inputs, strict=True):
         console.print()
         console.print(Padding(Text(prompt, style="italic"), (0, 0, 0, 2)))
@@ -39,6 +33,6 @@ def run(args: argparse.Namespace) -> None:
         run = stream_answer(answer, loaded.tokenizer, console)
         console.print(legend(run))
     console.print()
-    record = measure(methods, inputs, record, args, console) | {"prompts": list(prompts)}
+    record = measure(methods, inputs, record, args, console) | {"prompts": prompts}
     if args.json:
         print(json.dumps(record, indent=2))

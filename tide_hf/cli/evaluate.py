@@ -8,24 +8,23 @@ import sys
 
 from rich.console import Console
 
-from ..common.display.plotting import figure_maker
-from ..common.display.progress import Steps
+from ..common.display import figure_maker
+from ..common.progress import Steps
 from ..evaluation import QualityOptions, measure_quality
 from ..evaluation.report import quality_table, save_quality_plot
 from ..hub.provenance import command_line, provenance
 from ..routers.tables import rich_table
-from .arguments import check_writable
-from .model_arguments import load, required
-from .parser import EVALUATE_OPTIONS
+from .model_arguments import check_writable, load, required
+from .parser import EVALUATE_OPTIONS, given_options
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    options = QualityOptions(**{name: getattr(args, name) for name in ("text", *EVALUATE_OPTIONS)})
+    options = QualityOptions(text=args.text, **given_options(args, EVALUATE_OPTIONS))
     options.check()
     if args.plot is not None:
         figure_maker()
-        check_writable(args.plot, "--plot")
+        check_writable(args.plot.parent, "--plot")
     loaded = load(args)
     routers = required(loaded.routers, "evaluate")
     with Steps(enabled=sys.stderr.isatty()) as steps:

@@ -1,4 +1,4 @@
-"""``tide-hf generate``: answers one prompt, token by token, coloured by the depth that each token was read from."""
+"""``tide-hf generate``: answers one prompt, token by token, coloured by the depth of each token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from rich.console import Console
 
-from ..common.chat_prompts import encode_prompt
+from ..common.token_ids import encode_prompt
 from ..evaluation.benchmark import timed_run
 from .model_arguments import NO_ROUTERS, attached_method, load
 from .prompts import check_room
@@ -16,18 +16,16 @@ from .streaming import answer_record, print_figures, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
-    prompt = args.prompt  # which `prompts.read_prompt` has read
-    notices = Console(stderr=True)
+    """Run the command; `parser` has read the prompt."""
     loaded = load(args)
-    inputs = encode_prompt(loaded.tokenizer, prompt, raw=args.raw)
+    inputs = encode_prompt(loaded.tokenizer, args.prompt, raw=args.raw)
     check_room(loaded.model, inputs["input_ids"].shape[1], args.max_new_tokens)
     method = attached_method(loaded, args)
-    if args.json:
-        run = timed_run(method, inputs, args.max_new_tokens)
-        facts = {"model": args.model, "routers": loaded.routers_origin, "prompt": prompt, "raw": args.raw}
-        print(json.dumps(facts | answer_record(method, loaded.tokenizer, run), indent=2))
-        return
     answer = partial(timed_run, method, inputs, args.max_new_tokens)
-    print_figures(stream_answer(answer, loaded.tokenizer, Console()), notices)
-    notices.print(f"  routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)
+    if args.json:
+        facts = {"model": args.model, "routers": loaded.routers_origin, "prompt": args.prompt, "raw": args.raw}
+        print(json.dumps(facts | answer_record(method, loaded.tokenizer, answer()), indent=2))
+        return
+    console = Console(stderr=True)
+    print_figures(stream_answer(answer, loaded.tokenizer, Console()), console)
+    console.print(f"  routers: {loaded.routers_origin or NO_ROUTERS}", style="dim", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""``tide-hf inspect``: what a model and its routers are, which modes can run, and how soon states converge."""
+"""``tide-hf inspect``: a model, its routers, the modes it can run in, and how soon its states converge."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     lines += ["", "modes"]
     lines += [f"  {mode:<16} {_support(fact)}" for mode, fact in facts["modes"].items()]
     lines += ["", f"packed weights: {_packing(facts['packed_weights'])}"]
-    lines += ["", *_kernel_lines(facts["kernels"])]
-    lines += ["", *_router_lines(routers)]
+    lines += ["", *_kernel_lines(facts["kernels"]), "", *_router_lines(routers)]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if routers is not None:
@@ -60,10 +59,8 @@ def _support(fact: dict[str, Any]) -> str:
 
 def _packing(fact: dict[str, Any]) -> str:
     if fact["packed"]:
-        return f"yes, {fact['linear_layers']} linear layers, {fact['size_mb']:g} MB once they are first of use"
-    return (
-        "no; they take float32 weights on a CPU, or bfloat16 where oneDNN has it, and four times their size in memory"
-    )
+        return f"yes, {fact['linear_layers']} linear layers, {fact['size_mb']:g} MB from their first use on"
+    return "no; they need float32 weights on a CPU (or bfloat16 if oneDNN supports it) and four times their memory"
 
 
 def _kernel_lines(fact: dict[str, Any]) -> list[str]:
@@ -88,7 +85,7 @@ def _router_lines(routers: dict[str, Any] | None) -> list[str]:
 
 def _threshold(routers: dict[str, Any]) -> str:
     if routers["exit_threshold"] > 1:
-        return "none, so that in early_exit no token leaves unless a call names one"
+        return "none: in early_exit no token exits unless a call sets one"
     certified = routers["threshold"] is not None and routers["threshold"]["chosen"] == routers["exit_threshold"]
     bound = describe_bound(routers["threshold"]) if certified else "not certified"
     return f"{routers['exit_threshold']:g} ({bound})"

@@ -16,7 +16,7 @@ from ..common.errors import TIDEError, describe
 from .parser import make_parser
 
 EXIT_USAGE = 2  # also what argparse exits with
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -31,43 +31,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_streams()
     parser = make_parser()
-    args, passed_on = parser.parse_known_args(argv)
-    if passed_on and args.command != "serve":  # only serve hands options on to another program
-        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
-    args.passed_on = passed_on
-    args.parser, args.argv = parser, list(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and args.command != "serve":  # which passes options on to another program
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.passed_on, args.parser = unknown, parser
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     if args.debug:
         logging.basicConfig()  # to standard error
         logging.getLogger("tide_hf").setLevel("INFO")
     try:
         _run(args)
         sys.stdout.flush()
-    except TIDEError as error:
-        if args.debug:
-            traceback.print_exc()
-        print(f"tide-hf: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _drop_output()
         return EXIT_BROKEN_PIPE
-    except OSError as error:  # a full disk, a file that may not be written
+    except (TIDEError, OSError) as error:
         if args.debug:
             traceback.print_exc()
-        _drop_output()
-        print(f"tide-hf: {_of_system(error)}", file=sys.stderr)
+        message = str(error)
+        if not isinstance(error, TIDEError):  # a full disk, a file that may not be written
+            _drop_output()
+            message = describe(
+                "the system refused to read or write",
+                got=f"'{error}'",
+                expected="files that can be read or written, and enough disk space",
+                do="Correct that, or name other files. --debug shows where it happened.",
+            )
+        print(f"tide-hf: {message}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 
 
-def _of_system(error: OSError) -> str:
-    return describe(
-        "the system refused to read or write",
-        got=f"'{error}'",
-        expected="files and output that may be written, and room for them",
-        do="Mend that, or name other files. --debug shows where it happened.",
-    )
+def _run(args: argparse.Namespace) -> None:
+    """Check what can be checked first, then import the command, which may take seconds, and run it."""
+    if hasattr(args, "prepare"):
+        args.prepare(args)
+    command = import_module(f".{args.command}", __package__)
+    if args.command != "completion" and not sys.stderr.isatty():
+        import_module("transformers.utils.logging").disable_progress_bar()
+    command.run(args)
 
 
 def _open_streams() -> None:
@@ -83,16 +87,6 @@ def _open_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Discard the rest of the output, or Python fails to flush it at exit."""
-    with suppress(OSError):  # a stream of a test has no file
+    """Discard the rest of the output, which Python would fail to flush at exit."""
+    with suppress(OSError):  # a stream without a file, as in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _run(args: argparse.Namespace) -> None:
-    """Check what can be checked first, then import the command, which may take seconds, and run it."""
-    if hasattr(args, "prepare"):
-        args.prepare(args)
-    command = import_module(f".{args.command}", __package__)
-    if args.command != "completion" and not sys.stderr.isatty():
-        import_module("transformers.utils.logging").disable_progress_bar()
-    command.run(args)

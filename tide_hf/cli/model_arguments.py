@@ -1,4 +1,4 @@
-"""Loading of the model and routers that the arguments of a command name."""
+"""Load the model and routers that the arguments of a command name, and check where it writes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -19,22 +21,15 @@ from ..evaluation.benchmark import DecodingMethod
 from ..hub.load import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..routers.routers import TIDERouters
-from .arguments import ALL
+from .parser import ALL
 
 logger = logging.getLogger(__name__)
-NO_ROUTERS = "none: drafts come from n-grams alone, early_exit and post_hoc cannot run"
+NO_ROUTERS = "none: only n-grams draft, and early_exit and post_hoc cannot run"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model with its routers.
-
-    Attributes:
-        model: The base model, not attached.
-        tokenizer: Its tokenizer.
-        routers: Its routers, if there are any.
-        routers_origin: Their source, to show.
-    """
+    """A base model, not attached, with its tokenizer, its routers if there are any, and their source to show."""
 
     model: Any
     tokenizer: Any
@@ -43,17 +38,7 @@ class Loaded:
 
 
 def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load_model) -> Loaded:
-    """Load model and routers named by the arguments of `arguments.add_model_arguments`.
-
-    Args:
-        args: Arguments of the command.
-        loader: Loads model and tokenizer by name and `dtype`.
-
-    Raises:
-        ModelNotFoundError: There is no such model.
-        RoutersNotFoundError, RoutersFileError: There are no such routers, or they cannot be read.
-        ConfigurationError: There is no such device.
-    """
+    """Load what the arguments of `parser.add_model_arguments` name; `loader` loads model and tokenizer."""
     device = _device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -66,11 +51,7 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
 
 
 def named_routers(args: argparse.Namespace) -> TIDERouters | None:
-    """Load the routers of --routers, if it names a folder or repository.
-
-    Raises:
-        RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
-    """
+    """The routers of --routers, if it names a folder or repository."""
     asked = getattr(args, "routers", None)
     return None if asked in (None, DEFAULT_ROUTERS) else TIDERouters.from_pretrained(asked)
 
@@ -78,16 +59,7 @@ def named_routers(args: argparse.Namespace) -> TIDERouters | None:
 def routers_for(
     model: Any, args: argparse.Namespace, named: TIDERouters | None
 ) -> tuple[TIDERouters | None, str | None]:
-    """The named routers, or else the shipped ones, and their source.
-
-    Args:
-        model: The base model.
-        args: Arguments of the command.
-        named: Result of [`named_routers`].
-
-    Raises:
-        RoutersNotFoundError: `--routers default` is given, and none are shipped for the model.
-    """
+    """The named routers or else those shipped for the model, and their source to show."""
     if named is not None:
         return named, args.routers
     folder = shipped_routers(model)
@@ -96,29 +68,21 @@ def routers_for(
     return default_routers(model), folder and f"shipped, {Path(folder).name}"
 
 
-def warn_if_busy(threads: int) -> None:
-    """Warn if the machine is overloaded, which slows down OpenMP threads that wait for each other by spinning.
-
-    Args:
-        threads: Number of compute threads.
-    """
+def warn_if_busy(num_threads: int) -> None:
+    """Warn if the machine is overloaded, which slows down OpenMP threads that wait for each other by spinning."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     cores = os.cpu_count() or 1
-    if threads > 1 and load > cores:
+    if num_threads > 1 and load > cores:
         logger.warning(
-            "This machine is busy: its load average is %.1f on %d cores. Threads of PyTorch that wait for each other "
-            "then take time from each other; on cores that other work fills, --threads 1 can be several times as fast.",
+            "This machine is busy: its load average is %.1f on %d cores. PyTorch's threads wait for each other, so "
+            "--threads 1 can be several times as fast while other programs use the cores.",
             load,
             cores,
         )
 
 
 def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:
-    """The modes of --mode; for "all", those that can run.
-
-    Raises:
-        ConfigurationError: The mode needs routers, and there are none.
-    """
+    """The modes of --mode; for "all" those that can run."""
     if mode == ALL:
         return list(MODES) if routers is not None else ["self_speculative"]
     if mode != "self_speculative":
@@ -141,15 +105,28 @@ def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
 
 
 def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
-    """Attach TIDE to the loaded model, with the arguments of `arguments.add_decoding_arguments`.
-
-    Raises:
-        TIDEError: As `TIDEModelForCausalLM.attach`.
-    """
+    """Attach TIDE to the loaded model, with the decoding arguments of the command."""
     (mode,) = modes_to_run(args.mode, loaded.routers)
     threshold = usable_threshold(loaded.routers, args.exit_threshold)
     attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
     return tide_method(attached, mode, threshold)
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Create `folder` if needed, and raise [`ConfigurationError`] if it takes no files, before minutes of work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            describe(
+                "the output cannot be written",
+                got=f"'{error}'",
+                expected="a folder that can be written to or created",
+                do=f"Name another {option}.",
+            )
+        ) from error
 
 
 def _device(name: str | None) -> torch.device:
@@ -157,21 +134,18 @@ def _device(name: str | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
-    count = torch.accelerator.device_count() if accelerator else 0
-    there = [f"{accelerator.type}:{index}" for index in range(count)] if accelerator else []
-    try:
+    available = ["cpu"]
+    if accelerator is not None:
+        available += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    with suppress(RuntimeError):  # of a device type that PyTorch does not know
         device = torch.device(name)
-    except RuntimeError:  # torch knows no device of that kind
-        device = torch.device("meta")
-    if device.type == "cpu":
-        return device
-    if f"{device.type}:{device.index or 0}" not in there:
-        raise ConfigurationError(
-            describe(
-                "there is no such device",
-                got=f"--device {name}",
-                expected=" or ".join(["cpu", *there]),
-                do="Name one of these, or leave --device out.",
-            )
+        if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
+            return device
+    raise ConfigurationError(
+        describe(
+            "there is no such device",
+            got=f"--device {name}",
+            expected=" or ".join(available),
+            do="Name one of these, or leave --device out.",
         )
-    return device
+    )

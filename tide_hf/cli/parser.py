@@ -1,63 +1,109 @@
-"""The commands of ``tide-hf`` and their arguments. What a command does is `run` in the module of its name.
+"""The commands of ``tide-hf`` and their arguments.
 
-Nothing here needs torch or transformers, which take seconds to import: help, completion and errors come at once.
+Nothing here imports torch or transformers, which take seconds, so that help, completion and errors come at once.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..common.choices import DEFAULT_MODEL, LABELS, STRATEGIES
-from .arguments import (
-    ALL,
-    CommandParser,
-    add_decoding_arguments,
-    add_mode_arguments,
-    add_model_arguments,
-    amount,
-    layer_list,
-    positive,
-    share,
-    threshold_list,
-)
+from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
+from ..common.errors import ConfigurationError, describe
 from .prompts import given_prompts, read_prompt
 
+ALL = "all"
 SHELLS = ("bash", "zsh")
-CHAT_HELP = "/reset starts anew, /quit (or Ctrl-D) ends, Ctrl-C stops an answer, /help says this. All else is sent."
+CHAT_HELP = (
+    "/reset starts a new conversation, /quit (or Ctrl-D) ends the chat, Ctrl-C stops an answer, /help shows this. "
+    "Everything else is sent to the model."
+)
 DATA = "a .txt, .jsonl, .json, .csv or .parquet file, a folder of them, or a Hub data set (org/name:config[split])"
 
-# Name, type or choices, default (that of `calibrate()`) and help of what is handed on to it, where it is given.
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that accepts an optional positional argument after options, as argparse does since Python 3.12.7."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as argparse does, then assign the first remaining argument to an optional positional."""
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._get_positional_actions():
+            missing = action.nargs == argparse.OPTIONAL and getattr(found, action.dest) is action.default
+            if missing and rest and not rest[0].startswith("-"):
+                setattr(found, action.dest, rest.pop(0))
+        return found, rest
+
+
+def _number(kind: type, accepts: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+    """An argparse type for numbers; `what` describes the accepted ones in its error."""
+
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not accepts(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return number
+
+    return read
+
+
+def _list_of(read: Callable[[str], Any], what: str) -> Callable[[str], list[Any]]:
+    """An argparse type for numbers separated by commas."""
+
+    def read_all(text: str) -> list[Any]:
+        try:
+            return [read(part) for part in text.split(",")]
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {what}") from error
+
+    return read_all
+
+
+def _is_amount(number: float) -> bool:
+    return isfinite(number) and number >= 0
+
+
+positive = _number(int, lambda number: 1 <= number < 2**31, "a whole number of at least 1, and below 2^31")
+threads = _number(int, lambda number: 1 <= number <= 4096, "a number of threads, from 1 to 4096")
+share = _number(float, lambda number: 0 < number < 1, "a number between 0 and 1")
+amount = _number(float, _is_amount, "a number of at least 0")
+threshold = _number(float, _is_amount, "a threshold: at 0 every token exits, above 1 none does")
+layer_list = _list_of(positive, "layers such as 8,16")
+threshold_list = _list_of(threshold, "thresholds such as 0.9,0.8")
+
+# Options that are passed on to a function where they are given: type or choices, the function's default, and help.
 CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "dataset": (str, None, "what to calibrate on (default: text that the model itself writes)"),
-    "samples": (positive, 600, "documents to use"),
-    "max_length": (positive, 64, "longest document in tokens; of self-written ones, longest answer"),
+    "samples": (positive, 600, "number of documents"),
+    "max_length": (positive, 64, "tokens after which a document, or a self-written answer, is cut"),
     "labels": (LABELS, "agreement", "what a router predicts"),
     "exit_strategy": (STRATEGIES, "linear", "kind of exit head"),
     "exit_layers": (
         layer_list,
         None,
-        "numbers of executed layers after which a token may leave, such as 8,16 (default: every fourth is tried, and "
-        "those are kept that can be of use)",
+        "numbers of executed layers after which a token may exit, such as 8,16 (default: every fourth layer is tried, "
+        "and the useful ones are kept)",
     ),
     "start_from": (str, None, "routers whose block head is trained further, instead of a new one"),
-    "tolerance": (share, 0.02, "largest share of tokens that may differ in early_exit"),
-    "confidence": (share, 0.95, "probability with which the tolerance is kept"),
-    "draft_vocab_size": (positive, 8192, "heads draft only among so many of the most frequent tokens"),
-    "max_minutes": (amount, None, "most minutes to take (default: as many as it needs)"),
-    "batch_size": (positive, 64, "documents a forward pass"),
-    "seed": (int, 0, "of everything random"),
+    "tolerance": (share, 0.02, "largest share of tokens that may differ from the full model's in early_exit"),
+    "confidence": (share, 0.95, "probability with which the tolerance is met"),
+    "draft_vocab_size": (positive, 8192, "number of most frequent tokens that heads draft from"),
+    "max_minutes": (amount, None, "time limit in minutes (default: none)"),
+    "batch_size": (positive, 64, "documents per forward pass"),
+    "seed": (int, 0, "random seed"),
 }
-
-# Name, type, default (that of `evaluation.QualityOptions`) and help of what is handed on to `measure_quality()`.
 EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "thresholds": (threshold_list, [0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5], "to measure; the calibrated one is added"),
-    "samples": (positive, 200, "most texts"),
+    "thresholds": (threshold_list, (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5), "to measure; the calibrated one is added"),
+    "samples": (positive, 200, "maximum number of texts"),
     "max_length": (positive, 512, "tokens after which a text is cut"),
-    "batch_size": (positive, 8, "texts at once"),
-    "seed": (int, 0, "of the draw from the data"),
+    "batch_size": (positive, 8, "texts per forward pass"),
+    "seed": (int, 0, "seed of the draw from the data"),
     "confidence": (share, 0.95, "of all intervals"),
 }
 
@@ -65,13 +111,11 @@ EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 def make_parser() -> CommandParser:
     """The parser of the whole command line.
 
-    It sets `command`, the command's name, and `command_parser`; and `prepare`, what is to be done with the arguments
-    before the command is loaded.
+    Its namespace has the command's name as `command` and its parser as `command_parser`. `prepare`, where a command
+    sets it, is called with the arguments before the command's module is imported.
     """
     common = CommandParser(add_help=False)
-    common.add_argument(
-        "--debug", action="store_true", help="log what goes on inside, and show the traceback of an error"
-    )
+    common.add_argument("--debug", action="store_true", help="show the library's log, and the traceback of an error")
     parser = CommandParser(prog="tide-hf", description="Token-informed depth for Hugging Face causal language models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
@@ -83,9 +127,95 @@ def make_parser() -> CommandParser:
     return parser
 
 
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    model: str | None = None,
+    dtype: str | None = None,
+    routers: bool = True,
+    device: bool = True,
+) -> None:
+    """Add MODEL, required without a default `model`, and the other arguments that `model_arguments.load` reads."""
+    what = "Hub name or folder of the base model"
+    if model is None:
+        parser.add_argument("model", metavar="MODEL", help=what)
+    else:
+        parser.add_argument("model", metavar="MODEL", nargs="?", default=model, help=f"{what} (default: %(default)s)")
+    if routers:
+        parser.add_argument(
+            "--routers",
+            metavar="ROUTERS",
+            help="folder or Hub repository, or 'default' for those shipped for the model (default: the shipped ones, "
+            "or none)",
+        )
+    shown = "%(default)s" if dtype is not None else "that of the saved weights"
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype to load the model in (default: {shown})")
+    if device:
+        parser.add_argument("--device", help="such as cpu or cuda:1 (default: the GPU if there is one)")
+    parser.add_argument("--threads", type=threads, help="CPU threads (default: PyTorch's choice)")
+
+
+def _add_decoding_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    max_new_tokens: int,
+    modes: tuple[str, ...] = MODES,
+    mode: str = MODES[0],
+    default_threshold: str = "the calibrated one, or 0.9 if that never exits",
+) -> None:
+    """Add --mode, --exit-threshold, --engine and, if there is a default for it, --max-new-tokens."""
+    parser.add_argument("--mode", default=mode, choices=modes, help="how to decode (default: %(default)s)")
+    parser.add_argument(
+        "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {default_threshold})"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="what runs the layers; warming up 'compiled' takes about a minute on 2 cores, minutes for larger "
+        "batches: chat and serve do so before the first answer, other commands during it (default: %(default)s)",
+    )
+    if max_new_tokens:
+        parser.add_argument(
+            "--max-new-tokens", type=positive, default=max_new_tokens, help="per answer (default: %(default)s)"
+        )
+
+
+def _add_options(parser: argparse.ArgumentParser, options: dict[str, tuple[Any, Any, str]]) -> None:
+    """Add options of a function; one that is not given is missing from the namespace."""
+    for name, (kind, default, text) in options.items():
+        settings = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text = text if default is None else f"{text} (default: {shown})"
+        parser.add_argument(_flag(name), default=argparse.SUPPRESS, help=help_text, **settings)
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the named options that were given."""
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
+    """Raise [`ConfigurationError`] if one of the named options was given, since it has no effect `where`."""
+    unused = [name for name in names if getattr(args, name) != args.command_parser.get_default(name)]
+    if unused:
+        raise ConfigurationError(
+            describe(
+                f"an option has no effect {where}",
+                got=", ".join(map(_flag, unused)),
+                expected="options that change what the command does",
+                do="Leave it out.",
+            )
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, model=DEFAULT_MODEL, dtype="float32")
-    add_decoding_arguments(parser, mode=ALL, several=True, max_new_tokens=64)
+    _add_decoding_arguments(parser, modes=(ALL, *MODES), mode=ALL, max_new_tokens=64)
     _add_measuring(parser)
 
 
@@ -93,31 +223,28 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="(default: what is piped into standard input)")
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from FILE")
-    parser.add_argument("--raw", action="store_true", help="go on from the prompt as it is, without the chat template")
-    add_decoding_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    _add_decoding_arguments(parser, max_new_tokens=256)
     parser.add_argument("--json", action="store_true", help="print text, tokens and counts as JSON")
     parser.set_defaults(prepare=_read_prompt)
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    add_decoding_arguments(parser, max_new_tokens=256)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each answer")
+    _add_decoding_arguments(parser, max_new_tokens=256)
+    parser.add_argument("--json", action="store_true", help="print each answer as a JSON object on one line")
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, device=False)
-    add_mode_arguments(parser, threshold_default="the calibrated one")
+    _add_decoding_arguments(parser, max_new_tokens=0, default_threshold="the calibrated one")
     parser.epilog = "All other options, such as --host, --port and --device, are those of `transformers serve`."
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, routers=False)
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help="where the routers go")
-    for name, (kind, default, text) in CALIBRATE_OPTIONS.items():
-        settings = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": name.upper()}
-        shown = text if default is None else f"{text} (default: {default})"
-        parser.add_argument(_flag(name), default=argparse.SUPPRESS, help=shown, **settings)
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help="where to write the routers")
+    _add_options(parser, CALIBRATE_OPTIONS)
     parser.add_argument(
         "--no-progress",
         dest="progress",
@@ -125,7 +252,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="show neither progress bars nor the tables at the end",
     )
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    parser.add_argument("--json", action="store_true", help="print the calibration record as JSON")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -141,49 +268,47 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _benchmark(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    add_decoding_arguments(parser, several=True, max_new_tokens=64)
+    _add_decoding_arguments(parser, modes=(ALL, *MODES), max_new_tokens=64)
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="more of them, in a .txt, .jsonl, .json, .csv or .parquet file"
+        "--prompts", type=Path, metavar="FILE", help="more prompts, in a .txt, .jsonl, .json, .csv or .parquet file"
     )
-    parser.add_argument("--raw", action="store_true", help="leave the chat template out")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     _add_measuring(parser)
-    suites = parser.add_argument_group("suites", "all that is claimed, measured by the examples of a clone")
+    suites = parser.add_argument_group("suites", "the benchmarks behind the published figures; they need a clone")
     suites.add_argument("--suite", action="append", metavar="NAME", help="decode, published, quality ... or all")
     suites.add_argument("--config", help="with --suite: quick (the default), full or a JSON file")
-    suites.add_argument("--output-dir", type=Path, help="with --suite: where the results go")
+    suites.add_argument("--output-dir", type=Path, help="with --suite: where to write the results")
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="may be repeated (default: a few built-in prompts)")
     parser.set_defaults(prepare=_check_prompts)
     parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to standard error")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, all else to standard error")
 
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--text", metavar="DATA", required=True, help=f"measure perplexity on {DATA}")
-    for name, (kind, default, text) in EVALUATE_OPTIONS.items():
-        shown = ",".join(map(str, default)) if isinstance(default, list) else default
-        parser.add_argument(_flag(name), type=kind, default=default, help=f"{text} (default: {shown})")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write quality against depth as a PNG to FILE")
+    _add_options(parser, EVALUATE_OPTIONS)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot quality against depth to FILE, a PNG")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what tide-hf calibrate wrote")
-    parser.add_argument("repo_id", metavar="ORG/NAME", help="Hub repository; made where it does not exist")
-    parser.add_argument("--license", metavar="NAME", help="what the card says, such as apache-2.0 (default: nothing)")
+    parser.add_argument("repo_id", metavar="ORG/NAME", help="Hub repository; created if it does not exist")
+    parser.add_argument("--license", metavar="NAME", help="license on the card, such as apache-2.0 (default: none)")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    parser.add_argument("--revision", help="branch to commit to; made where it does not exist (default: main)")
+    parser.add_argument("--revision", help="branch to commit to; created if it does not exist (default: main)")
     parser.add_argument(
         "--commit-message", default=argparse.SUPPRESS, metavar="TEXT", help="(default: what is uploaded)"
     )
     parser.add_argument(
         "--custom-generate",
         action="store_true",
-        help="FOLDER holds no routers but generate.py, README.md and requirements.txt for "
+        help="FOLDER holds, instead of routers, the generate.py, README.md and requirements.txt of a repository for "
         "generate(custom_generate='ORG/NAME'), as examples/custom_generate does",
     )
 
@@ -200,18 +325,14 @@ def _check_prompts(args: argparse.Namespace) -> None:
     given_prompts(args.prompt)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-# By name: what adds the arguments, what the command does, and what else there is to say of it.
+# By command: the function that adds its arguments, what it does, and more to say in its help.
 COMMANDS = {
-    "demo": (_demo, "show how deep each token runs, and measure every mode against plain generate", ""),
-    "generate": (_generate, "answer a prompt, coloured by the depth that each token was read from", ""),
+    "demo": (_demo, "show how deep each token runs, and compare every mode with plain generate", ""),
+    "generate": (_generate, "answer a prompt, coloured by the depth of each token", ""),
     "chat": (
         _chat,
-        "talk with a model, each answer coloured by the depth that its tokens were read from",
-        f"{CHAT_HELP} Where standard input is a pipe, each line is a message.",
+        "chat with a model, answers coloured by the depth of each token",
+        f"{CHAT_HELP} If standard input is a pipe, each line is a message.",
     ),
     "serve": (_serve, "run the HTTP server of transformers, OpenAI's API, with TIDE attached to its model", ""),
     "calibrate": (
@@ -219,21 +340,17 @@ COMMANDS = {
         "make routers for a model and write them, with their card, to a folder",
         "As tide_hf.calibrate() does.",
     ),
-    "inspect": (
-        _inspect,
-        "show a model's structure, the modes that it can run in, its routers, and how soon its states converge",
-        "",
-    ),
+    "inspect": (_inspect, "show a model, its routers, the modes it can run in, and how soon its states converge", ""),
     "benchmark": (
         _benchmark,
-        "measure plain generate, early exits and what transformers offers, on your own model and prompts",
+        "compare plain generate, TIDE and transformers' own methods on your model and prompts",
         "",
     ),
-    "evaluate": (_evaluate, "measure what early exits cost in quality and save in depth, over thresholds", ""),
+    "evaluate": (_evaluate, "measure the quality and depth of early exits over thresholds", ""),
     "push": (
         _push,
         "upload routers and their card to the Hub",
-        "The card is written afresh from the calibration's record. Log in first (hf auth login), or set HF_TOKEN.",
+        "The card is written from the calibration record. Log in first (hf auth login), or set HF_TOKEN.",
     ),
-    "completion": (_completion, "print a script that completes this program's commands and options in a shell", ""),
+    "completion": (_completion, "print a shell script that completes commands and options", ""),
 }

@@ -25,52 +25,35 @@ PROMPTS = (
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Read one prompt: the argument, the file, or else piped standard input.
-
-    Args:
-        prompt: The argument, if given.
-        file: A UTF-8 text file, if given. A final line break is removed.
-
-    Returns:
-        The prompt.
+    """The prompt of the argument, of a UTF-8 text file without its final line break, or else of piped standard input.
 
     Raises:
         ConfigurationError: There is none or more than one, or it is empty or not UTF-8.
     """
-    if prompt is not None and file is not None:
-        raise ConfigurationError(
-            describe(
-                "the prompt is given twice",
-                got=f"PROMPT and --prompt-file {file}",
-                expected="one of them",
-                do="Leave one out.",
-            )
-        )
     if prompt is not None:
-        text = _of_argument(prompt, "PROMPT")
-    elif file is not None:
-        text = decode(_read_file(file), str(file)).removesuffix("\n")
-    elif sys.stdin.isatty():
-        raise ConfigurationError(
-            describe(
-                "there is no prompt",
-                got="neither PROMPT nor --prompt-file, and a terminal as standard input",
-                expected="one of them, or text piped into standard input",
-                do="Write the prompt behind the model's name, in quotes.",
+        if file is not None:
+            raise _refused(
+                "the prompt is given twice", f"PROMPT and --prompt-file {file}", "one of them", "Leave one out."
             )
+        return _checked(prompt, "PROMPT")
+    if file is not None:
+        data = _read_file(file)
+    elif sys.stdin.isatty():
+        raise _refused(
+            "there is no prompt",
+            "neither PROMPT nor --prompt-file, and a terminal as standard input",
+            "one of them, or text piped into standard input",
+            "Write the prompt after the model's name, in quotes.",
         )
     else:
-        text = decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+        data = sys.stdin.buffer.read()
+    text = decode(data, "standard input" if file is None else str(file)).removesuffix("\n")
     return _not_empty(text)
 
 
 def given_prompts(prompts: Sequence[str] | None) -> list[str]:
-    """The prompts of --prompt.
-
-    Raises:
-        ConfigurationError: One is empty, or not UTF-8.
-    """
-    return [_not_empty(_of_argument(prompt, "--prompt")) for prompt in prompts or ()]
+    """The prompts of --prompt; [`ConfigurationError`] if one is empty or not UTF-8."""
+    return [_checked(prompt, "--prompt") for prompt in prompts or ()]
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -80,71 +63,43 @@ def read_prompts(file: Path) -> list[str]:
         file: A `.txt` file (prompts between blank lines, or one a line), or rows with a `prompt` or a `text` in
             `.jsonl`, `.json`, `.csv` or `.parquet`.
 
-    Returns:
-        The prompts.
-
     Raises:
-        ConfigurationError: The file does not exist, a row holds no prompt, or there is none.
+        ConfigurationError: The file does not exist or is empty, or a row has no prompt.
         CalibrationError: The file cannot be read.
-        MissingPackageError: A file other than .txt is to be read, and the datasets library is not installed.
+        MissingPackageError: It is not a .txt file, and the datasets library is not installed.
     """
     if not file.is_file():
-        raise ConfigurationError(
-            describe("the prompts cannot be read", got=f"no file at {file}", expected="a file", do="Check --prompts.")
-        )
+        raise _refused("the prompts cannot be read", f"no file at {file}", "a file", "Check --prompts.")
     prompts = [_prompt_of(row, file) for row in read_rows(file)]
     if not prompts:
-        raise ConfigurationError(
-            describe("there are no prompts", got=f"an empty {file}", expected="a prompt or more", do="Add some.")
-        )
+        raise _refused("there are no prompts", f"an empty {file}", "at least one prompt", "Add one.")
     return prompts
 
 
 def decode(data: bytes, source: str) -> str:
-    """Decode UTF-8, and convert line breaks to line feeds.
-
-    Args:
-        data: The bytes.
-        source: Their source, for the error.
-
-    Raises:
-        ConfigurationError: They are not UTF-8.
-    """
+    """Decode UTF-8, and convert line breaks to line feeds; an error names the `source`."""
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            describe(f"{source} is no text", got=f"'{error}'", expected="UTF-8", do="Convert it to UTF-8.")
-        ) from error
+        raise _refused(f"{source} is not text", f"'{error}'", "UTF-8", "Convert it to UTF-8.") from error
 
 
 def check_room(model: Any, num_tokens: int, max_new_tokens: int) -> None:
-    """Refuse an empty prompt, and one that leaves too few of the model's positions.
-
-    Args:
-        model: The model.
-        num_tokens: Tokens of the prompt.
-        max_new_tokens: Most new tokens.
-
-    Raises:
-        ConfigurationError: There is no token, or prompt and new tokens exceed the model's positions.
-    """
+    """Raise [`ConfigurationError`] if a prompt has no token, or does not fit the model's positions with the answer."""
     if num_tokens == 0:
         raise _empty("a prompt of no tokens")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and num_tokens + max_new_tokens > limit:
-        raise ConfigurationError(
-            describe(
-                "the text is too long for the model",
-                got=f"{num_tokens} tokens, and up to {max_new_tokens} new ones",
-                expected=f"at most {limit} together",
-                do="Shorten the prompt, lower --max-new-tokens, or, in a chat, start anew with /reset.",
-            )
+        raise _refused(
+            "the text is too long for the model",
+            f"{num_tokens} tokens, and up to {max_new_tokens} new ones",
+            f"at most {limit} together",
+            "Shorten the prompt, lower --max-new-tokens, or, in a chat, start a new conversation with /reset.",
         )
 
 
-def _of_argument(prompt: str, name: str) -> str:
-    return decode(os.fsencode(prompt), name)
+def _checked(prompt: str, option: str) -> str:
+    return _not_empty(decode(os.fsencode(prompt), option))
 
 
 def _not_empty(text: str) -> str:
@@ -154,29 +109,23 @@ def _not_empty(text: str) -> str:
 
 
 def _empty(got: str) -> ConfigurationError:
-    return ConfigurationError(
-        describe("the prompt is empty", got=got, expected="some text", do="Write what is to be answered.")
-    )
+    return _refused("the prompt is empty", got, "some text", "Write a prompt.")
 
 
 def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigurationError(
-            describe("the prompt cannot be read", got=f"'{error}'", expected="a text file", do="Check --prompt-file.")
-        ) from error
+        raise _refused("the prompt cannot be read", f"'{error}'", "a text file", "Check --prompt-file.") from error
 
 
 def _prompt_of(row: object, file: Path) -> str:
     prompt = row.get("prompt") or row.get("text") if isinstance(row, dict) else row
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ConfigurationError(
-            describe(
-                f"a row of {file} holds no prompt",
-                got=repr(row)[:80],
-                expected="a text, or an object with a 'prompt' or a 'text'",
-                do="Mend that row, or leave it out.",
-            )
-        )
+        expected = "a text, or an object with a 'prompt' or a 'text'"
+        raise _refused(f"a row of {file} has no prompt", repr(row)[:80], expected, "Correct or remove that row.")
     return prompt
+
+
+def _refused(problem: str, got: str, expected: str, do: str) -> ConfigurationError:
+    return ConfigurationError(describe(problem, got=got, expected=expected, do=do))

@@ -6,16 +6,14 @@ import argparse
 
 from ..routers.publish import push_custom_generate, push_routers
 from ..routers.routers import TIDERouters
-from .arguments import refuse_unused
+from .parser import given_options, refuse_unused
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    options = {name: getattr(args, name) for name in ("private", "create_pr", "revision")}
-    if hasattr(args, "commit_message"):
-        options["commit_message"] = args.commit_message
+    options = given_options(args, ("private", "create_pr", "revision", "commit_message"))
     if args.custom_generate:
-        refuse_unused(args, ["license"], "beside --custom-generate")
+        refuse_unused(args, ["license"], "with --custom-generate")
         commit = push_custom_generate(args.folder, args.repo_id, **options)
     else:
         routers = TIDERouters.from_pretrained(args.folder)

@@ -15,18 +15,29 @@ from transformers.utils.import_utils import is_serve_available
 from ..common.errors import ConfigurationError, MissingPackageError, describe
 from ..model import TIDEModelForCausalLM
 from ..routers.routers import TIDERouters
-from .model_arguments import named_routers, required, routers_for
+from .model_arguments import modes_to_run, named_routers, routers_for
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. Unknown options, `args.passed_on`, are passed to `transformers serve`.
-
-    Raises:
-        MissingPackageError: A package of the server is not installed.
-        ConfigurationError: The mode needs routers, and there are none; or continuous batching is asked for.
-    """
-    _check_packages()
-    _check_batching(args.passed_on)
+    """Run the command. Options that `parser` does not know, `args.passed_on`, are for `transformers serve`."""
+    if not is_serve_available():
+        raise MissingPackageError(
+            describe(
+                "the server cannot start",
+                got="an environment without fastapi, uvicorn, pydantic or openai",
+                expected="the packages of the extra 'serve'",
+                do='Run: pip install "tide-hf[serve]"',
+            )
+        )
+    if "--continuous-batching" in args.passed_on:
+        raise ConfigurationError(
+            describe(
+                "TIDE does not support continuous batching",
+                got="--continuous-batching",
+                expected="a server that answers one request at a time",
+                do="Leave it out, or run `transformers serve` without TIDE.",
+            )
+        )
     named = named_routers(args)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -44,18 +55,11 @@ def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
 
     The server has no hook for that, so its method that loads a model is replaced. The model named at construction is
     loaded before the server listens.
-
-    Args:
-        prepare: Maps a loaded model to the one to serve.
     """
     from transformers.cli.serving.model_manager import ModelManager  # noqa: PLC0415 - needs packages of the extra
 
     load = ModelManager._load_model
-
-    def load_and_prepare(self: ModelManager, *args: Any, **kwargs: Any) -> Any:
-        return prepare(load(self, *args, **kwargs))
-
-    ModelManager._load_model = load_and_prepare
+    ModelManager._load_model = lambda *args, **kwargs: prepare(load(*args, **kwargs))
     try:
         yield
     finally:
@@ -63,49 +67,12 @@ def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
-    """Attach TIDE by the arguments, and warm up its engine, so that no request waits for compilation.
-
-    Args:
-        model: A base model.
-        args: Arguments of the command.
-        named: Routers of --routers, if given.
-
-    Returns:
-        The model, attached.
-
-    Raises:
-        ConfigurationError: The mode needs routers, and there are none.
-    """
+    """Attach TIDE with the arguments of the command, and warm up its engine, so that no request waits for it."""
     routers, _ = routers_for(model, args, named)
-    if args.mode != "self_speculative":
-        required(routers, f"--mode {args.mode}")
+    modes_to_run(args.mode, routers)
     attached = TIDEModelForCausalLM.attach(
         model, routers, mode=args.mode, exit_threshold=args.exit_threshold, engine=args.engine
     )
     if args.mode == "self_speculative":  # the other modes run layer by layer
         attached.tide_warm_up()
     return attached
-
-
-def _check_packages() -> None:
-    if not is_serve_available():
-        raise MissingPackageError(
-            describe(
-                "the server cannot start",
-                got="an environment without fastapi, uvicorn, pydantic or openai",
-                expected="the packages of the extra 'serve'",
-                do='Run: pip install "tide-hf[serve]"',
-            )
-        )
-
-
-def _check_batching(passed_on: list[str]) -> None:
-    if "--continuous-batching" in passed_on:
-        raise ConfigurationError(
-            describe(
-                "TIDE does not decode in continuous batches",
-                got="--continuous-batching",
-                expected="a server that answers one request at a time",
-                do="Leave it out, or run `transformers serve` without TIDE.",
-            )
-        )

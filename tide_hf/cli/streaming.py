@@ -13,23 +13,19 @@ from rich.live import Live
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..common.display.depth_colours import depth_colours, depth_name
-from ..common.display.token_texts import TokenTexts
+from ..common.display import TokenTexts, depth_colours, depth_name
 from ..evaluation.benchmark import DecodingMethod, Run
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tab and line feed
 
 
 def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
-    """Print an answer token by token; once complete, coloured by the depth of each token.
+    """Print an answer token by token; on a terminal, the complete one coloured by the depth of each token.
 
     Args:
         answer: Generates with the given streamer.
         tokenizer: The model's tokenizer.
         console: Console to print to. If it is no terminal it gets plain text with a final line break.
-
-    Returns:
-        The run.
     """
     texts = TokenTexts(tokenizer)
     if not console.is_terminal:
@@ -40,7 +36,7 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
 
         def show(token: int) -> None:
             texts.add(token)
-            live.update(_Tail(Text(_harmless("".join(texts.shown)))))
+            live.update(_Tail(Text(_without_controls("".join(texts.shown)))))
 
         run = answer(TokenStreamer(show))
         texts.finish()
@@ -49,11 +45,7 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
 
 
 class TokenStreamer(BaseStreamer):
-    """Calls back with each accepted token.
-
-    Args:
-        on_token: The callback.
-    """
+    """Calls back with each new token."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self.on_token = on_token
@@ -61,11 +53,10 @@ class TokenStreamer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Ignore the prompt, which comes first; call back with each token after it."""
-        if not self.saw_prompt:
-            self.saw_prompt = True
-            return
-        for token in value.flatten().tolist():
-            self.on_token(token)
+        if self.saw_prompt:
+            for token in value.flatten().tolist():
+                self.on_token(token)
+        self.saw_prompt = True
 
     def end(self) -> None:
         """Do nothing at the end of the answer."""
@@ -82,12 +73,12 @@ class _Tail:
 
 
 def coloured(texts: Sequence[str], run: Run) -> Text:
-    """The answer, each token in the colour of its depth."""
+    """The answer of an attached model, each token in the colour of its depth."""
     depths, num_layers = _depths(run)
     colours = depth_colours(depths, num_layers)
     text = Text()
     for piece, depth in zip(texts, depths, strict=True):
-        text.append(_harmless(piece), style=colours[depth].terminal)
+        text.append(_without_controls(piece), style=colours[depth].terminal)
     return text
 
 
@@ -105,14 +96,15 @@ def legend(run: Run) -> Text:
 
 def print_figures(run: Run, console: Console) -> None:
     """Print the legend, and speed and depth of the answer."""
+    stats: Any = run.stats
+    tokens = len(run.new_tokens)
     console.print(legend(run))
-    if run.stats is not None:
-        layers = f"{run.stats.depth_fraction * run.stats.num_layers:.1f} of {run.stats.num_layers} layers per token"
-        tokens, warm_up_s = len(run.new_tokens), run.stats.warm_up_s
-        figures = f"  {run.stats.mode}: {tokens} tokens, {tokens / (run.seconds - warm_up_s):.1f} tokens/s, {layers}"
-        if warm_up_s:
-            figures += f"; {warm_up_s:.1f} s before that to make engine={run.stats.engine!r} ready"
-        console.print(figures, style="dim", highlight=False)
+    speed = f"{tokens / (run.seconds - stats.warm_up_s):.1f} tokens/s"
+    layers = f"{stats.depth_fraction * stats.num_layers:.1f} of {stats.num_layers} layers per token"
+    figures = f"  {stats.mode}: {tokens} tokens, {speed}, {layers}"
+    if stats.warm_up_s:
+        figures += f"; {stats.warm_up_s:.1f} s before that to warm up engine={stats.engine!r}"
+    console.print(figures, style="dim", highlight=False)
 
 
 def answer_record(method: DecodingMethod, tokenizer: Any, run: Run) -> dict[str, Any]:
@@ -121,11 +113,10 @@ def answer_record(method: DecodingMethod, tokenizer: Any, run: Run) -> dict[str,
     return {"mode": method.name, "exit_threshold": method.exit_threshold, "text": text} | run.to_dict()
 
 
-def _harmless(text: str) -> str:
-    """The text without control characters."""
+def _without_controls(text: str) -> str:
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _depths(run: Run) -> tuple[list[int], int]:
-    """Depth of each token, and the number of layers; -1 for a run without statistics."""
-    return (run.stats.per_token[0], run.stats.num_layers) if run.stats is not None else ([-1] * len(run.new_tokens), -1)
+    stats: Any = run.stats
+    return stats.per_token[0], stats.num_layers

@@ -1,7 +1,7 @@
-"""What every room may use: errors, the choices of settings, files, statistics of a call, and how they are shown.
+"""What every room may use, and what is shown of an answer.
 
-`errors` are the typed errors; `choices` the values that settings may take; `files` the cache folder, and files that are
-written whole or not at all; `hub_access` tells whether the Hub can be reached; `stats` counts what a call executed;
-`padding` and `chat_prompts` are about token ids and chats, `rows` reads local data files, `timing` measures. `display/`
-shows an answer to people.
+`errors` are the typed errors; `choices` the values that settings may take; `files` the cache folder, and atomic writes;
+`hub_access` tells whether the Hub can be reached; `token_ids` makes prompts and chats into batches of token ids; `rows`
+reads local data files; `stats` counts what a call executed, and `display` shows it in HTML and plots; `progress` shows
+the progress of long work; `timing` measures.
 """

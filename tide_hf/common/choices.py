@@ -31,24 +31,24 @@ def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
 def check_share(name: str, value: object, *, usual: float) -> None:
     """Refuse a tolerance or confidence outside (0, 1); the error suggests `usual`."""
     if not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise _makes_no_sense(name, value, "a number between 0 and 1", usual)
+        raise _invalid(name, value, "a number between 0 and 1", usual)
 
 
 def check_counts(**counts: object) -> None:
     """Refuse counts that are not positive integers."""
     for name, value in counts.items():
         if type(value) is not int or value < 1:
-            raise _makes_no_sense(name, value, "a whole number of at least 1", 60)
+            raise _invalid(name, value, "a whole number of at least 1", 60)
 
 
 def check_minutes(max_minutes: object) -> None:
     """Refuse a time budget that is not positive."""
     is_number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool)
     if max_minutes is not None and not (is_number and max_minutes > 0):  # type: ignore[operator]
-        raise _makes_no_sense("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)
+        raise _invalid("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)
 
 
-def _makes_no_sense(name: str, value: object, expected: str, usual: float) -> ConfigurationError:
+def _invalid(name: str, value: object, expected: str, usual: float) -> ConfigurationError:
     return ConfigurationError(
-        describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass {name}={usual}, say.")
+        describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass for example {name}={usual}.")
     )

@@ -1,4 +1,4 @@
-"""Every error that a user of tide_hf can meet. Each kind is also the built-in that fits it."""
+"""The errors that users can meet. Each is also the built-in error that fits it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ class TIDEError(Exception):
 
 
 class UnsupportedModelError(TIDEError, NotImplementedError):
-    """The base model, or its cache, cannot be served in the mode that was asked for."""
+    """The base model, or its cache, does not support the mode."""
 
 
 class UnsupportedOptionError(TIDEError, NotImplementedError):
-    """A generation option cannot be combined with the mode that was asked for."""
+    """A generation option cannot be combined with the mode."""
 
 
 class ConfigurationError(TIDEError, ValueError):
-    """A setting has a value that makes no sense for this model."""
+    """A setting has a value that is not valid, or not for this model."""
 
 
 class ChatTemplateError(ConfigurationError):
-    """A tokenizer's chat template does not parse, or refuses a chat.
-
-    Args:
-        message: The error's.
-        reason: What the template says.
-    """
+    """A tokenizer's chat template does not parse, or refuses a chat; `reason` is its own message."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -39,15 +34,15 @@ class BaseModelMismatchError(TIDEError, ValueError):
 
 
 class RoutersFileError(TIDEError, ValueError):
-    """A routers file is damaged, unsafe, or holds tensors of the wrong shape."""
+    """A routers file is damaged, unsafe, or has tensors of the wrong shape."""
 
 
 class RoutersNotFoundError(TIDEError, FileNotFoundError):
-    """No routers were found in the folder or Hub repository."""
+    """There are no routers in the folder or Hub repository."""
 
 
 class RoutersNotSavedError(TIDEError, OSError):
-    """Routers could not be written; what was there before is still there."""
+    """Routers could not be written; earlier files are unchanged."""
 
 
 class HubError(TIDEError, OSError):
@@ -55,7 +50,7 @@ class HubError(TIDEError, OSError):
 
 
 class CalibrationError(TIDEError, ValueError):
-    """Calibration cannot start or go on with the data it was given."""
+    """Calibration is not possible with the data."""
 
 
 class MissingPackageError(TIDEError, ImportError):
@@ -63,29 +58,29 @@ class MissingPackageError(TIDEError, ImportError):
 
 
 class KernelError(TIDEError, RuntimeError):
-    """Fused kernels were insisted on and cannot be had."""
+    """Fused kernels are required and not available."""
 
 
 class ModelNotFoundError(TIDEError, FileNotFoundError):
-    """No base model could be loaded from the folder or Hub repository of that name."""
+    """No base model could be loaded from the folder or Hub repository."""
 
 
 class DemoModelError(TIDEError, OSError):
-    """The demo's model could not be had from PyPI."""
+    """The demo's model could not be loaded from PyPI."""
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says; its class where it says nothing."""
+    """The first line of an error's message; its class if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def quoted(error: Exception) -> str:
-    """The same between quotation marks, for what was got."""
+    """[`first_line`] in quotation marks, for the `got` of [`describe`]."""
     return f"'{first_line(error)}'"
 
 
 def short(value: object) -> str:
-    """`repr(value)`, cut where a file made it long; an int may be too long to print at all."""
+    """`repr(value)`, cut if it is long; an int from a file may be too long for Python to print."""
     if isinstance(value, int) and abs(value) > sys.maxsize:
         return "a number beyond 64 bits"
     text = repr(value)
@@ -93,20 +88,10 @@ def short(value: object) -> str:
 
 
 def describe(problem: str, *, got: object, expected: str, do: str) -> str:
-    """Word an error the one way that this library words errors.
-
-    Args:
-        problem: What is wrong, in a few words.
-        got: What was given.
-        expected: What would have been right.
-        do: What the user can do about it.
-
-    Returns:
-        The message, in three sentences.
-    """
+    """The message of an error, in three sentences: what is wrong, what would be right, what the user can do."""
     return f"{problem}: got {got}. Expected {expected}. {do}"
 
 
 def problem_of(error: Exception) -> str:
-    """The first sentence of what [`describe`] has worded: what is wrong, and what was given."""
+    """The first sentence of a message made by [`describe`]."""
     return str(error).partition(". Expected ")[0]

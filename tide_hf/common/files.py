@@ -24,80 +24,57 @@ def cache_folder() -> Path:
 
 
 def is_ours(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    """Whether nobody but this user and the administrator can have written what `path` is; a link is nobody's.
-
-    Args:
-        path: A file, or a folder.
-        is_kind: `stat.S_ISDIR` for a folder.
-    """
+    """Whether only this user and the administrator can have written a file (`S_ISDIR`: a folder); false for links."""
     try:
         found = path.lstat()
-    except OSError:  # also of a folder that is closed to this user
+    except OSError:  # also of a folder that this user may not read
         return False
-    if not hasattr(os, "geteuid"):  # Windows, whose modes say nothing of others
+    if not hasattr(os, "geteuid"):  # Windows, whose modes say nothing about other users
         return is_kind(found.st_mode)
     return is_kind(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & OTHERS_WRITE
 
 
 def is_private_folder(folder: Path) -> bool:
-    """Whether nobody but this user and the administrator can put files into a folder, or another in its place.
+    """Whether only this user and the administrator can put files into a folder, or replace it.
 
-    Whoever owns a folder above it, or is of its group, is trusted.
+    The owners and groups of the folders above it are trusted.
     """
     above = folder.parent.resolve()
-    free_for_all = (_is_open_to_all(parent) for parent in (above, *above.parents))
-    return is_ours(folder, stat.S_ISDIR) and not any(free_for_all)
+    return is_ours(folder, stat.S_ISDIR) and not any(map(_is_open_to_all, (above, *above.parents)))
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Whether everybody can rename what others have in a folder; in a sticky one, as `/tmp` is, they can't."""
+    """Whether everybody can rename others' files in a folder; in a sticky one, such as `/tmp`, they cannot."""
     mode = folder.stat().st_mode
     return hasattr(os, "geteuid") and bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def make_private_folder(folder: Path, mode: int = 0o700) -> None:
-    """Make a folder that others cannot write to, and those above it; one that is there stays as it is.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Create a folder that others cannot write to, and those above it; an existing one is left as it is."""
     folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     folder.mkdir(mode=mode, exist_ok=True)
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file atomically, with the folder's default permissions.
+def write_atomically(contents: dict[Path, bytes]) -> None:
+    """Write files, with the folder's default permissions; none is replaced before all are on the disk.
 
     Args:
-        file: Its path; an existing file or link is replaced, a missing folder created.
-        content: Its content.
+        contents: Content by path; an existing file or link is replaced, a missing folder created.
 
     Raises:
-        OSError: The disk is full, or the folder takes no file.
-    """
-    write_all_whole({file: content})
-
-
-def write_all_whole(contents: dict[Path, bytes]) -> None:
-    """Write files as [`write_whole`] does; the first is put in place only after all are on the disk.
-
-    Args:
-        contents: Content by path.
-
-    Raises:
-        OSError: The disk is full, or a folder takes no file.
+        OSError: The disk is full, or a folder cannot be written to.
     """
     unfinished: dict[Path, Path] = {}
     try:
         for file, content in contents.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished[file] = file.with_name(f"{file.name}.{secrets.randbelow(10**15)}{UNFINISHED}")
-            with unfinished[file].open("xb") as stream:  # which fails where a link of that name is waiting
+            with unfinished[file].open("xb") as stream:  # which fails if somebody has put a link of that name there
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())  # or a power cut could leave the name without the content
-        for file, whole in unfinished.items():
-            os.replace(whole, file)
+        for file, written in unfinished.items():
+            os.replace(written, file)
     finally:
         for path in unfinished.values():
             path.unlink(missing_ok=True)

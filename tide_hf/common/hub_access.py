@@ -38,41 +38,20 @@ def hub_options(
     if os.path.exists(name) or options.get("local_files_only") or options.get("force_download"):
         return {}
     try:
-        kept = is_kept_only(os.fspath(name), token=options.get("token"), cache_dir=options.get("cache_dir"))
+        HfApi(token=options.get("token")).model_info(os.fspath(name), timeout=REACH_TIMEOUT)
     except (HTTPError, OSError, HFValidationError) as error:
+        if not isinstance(error, HFValidationError) and _is_cached(os.fspath(name), options.get("cache_dir")):
+            return {"local_files_only": True}
         if isinstance(error, HfHubHTTPError) and type(error) is not RepositoryNotFoundError:
             return {}  # the Hub has answered; transformers will report its answer
         raise not_found(name, f"no such folder, and {why_not_found(error)}") from error
-    return {"local_files_only": True} if kept else {}
-
-
-def is_kept_only(
-    name: str, *, token: str | bool | None = None, cache_dir: str | os.PathLike[str] | None = None
-) -> bool:
-    """Whether the Hub cannot be reached and the repository is in the cache.
-
-    Args:
-        name: Name of the repository.
-        token: As in huggingface_hub.
-        cache_dir: The cache; default: the Hub's own.
-
-    Raises:
-        HTTPError, OSError: The Hub cannot be reached and the cache is empty, or there is no such repository.
-        HFValidationError: The name is not valid.
-    """
-    try:
-        HfApi(token=token).model_info(name, timeout=REACH_TIMEOUT)
-    except (HTTPError, OSError):
-        if not _is_kept(name, cache_dir):
-            raise
-        return True
-    return False
+    return {}
 
 
 def why_not_found(error: Exception) -> str:
-    """The reason in an error of `is_kept_only` or of loading, in one line."""
+    """The reason in an error of a request to the Hub or of loading, in one line."""
     if isinstance(error, HFValidationError):
-        return "no name that a repository could have"
+        return "not a valid name of a repository"
     if type(error) is RepositoryNotFoundError:
         return "no such repository on the Hub, or a private one"
     if isinstance(error, (HTTPError, ConnectionError)) and not isinstance(error, HfHubHTTPError):
@@ -80,7 +59,7 @@ def why_not_found(error: Exception) -> str:
     return quoted(error)
 
 
-def _is_kept(name: str, cache_dir: str | os.PathLike[str] | None) -> bool:
+def _is_cached(name: str, cache_dir: str | os.PathLike[str] | None) -> bool:
     """Whether the cache has any file of the repository, at any revision."""
     folder = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
     return any(folder.glob("snapshots/*/*"))

@@ -24,7 +24,7 @@ def read_rows(path: Path) -> Iterator[object]:
 
     Raises:
         CalibrationError: There is no file of a known kind, or one cannot be read.
-        MissingPackageError: A file other than .txt is to be read, and the datasets library is not installed.
+        MissingPackageError: A file is not .txt, and the datasets library is not installed.
     """
     for file in _find_files(path):
         builder = FORMATS[file.suffix.lower()]
@@ -42,15 +42,7 @@ def read_rows(path: Path) -> Iterator[object]:
 
 
 def import_extra(name: str, purpose: str) -> Any:
-    """Import a module of the `calibrate` extra.
-
-    Args:
-        name: Name of the module.
-        purpose: What it is needed for, as in "a package is missing to {purpose}".
-
-    Raises:
-        MissingPackageError: It is not installed.
-    """
+    """Import a module of the `calibrate` extra, or raise [`MissingPackageError`] with the purpose ("read a file")."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -73,7 +65,7 @@ def _find_files(path: Path) -> list[Path]:
             describe(
                 f"no file to read in {path}" if path.is_dir() else f"cannot read this kind of file: {path}",
                 got=", ".join(kinds) or "an empty folder",
-                expected=f"{', '.join(FORMATS)}",
+                expected=", ".join(FORMATS),
                 do="Convert the data to one of these, or pass a list of texts.",
             )
         )
@@ -83,16 +75,14 @@ def _find_files(path: Path) -> list[Path]:
 def _documents(file: Path) -> Iterator[str]:
     """Split a text at blank lines, or into lines if there are none."""
     text = file.read_text(encoding="utf-8-sig").strip()
-    if not text:
-        return
     documents = re.split(r"\n\s*\n", text)
-    yield from documents if len(documents) > 1 else text.split("\n")
+    if text:
+        yield from documents if len(documents) > 1 else text.split("\n")
 
 
 def _rows(file: Path, builder: str) -> Iterator[object]:
     datasets = import_extra("datasets", f"read {file.name}")
-    if file.stat().st_size == 0:
-        return  # most builders fail here
-    pattern = glob.escape(str(file.absolute()))
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # errors are raised, and told once
-    yield from datasets.load_dataset(builder, data_files=pattern, split="train", streaming=True)
+    if file.stat().st_size > 0:  # most builders fail on empty files
+        pattern = glob.escape(str(file.absolute()))
+        logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its errors are raised as well
+        yield from datasets.load_dataset(builder, data_files=pattern, split="train", streaming=True)

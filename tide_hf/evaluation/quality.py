@@ -18,8 +18,8 @@ from ..calibration.sources import describe_source, read_documents
 from ..calibration.states import SLICE_ELEMENTS, StateBatch, StateReader, full_depth
 from ..calibration.threshold import Bootstrap, exit_depths, exit_indices
 from ..common.choices import check_counts, check_share
-from ..common.display.progress import Steps
 from ..common.errors import ConfigurationError, describe, short
+from ..common.progress import Steps
 from ..depth.gates import on_device
 from ..routers.config import check_exit_threshold
 from ..routers.routers import TIDERouters

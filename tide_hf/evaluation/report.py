@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..common.display.plotting import DOTS_PER_INCH, SIZE, figure_maker
+from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
 from ..routers.tables import MISSING, TextTable
 
 DEPTH_NOTE = (

@@ -34,11 +34,11 @@ class TIDEAutoModel:
             name_or_path: Folder or Hub repository of the routers.
             config: Their config, with the caller's changes.
             **kwargs: As in `TIDEModelForCausalLM.from_pretrained`. `revision` is the routers'; the base is loaded at
-                `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and their like are for both.
+                `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and the like are for both.
 
         Raises:
             ConfigurationError: The config names no base model that can be loaded.
-            RoutersFileError: The repository also has an adapter, which transformers would put on the base.
+            RoutersFileError: The repository also has an adapter, which transformers would load into the base.
             As `TIDEModelForCausalLM.from_pretrained`.
         """
         shared = _chosen(kwargs, FOR_BOTH)
@@ -62,15 +62,9 @@ class TIDEAutoTokenizer:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], *inputs: Any, **kwargs: Any) -> Any:
-        """Load the tokenizer of the base model that the routers were made for.
+        """Load the tokenizer of the base model that the routers at `name_or_path` were made for.
 
-        Args:
-            name_or_path: Folder or Hub repository of the routers.
-            *inputs: For the tokenizer.
-            **kwargs: As in `AutoTokenizer.from_pretrained`; see [`TIDEAutoModel`].
-
-        Raises:
-            ConfigurationError: The config names no base model.
+        Arguments are those of `AutoTokenizer.from_pretrained`, with the exceptions of [`TIDEAutoModel`].
         """
         shared = _chosen(kwargs, FOR_BOTH)
         config = TIDEConfig.from_pretrained(name_or_path, **shared, **_chosen(kwargs, ("revision", "subfolder")))
@@ -80,28 +74,34 @@ class TIDEAutoTokenizer:
 
 
 def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwargs: Any) -> str:
-    """The base model that the config of routers names.
-
-    Args:
-        name_or_path: Folder or Hub repository of the routers.
-        config: Their config.
-        **hub_kwargs: `token` and the like, for reading the base's config.
+    """The base model that the config of the routers at `name_or_path` names.
 
     Raises:
         ConfigurationError: It names none, or routers, or a folder although the routers are on the Hub.
     """
     base = config.base_model_name_or_path
     if base is None:
-        raise _no_base(name_or_path, "none")
+        raise _no_base(name_or_path, "no base_model_name_or_path")
     if not os.path.isdir(name_or_path):
         try:
             validate_repo_id(base)
         except HFValidationError as error:
-            raise _no_base(name_or_path, repr(base)) from error
+            raise _no_base(name_or_path, f"base_model_name_or_path={base!r}") from error
     found, _ = PreTrainedConfig.get_config_dict(base, revision=config.base_model_revision, **hub_kwargs)
     if found.get("model_type") == TIDEConfig.model_type:
-        raise _no_base(name_or_path, f"{base!r}, which holds routers itself")
+        raise _no_base(name_or_path, f"base_model_name_or_path={base!r}, which holds routers itself")
     return base
+
+
+def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationError:
+    return ConfigurationError(
+        describe(
+            f"the routers at {name_or_path} do not say which model to load",
+            got=got,
+            expected="the name of a base model on the Hub (or a folder, for routers in a folder)",
+            do="Name the base model yourself: TIDEModelForCausalLM.from_pretrained(base, routers=...).",
+        )
+    )
 
 
 def register_config() -> None:
@@ -121,14 +121,3 @@ def register_tokenizer() -> None:
 
 def _chosen(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-
-
-def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationError:
-    return ConfigurationError(
-        describe(
-            f"the routers at {name_or_path} do not tell which model to load",
-            got=f"base_model_name_or_path={got}" if got != "none" else "no base_model_name_or_path",
-            expected="the name of a base model on the Hub (or a folder, for routers in a folder)",
-            do="Name the base model yourself: TIDEModelForCausalLM.from_pretrained(base, routers=...).",
-        )
-    )

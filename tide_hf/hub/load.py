@@ -40,16 +40,16 @@ CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote
 DEFAULT_ROUTERS = "default"  # the routers shipped with this library
 LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
 
-# While loading, transformers replaces `PreTrainedModel.tie_weights` and restores it afterwards. Overlapping loads would
-# restore each other's replacement, and no later model of the process would get tied embeddings. The lock is reentrant
-# because loading a repository of routers loads the base model that they name.
+# While loading, transformers replaces `PreTrainedModel.tie_weights`. Overlapping loads would restore each other's
+# replacement, and no later model of the process would get tied embeddings. The lock is reentrant because loading a
+# repository of routers loads the base model that they name.
 _one_at_a_time = threading.RLock()
 
 
 def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
 
-    Models for images and text that are no causal language model are loaded by `AutoModelForImageTextToText`.
+    Image-text models that are not causal language models are loaded by `AutoModelForImageTextToText`.
 
     Args:
         name: Folder or Hub repository.
@@ -61,13 +61,13 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
-    if kwargs.get("local_files_only"):  # transformers does not pass it on to the search for an adapter
+    if kwargs.get("local_files_only"):  # which transformers does not pass on to the search for an adapter
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
         try:
             return AutoModelForCausalLM.from_pretrained(name, **kwargs)
         except ValueError:
-            if not _takes_images(name, kwargs):
+            if not _is_image_text_model(name, kwargs):
                 raise
         return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
 
@@ -75,12 +75,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
 def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
     """Load a base model and its tokenizer; from the cache, without retries, if the Hub cannot be reached.
 
-    Args:
-        name: Hub name or folder.
-        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is the dtype of the saved weights.
-
-    Returns:
-        Model and tokenizer. `model.weights_origin` is the source of the weights.
+    `model.weights_origin` is the source of the weights.
 
     Raises:
         ModelNotFoundError: There is no such model, or it cannot be read.
@@ -104,8 +99,8 @@ def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwar
     return model, tokenizer
 
 
-def _takes_images(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an image-text model and no causal language model; its config is in the cache by now."""
+def _is_image_text_model(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
+    """Whether it is an image-text model and not a causal language model; its config is in the cache by now."""
     config = kwargs.get("config")
     if config is None:
         options = {option: kwargs[option] for option in CONFIG_OPTIONS if option in kwargs}
@@ -126,11 +121,7 @@ def _model_not_found(name: str | os.PathLike[str], got: str, needed: str = "") -
 
 
 def shipped_routers(model: Any) -> str | None:
-    """The folder of shipped routers for a base model, if any.
-
-    Args:
-        model: The base model, recognised by its output head; or its Hub name.
-    """
+    """The folder of shipped routers for a base model, recognised by its output head, or for its Hub name; if any."""
     folders = _shipped_folders()
     if isinstance(model, (str, os.PathLike)):
         return folders.get(os.fspath(model).replace("/", "--"))
@@ -144,12 +135,9 @@ def shipped_routers(model: Any) -> str | None:
 
 
 def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
-    """Load the routers of an argument.
+    """Load routers from a folder, a Hub repository, or, for "default" and a loaded model, the shipped ones.
 
-    Args:
-        routers: `None`, [`TIDERouters`], a folder, a Hub repository, or `"default"`, which needs a `model`.
-        model: The base model, if it is loaded.
-        **hub_kwargs: As in `TIDERouters.from_pretrained`.
+    `None` and [`TIDERouters`] are returned as they are. `hub_kwargs` are those of `TIDERouters.from_pretrained`.
 
     Raises:
         RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
@@ -162,20 +150,16 @@ def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any)
 
 
 def default_routers(model: PreTrainedModel) -> TIDERouters:
-    """Load the shipped routers of a base model.
-
-    Raises:
-        RoutersNotFoundError: None are shipped for it.
-    """
+    """Load the shipped routers of a base model; [`RoutersNotFoundError`] if there are none."""
     folder = shipped_routers(model)
     if folder is None:
         names = ", ".join(name.replace("--", "/") for name in _shipped_folders())
         raise RoutersNotFoundError(
             describe(
-                f"no routers for this model come with the library (routers={DEFAULT_ROUTERS!r})",
+                f"no routers for this model are shipped with the library (routers={DEFAULT_ROUTERS!r})",
                 got=f"{type(model).__name__} from {model.config._name_or_path!r}",
                 expected=f"one of these models, from wherever it was loaded: {names}",
-                do="Make routers with tide_hf.calibrate(); without any (routers=None) n-grams draft.",
+                do="Make routers with tide_hf.calibrate(), or pass routers=None to draft with n-grams.",
             )
         )
     return TIDERouters.from_pretrained(folder)
@@ -186,7 +170,7 @@ def log_no_routers(model: PreTrainedModel) -> None:
     if logger.isEnabledFor(logging.INFO):
         folder = shipped_routers(model)
         hint = f"; those for {Path(folder).name} fit this model: routers={DEFAULT_ROUTERS!r}" if folder else ""
-        logger.info("no routers: drafts come from n-grams of the context alone%s", hint)
+        logger.info("no routers: only n-grams of the context draft%s", hint)
 
 
 def _shipped_folders() -> dict[str, str]:

@@ -47,7 +47,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command line for publication, local paths reduced to their last part."""
+    """The command line, to be published: local paths are reduced to their last part."""
     return f"tide-hf {shlex.join(map(without_folders, argv))}"
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
-from ..common.display.plotting import DOTS_PER_INCH, SIZE, figure_maker
+from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
 from ..common.errors import ConfigurationError, MissingPackageError, describe
 from .config import NEVER_EXIT
 from .tables import describe_threshold, rows_by_layer, tables_of

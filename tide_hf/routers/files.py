@@ -28,7 +28,7 @@ from ..common.errors import (
     first_line,
     quoted,
 )
-from ..common.files import remove_abandoned, write_all_whole
+from ..common.files import remove_abandoned, write_atomically
 from .config import TIDEConfig, bad_file
 
 # Metadata of the safetensors file.
@@ -82,7 +82,7 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
     config.weights_sha256 = hashlib.sha256(content).hexdigest()
     weights_file, config_file = folder / SAFE_WEIGHTS_NAME, folder / CONFIG_NAME
     try:
-        write_all_whole({weights_file: content, config_file: config.to_json_string().encode()})
+        write_atomically({weights_file: content, config_file: config.to_json_string().encode()})
         for file in (weights_file, config_file):
             remove_abandoned(file)
     except OSError as error:

@@ -25,7 +25,14 @@ from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 
 from ...common.errors import first_line
-from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder, write_all_whole
+from ...common.files import (
+    OTHERS_WRITE,
+    cache_folder,
+    is_ours,
+    is_private_folder,
+    make_private_folder,
+    write_atomically,
+)
 from ..compile_cache import compiling, warn_unused
 
 # In the order of kDtypes in ops.cpp.
@@ -206,7 +213,7 @@ def _store(library: Any, path: Path) -> None:
             return
         content = Path(library._name).read_bytes()
         files = {_digest_path(path): hashlib.sha256(content).hexdigest().encode(), path: content}
-        write_all_whole(files)
+        write_atomically(files)
         for file in files:
             file.chmod(file.stat().st_mode & ~OTHERS_WRITE)
     except OSError as error:

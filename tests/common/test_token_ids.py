@@ -1,13 +1,19 @@
-"""Prompts side by side, as tokens, and answers up to their end."""
+"""Prompts as token ids in padded batches, and answers truncated at an end-of-sequence token."""
 
 import pytest
 
-from tide_hf.common.chat_prompts import encode_messages, encode_prompt, prompt_tokens
 from tide_hf.common.errors import ChatTemplateError
-from tide_hf.common.padding import end_tokens, left_padded, up_to_end
+from tide_hf.common.token_ids import (
+    encode_messages,
+    encode_prompt,
+    eos_token_ids,
+    left_padded,
+    prompt_tokens,
+    truncate_at_eos,
+)
 
 
-def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer, monkeypatch):
+def test_prompts_use_the_chat_template_if_there_is_one(tiny_tokenizer, monkeypatch):
     assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi")) == "<user>hi<answer>"
     assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi", raw=True)) == "hi"
     monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
@@ -23,7 +29,7 @@ def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_tokenizer,
         ({"tool_use": "x"}, "multiple chat templates"),
     ],
 )
-def test_a_template_that_refuses_is_told(tiny_tokenizer, monkeypatch, template, reason):
+def test_a_template_that_refuses_a_chat_is_an_error(tiny_tokenizer, monkeypatch, template, reason):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
     with pytest.raises(
         ChatTemplateError, match=f"the tokenizer's chat template refuses the chat: got '.*{reason}"
@@ -42,18 +48,18 @@ def test_a_prompt_is_encoded_as_the_tokenizer_encodes_it(tiny_tokenizer):
         assert all(tensor.equal(own[name]) for name, tensor in encoded.items())
 
 
-def test_prompts_end_in_the_last_column():
+def test_prompts_are_left_padded():
     inputs = left_padded([[5, 6, 7], [8]], pad=9)
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-@pytest.mark.parametrize(("said", "ends"), [(None, set()), (2, {2}), ([2, 3], {2, 3}), ((3,), {3})])
-def test_what_a_generation_config_says_ends_an_answer(said, ends):
-    assert end_tokens(said) == ends
+@pytest.mark.parametrize(("value", "expected"), [(None, set()), (2, {2}), ([2, 3], {2, 3}), ((3,), {3})])
+def test_eos_tokens_of_a_generation_config(value, expected):
+    assert eos_token_ids(value) == expected
 
 
-def test_an_answer_stops_at_its_first_end():
-    assert up_to_end([5, 2, 0, 2], {2, 3}) == [5, 2]
-    assert up_to_end([5, 2, 0, 2], {2, 3}, with_end=False) == [5]
-    assert up_to_end([5, 6], {2}) == up_to_end([5, 6], {2}, with_end=False) == [5, 6]
+def test_an_answer_is_truncated_at_its_first_eos_token():
+    assert truncate_at_eos([5, 2, 0, 2], {2, 3}) == [5, 2]
+    assert truncate_at_eos([5, 2, 0, 2], {2, 3}, keep_eos=False) == [5]
+    assert truncate_at_eos([5, 6], {2}) == truncate_at_eos([5, 6], {2}, keep_eos=False) == [5, 6]

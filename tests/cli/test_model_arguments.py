@@ -1,4 +1,4 @@
-"""Commands that run a model warn where other work fills the cores."""
+"""What commands that run a model do before they load it: they warn on a busy machine."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def load_average(monkeypatch):
 
 
 @pytest.mark.parametrize(("load", "threads", "warned"), [(2.1, 2, 1), (2.0, 2, 0), (9.0, 1, 0), (0.1, 4, 0)])
-def test_a_load_above_the_cores_is_warned_of(load_average, caplog, load, threads, warned):
+def test_a_load_above_the_number_of_cores_causes_a_warning(load_average, caplog, load, threads, warned):
     load_average(load)
     warn_if_busy(threads)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
@@ -32,32 +32,24 @@ def test_a_system_without_load_averages_is_not_busy(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["generate", "MODEL", "hello"],
-        ["chat", "MODEL"],
-        ["benchmark", "MODEL"],
-        ["demo", "MODEL"],
-        ["calibrate", "MODEL", "--output-dir", "FOLDER"],
-    ],
-    ids=lambda command: command[0],
+    "line",
+    ["generate MODEL hello", "chat MODEL", "benchmark MODEL", "demo MODEL", "calibrate MODEL --output-dir FOLDER"],
 )
-def test_every_command_that_runs_a_model_looks(load_average, monkeypatch, tmp_path, caplog, command):
+def test_every_command_that_runs_a_model_warns(load_average, monkeypatch, tmp_path, caplog, line):
     def stop(*_args, **_options):
         raise DemoModelError("as far as this test goes")
 
     monkeypatch.setattr("tide_hf.hub.load.hub_options", stop)
     load_average(3.0)
     threads = torch.get_num_threads()
-    line = [str(tmp_path / "made") if word == "FOLDER" else word for word in command]
     try:
-        assert main([*line, "--device", "cpu", "--threads", "2"]) == 2
+        assert main([*line.replace("FOLDER", str(tmp_path)).split(), "--device", "cpu", "--threads", "2"]) == 2
     finally:
         torch.set_num_threads(threads)
     assert ["--threads 1" in message for message in caplog.messages] == [True]
 
 
-def test_the_suites_are_no_exception(load_average, monkeypatch, caplog):
+def test_suites_warn_as_well(load_average, monkeypatch, caplog):
     monkeypatch.setattr("tide_hf.cli.benchmark.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
     load_average(3.0)
     assert main(["benchmark", "MODEL", "--suite", "decode", "--threads", "2"]) == 0

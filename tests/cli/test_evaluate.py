@@ -1,4 +1,4 @@
-"""``tide-hf evaluate``: what it prints, what it writes, and how it fails."""
+"""``tide-hf evaluate``: its table, JSON and plot."""
 
 import io
 import json
@@ -13,8 +13,6 @@ from tide_hf import TIDERouters
 from tide_hf.cli.main import main
 from tide_hf.evaluation.report import draw_curve, quality_table, save_quality_plot
 from tide_hf.routers.tables import TextTable, rich_table
-
-QUICK = ("--samples", "4", "--max-length", "16", "--batch-size", "2")
 
 
 def figure(value, spread=0.1):
@@ -32,73 +30,45 @@ def made_up_record(**settings):
 
 
 @pytest.fixture
-def places(tmp_path, tiny_model_folder, tiny_llama):
-    """What a user has: a model, routers and texts."""
+def evaluate(tmp_path, tiny_model_folder, tiny_llama, capsys):
+    """A function that runs the command on a few texts, and returns what goes to standard output."""
     torch.manual_seed(0)
     routers = TIDERouters.for_model(tiny_llama(), exit_layers=[1, 3])
     for layer in routers.exit_layers:
         torch.nn.init.normal_(routers[layer].router.up.weight)
     routers.save_pretrained(tmp_path / "routers")
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} rivers run." for n in range(6)), encoding="utf-8")
-    return {
-        "MODEL": tiny_model_folder,
-        "ROUTERS": tmp_path / "routers",
-        "TEXT": tmp_path / "text.txt",
-        "PLOT": tmp_path / "curve.png",
-        "NOWHERE": tmp_path / "no" / "curve.png",
-    }
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{n} rivers run." for n in range(6)), encoding="utf-8")
+    command = ["evaluate", str(tiny_model_folder), "--routers", str(tmp_path / "routers"), "--text", str(text)]
+
+    def run(*arguments):
+        assert main([*command, "--samples", "4", "--max-length", "16", "--batch-size", "2", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def command(places, arguments):
-    return ["evaluate", *(str(places.get(argument, argument)) for argument in arguments)]
-
-
-def run(places, *arguments):
-    return main(command(places, arguments))
-
-
-def test_it_prints_a_table_and_draws_a_plot(places, capsys):
-    data = ("--text", "TEXT", "--plot", "PLOT")
-    assert run(places, "MODEL", "--routers", "ROUTERS", *data, "--thresholds", "0.8,0.5", *QUICK) == 0
-    out = capsys.readouterr().out
+def test_it_prints_a_table_and_draws_a_plot(evaluate, tmp_path):
+    plot = tmp_path / "new" / "curve.png"
+    out = evaluate("--plot", str(plot), "--thresholds", "0.8,0.5")
     for expected in ("Perplexity on text.txt", "base", "0.8", "0.5", "4 documents"):
         assert expected in out
     assert max(map(len, out.splitlines())) <= 80
-    assert places["PLOT"].read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_has_the_figures_and_where_they_are_from(places, capsys):
-    assert run(places, "MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--thresholds", "0.5", "--json", *QUICK) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_json_has_the_figures_and_their_provenance(evaluate, tmp_path):
+    record = json.loads(evaluate("--thresholds", "0.5", "--json"))
     assert [row["exit_threshold"] for row in record["perplexity"]["rows"]] == [None, 0.5]
     assert record["command"].startswith("tide-hf evaluate")
-    assert record["routers"] == str(places["ROUTERS"])
+    assert record["routers"] == str(tmp_path / "routers")
     assert record["weights_origin"] == "a local folder"
     assert record["perplexity"]["num_documents"] == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["MODEL", "--text", "TEXT"], "there are no routers for the model"),
-        (["MODEL", "--routers", "ROUTERS", "--text", "no/such/file.txt"], "the dataset cannot be found"),
-        (["MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--plot", "NOWHERE"], "the figures cannot be written"),
-    ],
-)
-def test_errors_are_explained(places, refused, arguments, message):
-    refused(command(places, arguments), message)
-
-
-def test_without_matplotlib_it_says_so_before_it_measures(places, monkeypatch, capsys):
+def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run(places, "MODEL", "--routers", "ROUTERS", "--text", "TEXT", "--plot", "PLOT") == 2
-    assert "pip install tide-hf[plots]" in capsys.readouterr().err
-
-
-def test_a_wrong_list_of_thresholds_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["evaluate", "model", "--text", "x.txt", "--thresholds", "0.9,high"])
-    assert "'0.9,high' is not a list of thresholds" in capsys.readouterr().err
+    refused(["evaluate", "model", "--text", "x.txt", "--plot", "x.png"], "pip install tide-hf[plots]")
 
 
 def test_what_the_tables_show():

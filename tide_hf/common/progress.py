@@ -14,19 +14,15 @@ SECONDS_BETWEEN_LINES = 60  # in a log
 
 
 class Steps:
-    """One progress bar per step; log lines if there is neither a terminal nor a notebook.
-
-    Args:
-        enabled: Whether to show anything.
-    """
+    """One progress bar per step, if `enabled`; log lines if there is neither a terminal nor a notebook."""
 
     def __init__(self, enabled: bool) -> None:
         columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         self._console = console = Console(stderr=True)
-        seen = console.is_terminal or console.is_jupyter
-        self._progress = Progress(*columns, *times, console=console, disable=not (enabled and seen))
-        self._is_log = enabled and not seen
+        has_bars = console.is_terminal or console.is_jupyter
+        self._progress = Progress(*columns, *times, console=console, disable=not (enabled and has_bars))
+        self._is_log = enabled and not has_bars
 
     def __enter__(self) -> Steps:
         self._progress.start()
@@ -38,7 +34,7 @@ class Steps:
     def begin(self, description: str, total: int) -> Callable[[int], None]:
         """Start a step of `total` units; call the result with the number of units done since."""
         if self._is_log:
-            return _LogLines(self._console, description, total)
+            return self._log_lines(description, total)
         task = self._progress.add_task(description, total=total)
         return lambda count: self._progress.update(task, advance=count)
 
@@ -49,22 +45,17 @@ class Steps:
             yield item
             advance(1)
 
+    def _log_lines(self, description: str, total: int) -> Callable[[int], None]:
+        """Log the start of a step, and once a minute its progress."""
+        num_done, logged_at = 0, float("-inf")
 
-class _LogLines:
-    """Logs the start of a step, and once a minute its progress."""
+        def advance(count: int) -> None:
+            nonlocal num_done, logged_at
+            num_done += count
+            now = perf_counter()
+            if now - logged_at >= SECONDS_BETWEEN_LINES:
+                logged_at = now
+                self._console.print(f"{description}: {num_done} of {total}", highlight=False)
 
-    def __init__(self, console: Console, description: str, total: int) -> None:
-        self._console, self._description, self._total = console, description, total
-        self._num_done, self._told = 0, perf_counter()
-        self._tell()
-
-    def __call__(self, count: int) -> None:
-        """Advance by `count` units."""
-        self._num_done += count
-        now = perf_counter()
-        if now - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = now
-            self._tell()
-
-    def _tell(self) -> None:
-        self._console.print(f"{self._description}: {self._num_done} of {self._total}", highlight=False)
+        advance(0)
+        return advance

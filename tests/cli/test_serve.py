@@ -65,7 +65,7 @@ def ask(port, model, **fields):
 
 
 def test_the_model_is_attached_and_warmed_up_before_the_server_listens(tiny_model_folder, routers_folder, monkeypatch):
-    """With the options of the other commands; what decodes is TIDE, and transformers' class is left as it was."""
+    """TIDE decodes, with the options of the other commands, and transformers' class is as before afterwards."""
     port, warmed_up = free_port(), []
     warm_up = TIDEGenerationMixin.tide_warm_up
     monkeypatch.setattr(
@@ -93,7 +93,7 @@ def test_the_model_is_attached_and_warmed_up_before_the_server_listens(tiny_mode
 
 
 def test_a_server_from_the_command_line_takes_the_options_of_transformers(tiny_model_folder):
-    """`--port` and `--default-seed` are not ours."""
+    """`--port` and `--default-seed` are transformers'."""
     port = free_port()
     options = ["--threads", "1", "--port", str(port), "--default-seed", "3"]
     command = [sys.executable, "-m", "tide_hf.cli", "serve", str(tiny_model_folder), *options]
@@ -113,41 +113,24 @@ def test_a_server_from_the_command_line_takes_the_options_of_transformers(tiny_m
     assert streamed == whole["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--routers", "no/such/routers"], "no routers at no/such/routers"),
-        (["--port", "8001", "--continuous-batching"], "TIDE does not decode in continuous batches"),
-    ],
-)
-def test_errors_are_explained_before_a_model_is_loaded(tiny_model_folder, monkeypatch, refused, arguments, message):
+def test_errors_are_explained_before_a_model_is_loaded(monkeypatch, refused, capsys):
     monkeypatch.setattr(ModelManager, "_load_model", lambda *_, **__: pytest.fail("it loads"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(["serve", str(tiny_model_folder), *arguments], message)
+    refused(["serve", "MODEL", "--routers", "no/such/routers"], "no routers at no/such/routers")
+    refused(["serve", "MODEL", "--port", "8001", "--continuous-batching"], "does not support continuous batching")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "MODEL", "--no-such-option"])
+    assert caught.value.code == 2
+    assert "No such option" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    refused(["serve", "m"], 'Run: pip install "tide-hf[serve]"')
 
 
 def test_a_mode_that_needs_routers_is_refused_without_any(tiny_llama, tiny_model_folder):
-    """Those that come with the library are found by the model's head, so it has to be loaded."""
+    """The model has to be loaded, since shipped routers are found by its output head."""
     args = parsed(str(tiny_model_folder), "--mode", "early_exit")
     with pytest.raises(ConfigurationError, match="got --mode early_exit, which needs them"):
         serve.attach_warmed_up(tiny_llama(), args, serve.named_routers(args))
-
-
-def test_an_option_that_nobody_knows_is_refused_before_a_model_is_loaded(tiny_model_folder, monkeypatch, capsys):
-    monkeypatch.setattr(ModelManager, "_load_model", lambda *_, **__: pytest.fail("it loads"))
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["serve", str(tiny_model_folder), "--no-such-option"])
-    assert caught.value.code == 2
-    assert "No such option" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["generate", str(tiny_model_folder), "--port", "8001"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: --port 8001" in capsys.readouterr().err
-
-
-def test_missing_packages_are_named(monkeypatch, refused):
-    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
-    refused(["serve", "m"], 'Run: pip install "tide-hf[serve]"')
 
 
 def test_dtype_and_model_go_to_transformers_server(monkeypatch, tiny_model_folder):

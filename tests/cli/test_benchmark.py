@@ -1,0 +1,92 @@
+"""``tide-hf benchmark``: which methods are compared, on which prompts, and what the table and its notes say."""
+
+import io
+import json
+
+import pytest
+from families import tiny_model
+from rich.console import Console
+
+from tide_hf import ExitStats, TIDEModelForCausalLM
+from tide_hf.cli.benchmark import comparison_table, notes
+from tide_hf.cli.main import main
+from tide_hf.evaluation.benchmark import DecodingMethod, PromptResult, Result, Run
+
+QUICK = ("--max-new-tokens", "8", "--repeats", "1")
+
+
+def test_a_table_of_plain_decoding_transformers_and_ours(tiny_model_folder, routers_folder, capsys):
+    command = ["benchmark", str(tiny_model_folder), "--routers", str(routers_folder), "--mode", "all", *QUICK]
+    assert main([*command, "--prompt", "abcabcabc", "--prompt", "hello"]) == 0
+    captured = capsys.readouterr()
+    assert "2 prompts, 4 layers, greedy" in captured.out
+    table = captured.out.partition("\u2500\n")[2].splitlines()
+    names = ["generate", "prompt_lookup_num_tokens=10", "assistant_early_exit=2", "self_speculative"]
+    assert [line.split()[0] for line in table[:6]] == [*names, "early_exit", "post_hoc"]
+    assert [line.rstrip().endswith("yes") for line in table[:4]] == [False, True, True, True]
+    assert "\u2026" not in captured.out
+    assert "left out" not in captured.out
+
+
+def test_json_has_the_figures_of_prompts_from_a_file(tiny_model_folder, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"text": "abcabc"}\n{"prompt": "hello"}\n')
+    command = ["benchmark", str(tiny_model_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--json", "--raw"]
+    assert main([*command, *QUICK, "--dtype", "float32"]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    assert record["prompts"] == ["abcabc", "hello"]
+    assert all(result["num_equal"] == 2 for result in record["results"])
+    assert (record["raw"], record["dtype"], record["repeats"], record["left_out"]) == (True, "float32", 1, {})
+    assert "2 prompts" in captured.err
+
+
+def test_a_method_that_the_model_does_not_support_is_left_out_and_named(tiny_tokenizer, tmp_path, capsys):
+    tiny_model("gpt2", vocab_size=260).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert main(["benchmark", str(tmp_path), *QUICK, "--prompt", "abcabc"]) == 0
+    out = capsys.readouterr().out
+    assert "assistant_early_exit=2: left out, since this model does not support it (IndexError: " in out
+    assert "self_speculative" in out
+    assert out.count("yes") == 2
+
+
+def test_all_modes_run_on_the_engine(tiny_model_folder, capsys, monkeypatch):
+    engines, attach = [], TIDEModelForCausalLM.attach
+    monkeypatch.setattr(
+        TIDEModelForCausalLM,
+        "attach",
+        lambda *args, engine, **options: engines.append(engine) or attach(*args, **options),
+    )
+    command = ["benchmark", str(tiny_model_folder), "--prompt", "abcabc", "--json", *QUICK]
+    assert main([*command, "--engine", "compiled"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["engine"] == "compiled"
+    assert "engine   compiled" in captured.err
+    assert engines == ["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "text"), [(1, "one run after an untimed one"), (3, "median of 3 interleaved runs after an untimed one")]
+)
+def test_the_notes_say_how_many_runs_were_timed(repeats, text):
+    assert text in notes([], max_new_tokens=8, repeats=repeats)[0]
+
+
+def test_a_lossless_mode_whose_tokens_differ_gets_no_speed_up():
+    run = Run(1.0, [0, 1], ExitStats("self_speculative", 4, per_token=[[4, 4]]))
+    plain = Result(DecodingMethod("generate", None), [PromptResult([run])], speedup=1.0)
+    other = Result(DecodingMethod("self_speculative", None), [PromptResult([run], equal=False)], speedup=None)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(comparison_table([plain, other], num_layers=4))
+    row = next(line for line in console.file.getvalue().splitlines() if "self_speculative" in line)
+    assert "differs" in row
+    assert "0 of 1" in row
+    assert any("no speed-up is given" in note for note in notes([plain, other], 2, 1))
+
+
+def test_suites_are_run_by_the_examples_of_a_clone(monkeypatch):
+    lines = []
+    monkeypatch.setattr("subprocess.run", lambda line, **_: lines.append(line) or type("Done", (), {"returncode": 0}))
+    assert main(["benchmark", "MODEL", "--suite", "decode", "--suite", "quality", "--threads", "1"]) == 0
+    suites = ["--suite", "decode", "--suite", "quality"]
+    assert lines[0][2:] == ["examples.benchmarks", "run", *suites, "--model", "MODEL", "--threads", "1"]

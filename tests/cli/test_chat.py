@@ -1,0 +1,276 @@
+"""``tide-hf chat``: conversations that reuse their cache, over a pipe, in a terminal, and how they end."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from families import tiny_model
+from repository import ROOT
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.cli.chat import WARMING_UP, Conversation
+from tide_hf.cli.main import main
+from tide_hf.cli.model_arguments import NO_ROUTERS
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.common.token_ids import encode_messages
+from tide_hf.evaluation.baselines import tide_method
+from tide_hf.generation import TIDEGenerationMixin
+
+NEW_TOKENS = 10
+QUESTIONS = ("hello", "and abc abc?", "who")
+# Templates that render earlier turns differently in later ones, or not at all.
+REWRITING = "{% for m in messages %}<{{ m['role'][0] }}{{ loop.revindex }}>{{ m['content'] }}{% endfor %}<answer>"
+FORGETTING = "{{ messages[-1]['content'] }}<answer>"
+
+
+@pytest.fixture
+def talk(tiny_tokenizer):
+    """A function that makes a conversation with an attached tiny model; `widths` has the tokens of every pass."""
+
+    def make(family="llama", mode="self_speculative"):
+        model = tiny_model(family, vocab_size=260, eos_token_id=257, pad_token_id=257)
+        routers = TIDERouters.for_model(model, exit_layers=[1, 2]) if mode != "self_speculative" else None
+        TIDEModelForCausalLM.attach(model, routers, mode=mode)
+        widths = make.widths = []
+        base_forward = model.forward
+        model.forward = lambda *args, **kwargs: (
+            widths.append(kwargs["input_ids"].shape[1]),
+            base_forward(*args, **kwargs),
+        )[1]
+        return Conversation(tide_method(model, mode, 0.5), tiny_tokenizer, NEW_TOKENS)
+
+    return make
+
+
+def fresh_answer(conversation, question):
+    """The answer when the whole conversation is computed anew, and the length of its prompt."""
+    inputs = encode_messages(conversation.tokenizer, [*conversation.messages, {"role": "user", "content": question}])
+    options = conversation.method.options | {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    output = conversation.method.model.generate(**inputs, **options)
+    return output[0, inputs["input_ids"].shape[1] :].tolist(), inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(("family", "mode"), [
+    ("llama", "self_speculative"), ("llama", "early_exit"), ("llama", "post_hoc"), ("gpt2", "self_speculative"),
+    ("mistral", "self_speculative"),
+])  # fmt: skip
+def test_a_turn_prefills_only_its_new_tokens_and_answers_the_same(talk, family, mode):
+    conversation = talk(family, mode)
+    for turn, question in enumerate(QUESTIONS):
+        expected, length = fresh_answer(conversation, question)
+        talk.widths.clear()
+        assert conversation.ask(question).new_tokens == expected
+        prefilled = talk.widths[0]
+        if family != "mistral":  # whose sliding window does not hold all of it
+            assert prefilled == length if turn == 0 else 0 < prefilled < length
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 3
+    conversation.reset()
+    assert conversation.messages == []
+    expected, length = fresh_answer(conversation, "hello")
+    talk.widths.clear()
+    assert conversation.ask("hello").new_tokens == expected
+    assert talk.widths[0] == length
+
+
+@pytest.mark.parametrize(("family", "mode"), [
+    ("llama", "self_speculative"), ("mistral", "self_speculative"), ("mamba", "post_hoc"),
+])  # fmt: skip
+def test_a_template_may_render_earlier_turns_differently(talk, tiny_tokenizer, monkeypatch, family, mode):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", REWRITING)
+    conversation = talk(family, mode)
+    for question in QUESTIONS:
+        expected, _ = fresh_answer(conversation, question)
+        assert conversation.ask(question).new_tokens == expected
+
+
+def test_a_prompt_that_is_completely_cached_is_answered_again(talk, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", FORGETTING)
+    conversation = talk()
+    assert conversation.ask("hello").new_tokens == conversation.ask("hello").new_tokens
+    assert len(talk.widths) > 2
+
+
+def test_an_interrupted_or_refused_turn_leaves_the_conversation_unchanged(talk, tiny_tokenizer, monkeypatch):
+    conversation = talk()
+    conversation.ask("hello")
+    before = list(conversation.messages)
+
+    class Interrupting:
+        def __init__(self):
+            self.left = 4
+
+        def put(self, value):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask("and?", Interrupting())
+    with pytest.raises(ConfigurationError, match="too long for the model: got 2"):
+        conversation.ask("a" * 2500)
+    assert conversation.messages == before
+    expected, length = fresh_answer(conversation, "who")
+    talk.widths.clear()
+    assert conversation.ask("who").new_tokens == expected
+    assert talk.widths[0] == length  # the cache of the interrupted call is not used
+
+
+@pytest.fixture
+def command(tiny_model_folder):
+    return ["chat", str(tiny_model_folder), "--max-new-tokens", "8"]
+
+
+@pytest.fixture
+def typing(monkeypatch):
+    """A function that types lines into this process's terminal; an exception among them is raised."""
+
+    def make(*lines):
+        left = [*lines, EOFError()]
+
+        def read(prompt):
+            line = left.pop(0)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("builtins.input", read)
+
+    return make
+
+
+def test_over_a_pipe_each_line_is_a_message(command, pipe_in, capsys):
+    """A message repeated after /reset is answered as the first time, and as `generate` answers it."""
+    pipe_in(b"hello\n\n  and abc?\n/what\n/reset\nhello\n/quit\nnever read\n")
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    assert [record["prompt"] for record in records] == ["hello", "and abc?", "hello"]
+    assert records[0]["tokens"] == records[2]["tokens"] != records[1]["tokens"]
+    assert all(record["stats"]["mode"] == "self_speculative" for record in records)
+    assert "There is no command /what. /reset starts a new conversation" in captured.err
+    assert "This is a new conversation." in captured.err
+    assert f"routers: {NO_ROUTERS}" in captured.err
+    assert main(["generate", *command[1:], "--json", "hello"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == records[0]["tokens"]
+    pipe_in(b"hello\nand abc?\n")
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "".join(record["text"] + "\n" for record in records[:2])
+    assert captured.err.count("full depth (4 layers)") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data", "message"),
+    [
+        (["--mode", "early_exit"], b"hello\n", "there are no routers for the model"),
+        ([], b"\xff\n", "standard input is not text"),
+        ([], b"a" * 3000, "the text is too long for the model"),
+    ],
+)
+def test_over_a_pipe_an_error_ends_the_chat(command, pipe_in, refused, arguments, data, message):
+    pipe_in(data)
+    refused([*command, *arguments], message)
+
+
+def test_a_model_without_a_chat_template_is_refused(command, tiny_model_folder, pipe_in, refused):
+    (tiny_model_folder / "chat_template.jinja").unlink()
+    pipe_in(b"hello\n")
+    refused(command, "this model cannot chat")
+
+
+def test_in_a_terminal_an_error_or_interrupt_ends_the_turn_only(command, typing, monkeypatch, capsys):
+    typing("/help", "hello", "a" * 3000, "stop", "", "hello again", "/quit", "never read")
+    asked, original = [], Conversation.ask
+
+    def ask(conversation, message, streamer=None):
+        asked.append(message)
+        if message == "stop":
+            raise KeyboardInterrupt
+        return original(conversation, message, streamer)
+
+    monkeypatch.setattr(Conversation, "ask", ask)
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert asked == ["hello", "a" * 3000, "stop", "hello again"]
+    assert "the text is too long for the model" in captured.err
+    assert "Stopped. The conversation is as it was before your message." in captured.err
+    assert captured.err.count("full depth") == 2
+    assert captured.err.count("/reset starts a new conversation") == 2
+    assert captured.err.count("> ") == 7
+    assert "> " not in captured.out
+
+
+def test_in_a_terminal_the_end_of_input_or_an_interrupt_ends_the_chat(command, typing):
+    typing()
+    assert main(command) == 0
+    typing(KeyboardInterrupt())
+    assert main(command) == 130
+
+
+# What a shell starts in the background ignores interrupts, and so does what it starts itself.
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_in_a_real_terminal_an_interrupt_ends_it_with_130(command):
+    controller, terminal = os.openpty()
+    start = [sys.executable, "-c", INTERRUPTIBLE, "-m", "tide_hf.cli", *command]
+    environment = os.environ | {"TERM": "xterm-256color"}
+    chat = subprocess.Popen(start, stdin=terminal, stdout=terminal, stderr=terminal, cwd=ROOT, env=environment)
+    os.close(terminal)
+    try:
+        greeting = b"/reset starts"
+        read_until(controller, b"> ", read_until(controller, greeting).partition(greeting)[2])
+        os.write(controller, b"hello\n")
+        answered = read_until(controller, b"tokens/s")
+        assert b"full depth (4 layers): 8" in answered
+        assert b"\x1b[" in answered
+        read_until(controller, b"> ", answered.partition(b"tokens/s")[2])
+        assert interrupt(chat) == 130
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(controller)
+
+
+def interrupt(process):
+    """Interrupt it as a user does: again if nothing happens, since readline may miss one just before it waits."""
+    for _ in range(6):
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            continue
+    return None
+
+
+def read_until(controller, end, seen=b""):
+    """What the terminal shows until `end`, after `seen`; a read may end anywhere."""
+    while end not in seen:
+        seen += os.read(controller, 4096)
+    return seen
+
+
+@pytest.mark.parametrize(("arguments", "times"), [(["--engine", "compiled"], 1), (["--mode", "post_hoc"], 0)])
+def test_the_engine_is_warmed_up_before_the_first_message_and_a_notice_says_so(
+    command, routers_folder, pipe_in, monkeypatch, capsys, arguments, times
+):
+    warmed_up = []
+    monkeypatch.setattr(
+        TIDEGenerationMixin,
+        "tide_warm_up",
+        lambda model: warmed_up.append((model._tide.engine, WARMING_UP in capsys.readouterr().err)),
+    )
+    pipe_in(b"/quit\n")
+    assert main([*command, "--routers", str(routers_folder), *arguments]) == 0
+    assert warmed_up == [("compiled", True)] * times

@@ -1,0 +1,191 @@
+"""`main`: exit statuses, errors on standard error, and what happens to the standard streams."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from repository import ROOT
+from transformers.utils import logging as transformers_logging
+
+import tide_hf
+from tide_hf.cli.main import main
+
+
+@pytest.fixture
+def places(tmp_path, tiny_model_folder, routers_folder, tiny_llama, monkeypatch):
+    """Files and folders that stand for the upper-case words of a command line; the Hub is out of reach."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("tide_hf.cli.benchmark.CLONE", tmp_path)  # so that no suite can begin
+    contents = {
+        "FILE": b"a",
+        "EMPTY": b"",
+        "EMPTY.txt": b"",
+        "BINARY": b"\xff\xfe\x00",
+        "TEXT.txt": b"rivers run\n\nto the sea",
+        "ROWS.jsonl": b'{"question": "a"}',
+        "BROKEN.jsonl": b"{",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    tide_hf.TIDERouters.for_model(tiny_llama(num_hidden_layers=5), exit_layers=[2]).save_pretrained(tmp_path / "OTHER")
+    made = {name: tmp_path / name for name in (*contents, "OTHER", "OUT")}
+    made |= {"MODEL": tiny_model_folder, "ROUTERS": routers_folder, "FILE/plot": tmp_path / "FILE" / "plot.png"}
+    return made | {"LONG": "a" * 2048}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generate MODEL a --prompt-file FILE", "the prompt is given twice"),
+        ("generate MODEL --prompt-file no/such/file", "the prompt cannot be read"),
+        ("generate MODEL --prompt-file BINARY", "is not text"),
+        ("generate MODEL --prompt-file EMPTY", "the prompt is empty"),
+        ("generate MODEL \udcff", "PROMPT is not text"),
+        ("generate MODEL a --mode post_hoc", "there are no routers for the model: got --mode post_hoc"),
+        ("generate MODEL a --device cuda:99", "there is no such device"),
+        ("generate MODEL a --device meta", "there is no such device"),
+        ("generate MODEL a --device x", "there is no such device"),
+        ("generate MODEL a --max-new-tokens 3000", "the text is too long for the model: got 15 tokens, and up to 3000"),
+        ("generate MODEL a --routers no/such/routers", "no routers at no/such/routers"),
+        ("generate no/such/model a", "no base model at no/such/model"),
+        ("demo MODEL --mode early_exit", "Pass --routers"),
+        ("demo MODEL --prompt LONG", "the text is too long for the model"),
+        ("benchmark MODEL --prompts no/such/file", "the prompts cannot be read"),
+        ("benchmark MODEL --prompts EMPTY.txt", "there are no prompts"),
+        ("benchmark MODEL --prompts ROWS.jsonl", "has no prompt: got {'question': 'a'}"),
+        ("benchmark MODEL --prompts BROKEN.jsonl", "BROKEN.jsonl: got"),
+        ("benchmark MODEL --prompt a --prompt \udcff", "--prompt is not text"),
+        ("benchmark MODEL --config full --output-dir x", "without --suite: got --config, --output-dir"),
+        ("benchmark MODEL --suite decode --mode all --repeats 1", "with --suite: got --mode, --repeats"),
+        ("benchmark MODEL --suite decode --json --raw --prompt a", "got --prompt, --raw, --json"),
+        ("benchmark MODEL --suite decode", "the suites are not there"),
+        ("benchmark MODEL --mode early_exit", "there are no routers for the model"),
+        ("benchmark MODEL --prompt LONG", "the text is too long for the model"),
+        ("calibrate MODEL --output-dir FILE", "the output cannot be written"),
+        ("calibrate no/such/model --output-dir OUT", "no base model at no/such/model"),
+        ("calibrate MODEL --output-dir OUT --exit-layers 9", "exit layer out of range"),
+        ("evaluate MODEL --text TEXT.txt", "there are no routers for the model: got evaluate"),
+        ("evaluate MODEL --routers ROUTERS --text no/such/file.txt", "the dataset cannot be found"),
+        ("evaluate MODEL --routers ROUTERS --text TEXT.txt --plot FILE/plot", "the output cannot be written"),
+        ("inspect MODEL --text no/such/file", "the text cannot be read"),
+        ("inspect MODEL --text BINARY", "the text cannot be read"),
+        ("inspect MODEL --text EMPTY", "convergence cannot be measured"),
+        ("inspect MODEL --routers OTHER", "belong to another base model"),
+    ],
+)
+def test_an_error_is_explained_and_nothing_is_printed(places, refused, line, message):
+    arguments = [str(places.get(word, word)) for word in line.split(" ")]
+    assert refused(arguments, message) == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"tide-hf {tide_hf.__version__}\n"
+
+
+def test_debug_logs_and_shows_the_traceback(tmp_path):
+    code = (
+        "import logging, sys; from tide_hf.cli import main as cli\n"
+        "def run(args): logging.getLogger('tide_hf.some.where').info('begun'); raise cli.TIDEError('no')\n"
+        "cli._run = run; cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "demo", "--debug"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "INFO:tide_hf.some.where:begun" in done.stderr
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.endswith("tide-hf: no\n")
+
+
+@pytest.mark.parametrize("function", ["main.import_module", "demo.load"])
+def test_an_interrupt_ends_quietly(monkeypatch, capsys, function):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"tide_hf.cli.{function}", interrupt)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def in_a_shell(line):
+    """A light command in a process of its own, whose exit flushes the streams."""
+    pytest.importorskip("shtab")
+    line = f"'{sys.executable}' -m tide_hf.cli {line}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_explained():
+    done = in_a_shell("completion bash > /dev/full")
+    assert done.returncode == 2
+    assert "the system refused to read or write: got '[Errno 28]" in done.stderr
+
+
+def test_a_closed_standard_input_is_empty_and_a_closed_output_takes_all():
+    done = in_a_shell("generate no/such/model <&-")
+    assert (done.returncode, "the prompt is empty" in done.stderr) == (2, True)
+    assert in_a_shell("completion bash >&-").returncode == 0
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    done = in_a_shell("completion bash | true; echo ${PIPESTATUS[0]}")
+    assert (done.stdout.strip(), done.stderr) == ("141", "")
+
+
+def test_characters_that_the_output_cannot_encode_are_replaced(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="cp1252"))
+    monkeypatch.setattr("tide_hf.cli.main._run", lambda args: print("a\u65e5\xe9", end=""))
+    assert main(["demo"]) == 0
+    assert output.getvalue() == b"a?\xe9"
+
+
+QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
+
+
+def test_demo_prints_answers_and_table_and_the_figures_as_json(tiny_model_folder, routers_folder, monkeypatch, capsys):
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    command = ["demo", str(tiny_model_folder), "--routers", str(routers_folder), "--json"]
+    assert main([*command, *QUICK, "--prompt", "hello", "--dtype", "float32"]) == 0
+    captured = capsys.readouterr()
+    for expected in ("abcabcabc", "hello", "full depth (4 layers)", "generate", "early_exit", "exit_threshold 0.9"):
+        assert expected in captured.err
+    record = json.loads(captured.out)
+    assert record["prompts"] == ["abcabcabc", "hello"]
+    assert record["dtype"] == "float32"
+    assert [row["name"] for row in record["results"]] == ["generate", "self_speculative", "early_exit", "post_hoc"]
+    assert record["results"][1]["num_equal"] == 2
+    assert all(len(prompt["seconds"]) == 1 for row in record["results"] for prompt in row["prompts"])
+    # Standard error is not a terminal, so there are neither progress bars nor colours.
+    assert not transformers_logging.is_progress_bar_enabled()
+    assert "Measuring" not in captured.err
+    assert "\x1b" not in captured.err
+
+
+def test_demo_without_routers_runs_the_modes_that_can_run(tiny_model_folder, capsys):
+    assert main(["demo", str(tiny_model_folder), *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "routers  none" in out
+    assert "self_speculative" in out
+    assert "post_hoc: " not in out
+
+
+def test_demo_in_one_mode_at_a_threshold_on_one_thread(tiny_model_folder, routers_folder, capsys):
+    threads = torch.get_num_threads()
+    command = ["demo", str(tiny_model_folder), "--routers", str(routers_folder), "--mode", "early_exit"]
+    try:
+        assert main([*command, *QUICK, "--exit-threshold", "0", "--threads", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert "exit layer 2: 7" in out
+    assert "exit_threshold 0;" in out
+    assert "1 thread, device" in out
+    assert "self_speculative" not in out

@@ -1,0 +1,107 @@
+"""The commands and their arguments: help, what is refused, and that no heavy package is loaded for either."""
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from repository import ROOT
+
+from tide_hf import calibrate, evaluation
+from tide_hf.cli.main import main
+from tide_hf.cli.parser import CALIBRATE_OPTIONS, COMMANDS, EVALUATE_OPTIONS
+
+LIGHT = [
+    (["--help"], 0),
+    (["--version"], 0),
+    (["generate", "--help"], 0),
+    (["completion", "bash"], 0),
+    (["generate"], 2),
+    (["chat", "model", "--exit-threshold", "-1"], 2),
+    (["generate", "MODEL", " "], 2),
+    (["generate", "MODEL"], 2),  # reads an empty line from the pipe
+    (["demo", "--prompt", ""], 2),
+    (["benchmark", "MODEL", "--prompt", ""], 2),
+]
+PROBE = """
+import json, sys
+from tide_hf.cli.main import main
+for line, expected in json.loads(sys.argv[1]):
+    try:
+        status = main(line)
+    except SystemExit as error:
+        status = error.code
+    loaded = [name for name in ("torch", "transformers", "rich") if name in sys.modules]
+    assert (status, loaded) == (expected, []), (line, status, loaded)
+"""
+
+
+def test_help_completion_and_refusals_load_no_torch():
+    pytest.importorskip("shtab")
+    command = [sys.executable, "-c", PROBE, json.dumps(LIGHT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, input="\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tide-hf: the prompt is empty: got '") == 4
+    assert "INFO:" not in done.stderr  # without --debug nothing is logged
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_module_and_a_help_text(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert callable(import_module(f"tide_hf.cli.{command}").run)
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: tide-hf {command}" in out
+    assert COMMANDS[command][1][1:] in out  # names keep their capitals: Hub, HTTP, OpenAI
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "options"),
+    [("calibrate", calibrate, CALIBRATE_OPTIONS), ("evaluate", evaluation.QualityOptions, EVALUATE_OPTIONS)],
+)
+def test_options_have_the_names_and_defaults_of_the_function(command, function, options, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    parameters = inspect.signature(function).parameters
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    for name, (_, default, text) in options.items():
+        assert parameters[name].default == default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        assert (f"{text} (default: {shown})" if default is not None else text) in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "required: COMMAND"),
+        ("dance", "invalid choice: 'dance'"),
+        ("generate", "required: MODEL"),
+        ("generate m --raw a b", "unrecognized arguments: b"),
+        ("generate m --port 8001", "unrecognized arguments: --port 8001"),
+        ("generate m --threads 0", "'0' is not a number of threads"),
+        ("generate m --threads 100000000000", "'100000000000' is not a number of threads"),
+        ("generate m --max-new-tokens many", "'many' is not a whole number of at least 1"),
+        ("generate m --exit-threshold nan", "'nan' is not a threshold"),
+        ("serve m --exit-threshold -1", "'-1' is not a threshold"),
+        ("evaluate m --thresholds 0.9,inf", "'0.9,inf' is not a list of thresholds"),
+        ("calibrate m", "required: --output-dir"),
+        ("calibrate m --output-dir x --labels euclid", "invalid choice: 'euclid'"),
+        ("calibrate m --output-dir x --exit-layers 8,deep", "'8,deep' is not a list of layers"),
+        ("calibrate m --output-dir x --batch-size 9999999999", "'9999999999' is not a whole number"),
+        ("calibrate m --output-dir x --tolerance 7", "'7' is not a number between 0 and 1"),
+        ("calibrate m --output-dir x --max-minutes -1", "'-1' is not a number of at least 0"),
+        ("completion fish", "invalid choice: 'fish'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(line, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "usage: tide-hf" in err

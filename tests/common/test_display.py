@@ -1,0 +1,183 @@
+"""How answers are shown: the text and colour of each token, HTML and plots."""
+
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tide_hf import ExitStats
+from tide_hf.common.display import EXITS, FULL_DEPTH, NGRAM, TokenTexts, depth_colours, token_texts
+from tide_hf.common.errors import ConfigurationError, MissingPackageError
+
+
+def test_every_depth_has_its_colour_shallowest_first():
+    colours = depth_colours([30, 8, 0, 4, 8, 30], num_layers=30)
+    assert list(colours.items()) == [(0, NGRAM), (4, EXITS[0]), (8, EXITS[1]), (30, FULL_DEPTH)]
+    repeated = depth_colours(range(1, 8), num_layers=30)
+    assert [repeated[depth] for depth in (6, 7)] == [EXITS[0], EXITS[1]]
+    scale = (FULL_DEPTH, NGRAM, *EXITS)
+    assert len({colour.css for colour in scale}) == len({colour.terminal for colour in scale}) == len(scale)
+
+
+def texts_of(tokens, tokenizer):
+    """Of a whole answer, and the same of one that grows."""
+    texts = TokenTexts(tokenizer)
+    added = "".join(texts.add(token) for token in tokens) + texts.finish()
+    assert added == "".join(texts.shown)
+    assert token_texts(tokens, tokenizer) == texts.shown
+    return texts.shown
+
+
+def test_a_character_of_several_tokens_is_the_last_ones(tiny_tokenizer):
+    tokens = tiny_tokenizer("né 🦊!")["input_ids"]
+    assert texts_of(tokens, tiny_tokenizer) == ["n", "", "é", " ", "", "", "", "🦊", "!"]
+    assert texts_of([*tokens[:2], tiny_tokenizer.eos_token_id], tiny_tokenizer)[0] == "n"
+    assert texts_of(tokens[:2], tiny_tokenizer) == ["n", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_only_the_last_tokens_are_decoded_again(tiny_tokenizer):
+    longest = 0
+
+    class Counting:
+        def decode(self, tokens, **options):
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            return tiny_tokenizer.decode(tokens, **options)
+
+    text = "The quick brown fox, né 🦊! " * 20
+    assert "".join(token_texts(tiny_tokenizer(text)["input_ids"], Counting())) == text
+    assert longest <= 8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([3, 1, 4, 5], ["a", "", " b", "c"]),
+        ([3, 1, 1, 4], ["a", "", "", " b"]),
+        ([2, 4, 1, 3], ["", " b", "", " a"]),
+        ([5, *[6] * 8, 4], ["c", *[""] * 7, "\N{REPLACEMENT CHARACTER}" * 8, " b"]),
+    ],
+)
+def test_a_word_after_tokens_without_text_keeps_its_space(tokens, expected):
+    """The decoder strips the space before the first word, as those of Llama 2 and Mistral do."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", "\u2581", "\u2581a", "\u2581b", "c", "<0xFF>"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(list(steps))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    sentencepiece = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    assert texts_of(tokens, sentencepiece) == expected
+    assert sentencepiece.decode(tokens, skip_special_tokens=True) == "".join(expected)
+
+
+class Page(HTMLParser):
+    """Tags, `span`s (title, style, text) and text of a page; every tag is closed, except `br`."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.spans, self.text, self.open = [], [], "", []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag == "span":
+            self.spans.append([dict(attributes)["title"], dict(attributes)["style"], ""])
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] == "span":
+            self.spans[-1][-1] += data
+
+
+def stats_of(*rows, **counts):
+    return ExitStats("self_speculative", 4, layers_executed=12, per_token=[list(row) for row in rows], **counts)
+
+
+def test_html_has_tokens_coloured_by_depth_figures_and_a_legend():
+    stats = stats_of([0, 2, 3, 4], rounds=2, drafted=3, accepted=2)
+    page = Page(stats.to_html(["a", " b", "\n", "c"]))
+    chips = page.spans[:4]
+    assert [text for _, _, text in chips] == ["a", " b", "\n", "c"]
+    names = ["accepted n-gram draft", "exit layer 2", "exit layer 3", "full depth (4 layers)"]
+    assert [title for title, _, _ in chips] == names
+    for (_, style, _), colour in zip(chips, (NGRAM, *EXITS[:2], FULL_DEPTH), strict=True):
+        assert f"background:{colour.css}" in style
+    for line in stats.headlines():
+        assert line in page.text
+    assert "2 of 3 draft tokens accepted (67%)" in page.text
+    assert [style for _, style, _ in page.spans[4:]] == [style for _, style, _ in chips]  # the legend
+    assert "exit layer 2: 1" in page.text
+
+
+def test_html_is_escaped_and_loads_nothing():
+    nasty = ["<script>alert(1)</script>", "</div>", "&amp;", "\"'><b>"]
+    stats = stats_of([2, 2, 2, 4])
+    stats.mode = "<i>mode</i>"
+    page = Page(stats.to_html(nasty))
+    assert set(page.tags) == {"div", "span"}
+    assert [text for _, _, text in page.spans[:4]] == nasty
+    assert page.text.strip().startswith("<i>mode</i>: 4 tokens")
+    assert not re.search("http|src=|url|@import|<style|<link", stats_of([0, 2, 4]).to_html(["a", "b", "c"]))
+
+
+def test_without_tokens_html_shows_their_layers():
+    stats = stats_of([0, 2, 4], [4])
+    assert [text.strip() for _, _, text in Page(stats._repr_html_()).spans[:4]] == ["0", "2", "4", "4"]
+    assert Page(ExitStats("early_exit", 4).to_html()).spans == []
+
+
+def test_html_of_token_ids_as_generate_returns_them(tiny_tokenizer):
+    tokens = tiny_tokenizer("né")["input_ids"]
+    page = Page(stats_of([0, 2, 4]).to_html(torch.tensor(tokens), tiny_tokenizer))
+    assert [text for _, _, text in page.spans[:3]] == ["n", "", "é"]
+    batch = stats_of([2], [0, 2, 4])
+    padded = torch.tensor([[tokens[0], 257, 257], tokens])
+    html = batch.to_html(padded, tiny_tokenizer)
+    assert [text for _, _, text in Page(html).spans[:4]] == ["n", "n", "", "é"]
+    assert batch.to_html([tokens[:1], tokens], tiny_tokenizer) == html
+    with pytest.raises(ConfigurationError, match=r"got rows of 4, 4\. Expected rows of 1, 3, padded to 3"):
+        batch.to_html(torch.zeros(2, 4, dtype=torch.int64), tiny_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        (["a", "b"], r"not those of this call: got rows of 2\. Expected rows of 3"),
+        ([["a", "b", "c"], ["d"]], r"got rows of 3, 1\."),
+        ([1, 2, 3], r"the text of the tokens is not known: got tokens of type int, no tokenizer"),
+        (["a", 2, "c"], r"got tokens of type int and str"),
+        ("abc", r"these are not tokens: got a str\. Expected a list or a tensor"),
+    ],
+)
+def test_other_tokens_are_refused(tokens, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        stats_of([0, 2, 4]).to_html(tokens)
+
+
+def test_the_plot_shows_depths_and_a_notebook_shows_it_without_pyplot(monkeypatch):
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    figure = stats_of([0, 2, 2, 4], [4]).plot()
+    by_depth, by_token = figure.axes
+    assert [label.get_text() for label in by_depth.get_xticklabels()] == ["n-grams", "2", "4 (full)"]
+    assert [bar.get_height() for bar in by_depth.patches] == [1, 2, 2]
+    (points,) = by_token.collections
+    assert points.get_offsets().tolist() == [[1, 0], [2, 2], [3, 2], [4, 4], [1, 4]]
+    assert points.get_facecolors()[1].tolist() == [*by_depth.patches[1].get_facecolor()[:3], points.get_alpha()]
+    assert len({tuple(bar.get_facecolor()) for bar in by_depth.patches}) == 3
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert ExitStats("early_exit", 4).plot()._repr_png_().startswith(b"\x89PNG")
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"got no matplotlib\. Expected .*pip install tide-hf\[plots\]"):
+        stats_of([2]).plot()

@@ -1,0 +1,236 @@
+"""How an answer is shown: the text and depth of each token, as HTML for notebooks and as a plot.
+
+Terminal, HTML and plots share one scale of colours. Plots need matplotlib: `pip install tide-hf[plots]`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from typing import Any
+
+from .errors import ConfigurationError, MissingPackageError, describe
+
+SIZE = (5.6, 3.6)  # of a plot, in inches
+DOTS_PER_INCH = 120
+TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6;color:#1a1a1a;margin:0.5em 0"
+CHIP_STYLE = "color:#1a1a1a;border-radius:2px"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING = 8  # tokens; no character is spread over more, so one that is incomplete by then stays so
+
+
+@dataclass(frozen=True)
+class Colour:
+    """A style of rich for text on a terminal, and a CSS background for dark text."""
+
+    terminal: str
+    css: str
+
+
+FULL_DEPTH = Colour("default", "#e3e3e3")
+NGRAM = Colour("bold green", "#a5dfa9")
+EXITS = (
+    Colour("bold cyan", "#8fdbe6"),
+    Colour("bold blue", "#a9c1f7"),
+    Colour("bold magenta", "#e2b3ee"),
+    Colour("bold yellow", "#f3dc83"),
+    Colour("bold red", "#f6aaa2"),
+)
+
+
+def depth_colours(depths: Iterable[int], num_layers: int) -> dict[int, Colour]:
+    """The colour of each depth in `ExitStats.per_token`, shallowest first; those of exits repeat after five."""
+    different = sorted(set(depths))
+    exits = [depth for depth in different if depth not in (0, num_layers)]
+    scale = {0: NGRAM, num_layers: FULL_DEPTH}
+    scale |= {depth: EXITS[position % len(EXITS)] for position, depth in enumerate(exits)}
+    return {depth: scale[depth] for depth in different}
+
+
+def depth_name(depth: int, num_layers: int) -> str:
+    """The name of a depth in a legend."""
+    if depth == num_layers:
+        return f"full depth ({num_layers} layers)"
+    return "accepted n-gram draft" if depth == 0 else f"exit layer {depth}"
+
+
+class TokenTexts:
+    """The text that each token adds to an answer. A character spread over several tokens is the last one's.
+
+    Attributes:
+        shown: The texts so far, one per token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.shown: list[str] = []
+        self._tokens: list[int] = []  # the last ones; earlier ones do not affect how these decode
+        self._num_shown = 0  # of `_tokens`
+
+    def add(self, token: int) -> str:
+        """Take the next token; return what it adds."""
+        self._tokens.append(token)
+        added = self._pending_text()
+        if added.endswith(REPLACEMENT) and len(self._tokens) - self._num_shown < MAX_PENDING:
+            added = ""  # the rest of the character is in the next tokens
+        else:
+            if added:  # after tokens without text the next one would decode as the first of all, without its space
+                del self._tokens[: self._num_shown]
+            self._num_shown = len(self._tokens)
+        self.shown.append(added)
+        return added
+
+    def finish(self) -> str:
+        """Return the rest of an answer that ends within a character; it is the last token's."""
+        rest = self._pending_text()
+        if rest:
+            self.shown[-1] += rest
+            self._num_shown = len(self._tokens)
+        return rest
+
+    def _pending_text(self) -> str:
+        """The text that the tokens not yet shown add to those before them."""
+        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._num_shown])) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def token_texts(tokens: Iterable[int], tokenizer: Any) -> list[str]:
+    """The text that each token of a whole answer adds."""
+    texts = TokenTexts(tokenizer)
+    for token in tokens:
+        texts.add(int(token))
+    texts.finish()
+    return texts.shown
+
+
+def stats_html(stats: Any, tokens: Any = None, tokenizer: Any = None) -> str:
+    """A call as HTML; see `ExitStats.to_html`."""
+    counts = Counter(_all_depths(stats))
+    colours = depth_colours(counts, stats.num_layers)
+
+    def chip(text: str, depth: int) -> str:
+        name = depth_name(depth, stats.num_layers)
+        style = f"{CHIP_STYLE};background:{colours[depth].css}"
+        return f'<span title="{escape(name)}" style="{style}">{escape(text)}</span>'
+
+    lines = "<br>".join(escape(line) for line in stats.headlines())
+    answers = [
+        "".join(chip(text, depth) for text, depth in zip(texts, depths, strict=True))
+        for texts, depths in zip(_texts(stats, tokens, tokenizer), stats.per_token, strict=True)
+    ]
+    legend = " &ensp; ".join(
+        f"{chip('    ', depth)} {escape(depth_name(depth, stats.num_layers))}: {counts[depth]}" for depth in colours
+    )
+    blocks = [f'<div dir="auto" style="{TEXT_STYLE}">{answer}</div>' for answer in answers]
+    legend = f'<div style="white-space:pre-wrap">{legend}</div>'
+    return "\n".join(['<div class="tide-exit-stats">', f"<div>{lines}</div>", *blocks, legend, "</div>"])
+
+
+def figure_maker() -> Any:
+    """Matplotlib's `Figure`, or [`MissingPackageError`]."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which would keep state
+    except ImportError as error:
+        raise MissingPackageError(
+            describe(
+                "plots cannot be drawn",
+                got="no matplotlib",
+                expected="matplotlib 3.8 or later",
+                do="Run: pip install tide-hf[plots]",
+            )
+        ) from error
+    return Figure
+
+
+def stats_figure(stats: Any) -> Any:
+    """A call as a plot; see `ExitStats.plot`."""
+    width, height = SIZE
+    figure = figure_maker()(dpi=DOTS_PER_INCH, layout="constrained", figsize=(2 * width, height))
+    figure._repr_png_ = partial(_png, figure)  # notebooks show it, although pyplot does not know it
+    by_depth, by_token = figure.subplots(1, 2, width_ratios=(2, 3))
+    depths = _all_depths(stats)
+    counts, colours = Counter(depths), depth_colours(depths, stats.num_layers)
+    names = {0: "n-grams", stats.num_layers: f"{stats.num_layers} (full)"}
+    bars = by_depth.bar(
+        [names.get(depth, str(depth)) for depth in colours],
+        [counts[depth] for depth in colours],
+        color=[colour.css for colour in colours.values()],
+        edgecolor="grey",
+    )
+    by_depth.bar_label(bars, fontsize="small")
+    by_depth.set(title="Tokens by depth", xlabel="exit layer", ylabel="tokens")
+    by_depth.margins(y=0.1)
+    by_token.scatter(
+        [position for row in stats.per_token for position in range(1, len(row) + 1)],
+        depths,
+        c=[colours[depth].css for depth in depths],
+        edgecolors="grey",
+        alpha=max(0.3, 1 / max(1, len(stats.per_token))),  # rows of a batch lie on top of each other
+    )
+    title = f"{stats.mode}: {stats.depth_fraction:.0%} of the layers executed"
+    by_token.set(title=title, xlabel="new token", ylabel="exit layer", ylim=(-0.7, stats.num_layers + 0.7))
+    by_token.grid(alpha=0.3)
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _all_depths(stats: Any) -> list[int]:
+    return [depth for row in stats.per_token for depth in row]
+
+
+def _texts(stats: Any, tokens: Any, tokenizer: Any) -> list[list[str]]:
+    """The text of each token, row by row; its depth if there are no tokens."""
+    if tokens is None:
+        return [[f" {depth} " for depth in row] for row in stats.per_token]
+    rows = _as_list(tokens)
+    if not rows or isinstance(rows[0], (str, int)):  # one row, without the list around it
+        rows = [rows]
+    rows = [_as_list(row) for row in rows]
+    lengths = [len(depths) for depths in stats.per_token]
+    longest = max(lengths, default=0)
+    if len(rows) != len(lengths) or any(
+        len(row) not in (length, longest) for row, length in zip(rows, lengths, strict=True)
+    ):
+        raise _refused(
+            "the tokens are not those of this call",
+            got=f"rows of {', '.join(str(len(row)) for row in rows)}",
+            expected=f"rows of {', '.join(map(str, lengths))}, padded to {longest} or not",
+        )
+    return [_row_texts(row[:length], tokenizer) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _row_texts(row: Sequence[Any], tokenizer: Any) -> list[str]:
+    if all(isinstance(token, str) for token in row):
+        return list(row)
+    if tokenizer is None or not all(isinstance(token, int) for token in row):
+        kinds = sorted({type(token).__name__ for token in row})
+        raise _refused(
+            "the text of the tokens is not known",
+            got=f"tokens of type {' and '.join(kinds)}, {'no' if tokenizer is None else 'a'} tokenizer",
+            expected="texts, or token ids and the model's tokenizer",
+        )
+    return token_texts(row, tokenizer)
+
+
+def _as_list(tokens: Any) -> list[Any]:
+    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if not isinstance(tokens, (list, tuple)):
+        expected = "a list or a tensor of tokens, or of rows"
+        raise _refused("these are not tokens", got=f"a {type(tokens).__name__}", expected=expected)
+    return list(tokens)
+
+
+def _refused(problem: str, *, got: str, expected: str) -> ConfigurationError:
+    do = "Pass output[:, prompt_length:] and tokenizer=..., or no tokens."
+    return ConfigurationError(describe(problem, got=got, expected=expected, do=do))
