@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from block_heads import routers_for
-from drafters import AheadDrafter, use_drafter
+from drafters import use_drafter, use_heads
 from families import ATTENDING, tiny_model
 from on_steps import COPYING, WINDOWED, steps_of, use_steps
 from torch.profiler import ProfilerActivity, profile
@@ -75,7 +75,7 @@ def test_captured_steps_give_the_base_model_s_tokens(attention, family, rows, co
     steps = attach(model, compiles)
     use_drafter(model, "mixed", expected[:, 9:].tolist())
     assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
-    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1, 3], 3)
+    use_heads(model, (1, 3))
     for _ in range(2):
         assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
     assert steps.refused is None
@@ -94,7 +94,7 @@ def test_a_block_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
     expected = model.generate(**prompt(rows), **options)
     TIDEModelForCausalLM.attach(model, routers_for(model, 1), engine="compiled")
     assert model.tide_warm_up(rows, max_length=64) > 0
-    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 3)
+    use_heads(model, 1)
     found = model.generate(**prompt(rows), **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
@@ -108,7 +108,7 @@ def test_captured_steps_below_float32_agree_with_themselves(dtype):
     """Rounding may decide near-ties otherwise than plain decoding, but not from call to call."""
     model = tiny_model("llama").cuda().to(dtype)
     attach(model, compiles=False)
-    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1, 3], 3)
+    use_heads(model, (1, 3))
     answers = [model.generate(**prompt(), **GREEDY) for _ in range(3)]
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
@@ -116,7 +116,7 @@ def test_captured_steps_below_float32_agree_with_themselves(dtype):
 def test_one_launch_a_step_and_one_wait_a_round():
     model = tiny_model("llama").cuda()
     attach(model, compiles=False)
-    model._tide.make_drafter = lambda _, texts, shallow: AheadDrafter(texts, shallow, [1], 7)
+    use_heads(model, 1, width=7)
     model.generate(**prompt(), **GREEDY)
 
     def counted(new):

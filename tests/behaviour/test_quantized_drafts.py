@@ -3,9 +3,9 @@
 import pytest
 import torch
 from block_heads import block_layer_of, routers_for
-from drafters import use_drafter
+from drafters import use_drafter, use_heads
 from families import tiny_model
-from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, draft_with_heads, linear_heads, prompts
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, linear_heads, prompts
 from packed_weights import attach_packed, let_pay
 from torch import nn
 
@@ -55,7 +55,7 @@ def applied(monkeypatch):
 def attach_with(kind, model, exit_layer):
     routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
     steps = attach_packed(model, routers)
-    draft_with_heads(model, exit_layer)
+    use_heads(model, exit_layer)
     return steps
 
 

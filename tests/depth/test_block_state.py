@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from block_heads import block_layer_of, routers_for
-from drafters import AheadDrafter, HeadDrafter
+from drafters import HeadDrafter, use_heads
 from families import tiny_model
 from on_steps import attach_captured as attach_graphs
 from on_steps import attach_compiled, attach_eagerly, prompts
@@ -58,16 +58,7 @@ def test_a_second_turn_drafts_what_one_over_the_whole_text_would(family, rows, e
     model = tiny_model(family)
     block_layer = block_layer_of(family)
     attach(model, routers_for(model, block_layer))
-    made = []
-
-    def make(_, texts, shallow):
-        if attach is attach_graphs:
-            made.append(AheadDrafter(texts, shallow, [block_layer], 2))
-        else:
-            made.append(HeadDrafter(texts, shallow, block_layer, 2, every))
-        return made[-1]
-
-    model._tide.make_drafter = make
+    made = use_heads(model, block_layer, 2, every)
     ids = prompts(rows)["input_ids"]
     model.generation_config.pad_token_id = None  # or what looks like padding would be hidden
     first = model.generate(ids, **RETURNED)

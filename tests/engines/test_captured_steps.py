@@ -8,22 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from block_heads import block_layer_of, routers_for
-from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENDING, ATTENTION, VOCAB, slow_but, tiny_model
+from drafters import use_drafter, use_heads
+from families import ATTENTION, slow_but, tiny_model
 from on_steps import (
-    FEW,
     LAYERS,
     NEW,
     OPTIONS,
-    PROMPT,
     UNTRACED,
-    WINDOWED,
     as_traced,
     check_drafts,
-    draft_ahead,
     linear_heads,
-    new_tokens,
     prompts,
     steps_of,
     use_steps,
@@ -31,8 +25,7 @@ from on_steps import (
 from on_steps import attach_captured as attach
 from recorded import as_it_is
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.base_model.structure import CACHE
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.captured_steps import CapturedSteps
 from tide_hf.engines.steps.compiled_steps import StepCompiler
 from tide_hf.engines.steps.replay import HostReads
@@ -40,53 +33,10 @@ from tide_hf.engines.steps.step_buffers import WIDTHS, capacity_for
 from tide_hf.speculation.costs import CostTable, step_width
 
 
-@pytest.mark.parametrize(("attention", "family"), ATTENDING)
-def test_every_familys_tokens_are_the_base_models(attention, family):
-    model = tiny_model(family, attention=attention)
-    steps = check_drafts(model, prompts(pads=2), attach, draft_ahead, ("right", "wrong at the last position"), width=4)
-    assert steps.refused is None
-    assert steps.make_replay.function_calls == steps.warm_up.num_made  # the rest was done again without Python
-
-
-@pytest.mark.parametrize("family", slow_but(FEW, [family for family in ATTENTION if family not in WINDOWED]))
-def test_rows_keep_accepted_lengths_of_their_own(family):
-    steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_ahead, ("mixed",))
-    assert steps.replays > 0
-    assert steps.refused is None
-
-
-@pytest.mark.parametrize("kind", ["linear", "block"])
-@pytest.mark.parametrize(("family", "rows"), [*((family, 1) for family in FEW), ("llama", 3), ("bloom", 3)])
-def test_heads_draft_what_they_draft_eagerly(family, rows, kind):
-    model = tiny_model(family)
-    expected = model.generate(**prompts(rows), **OPTIONS)
-    exit_layer = block_layer_of(family)
-    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
-    drafted = {}
-    for engine, drafter in (("eager", HeadDrafter), ("compiled", AheadDrafter)):
-        steps = attach(model, routers)
-        made = []
-
-        def make(_, texts, shallow, drafter=drafter, made=made):
-            made.append(drafter(texts, shallow, exit_layer if drafter is HeadDrafter else [exit_layer], 3))
-            return Alternating(made[-1], ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
-
-        model._tide.make_drafter = make
-        assert torch.equal(model.generate(**prompts(rows), **OPTIONS, tide_engine=engine), expected)
-        drafted[engine] = made[0].drafted
-    eager = [tokens for _, tokens in drafted["eager"]]
-    assert len(eager) > 1
-    assert steps.replays > 0
-    if rows == 1:
-        assert drafted["compiled"] == eager
-    else:  # in the first round in which heads draft: all rows have room for as much
-        assert drafted["compiled"][:rows] == eager[:rows]
-
-
 def test_one_read_a_round_and_none_a_draft(tiny_llama):
     model = tiny_llama()
     steps = attach(model, linear_heads(model))
-    draft_ahead(model, [1], width=7)
+    use_heads(model, 1, width=7)
     model.generate(**prompts(), **OPTIONS)
     stats = model.last_exit_stats
     assert steps.reads == stats.rounds
@@ -117,51 +67,6 @@ def test_strings_that_end_an_answer_leave_it_on_steps(tiny_llama, tiny_tokenizer
     assert steps.replays > 0
 
 
-def test_sampling_processors_and_scores(tiny_llama):
-    model = tiny_llama()
-    options = {**OPTIONS, "do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}
-    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    torch.manual_seed(0)
-    expected = model.generate(**prompts(pads=2), **options)
-    steps = attach(model, linear_heads(model))
-    draft_ahead(model)
-    torch.manual_seed(0)
-    output = model.generate(**prompts(pads=2), **options)
-    assert steps.replays > 0
-    assert torch.equal(output.sequences, expected.sequences)
-    for name in ("scores", "logits"):
-        torch.testing.assert_close(getattr(output, name), getattr(expected, name))
-
-
-@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("mistral", 1), ("gemma2", 1), ("llama", 3)])
-def test_the_cache_comes_back(family, rows):
-    model = tiny_model(family)
-    options = {**OPTIONS, "return_dict_in_generate": True}
-    first = model.generate(**prompts(rows), **options)
-    follow = {"input_ids": torch.cat([first.sequences, prompts(rows)["input_ids"]], dim=1)}
-    expected = model.generate(**follow, **{CACHE: first[CACHE]}, **options)
-    attach(model, linear_heads(model))
-    draft_ahead(model)
-    first = model.generate(**prompts(rows), **options)
-    assert first[CACHE].get_seq_length() == PROMPT + NEW - 1
-    again = model.generate(**follow, **{CACHE: first[CACHE]}, **options)
-    assert torch.equal(again.sequences, expected.sequences)
-
-
-def test_rows_that_end_and_holes_that_are_compacted(tiny_llama):
-    model = tiny_llama()
-    batch = prompts(4)
-    plain = model.generate(**batch, **OPTIONS)
-    eos = plain[0, PROMPT + 5].item()
-    options = {**OPTIONS, "eos_token_id": eos, "max_new_tokens": 60}
-    expected = model.generate(**batch, **options)
-    routers = TIDERouters.for_model(model, exit_layers=[1], compaction_threshold=0.05)
-    steps = attach(model, routers)
-    use_drafter(model, "mixed", new_tokens(model.generate(**batch, **{**options, "tide_engine": "eager"})))
-    assert torch.equal(model.generate(**batch, **options), expected)
-    assert steps.replays > 0
-
-
 @pytest.mark.parametrize(
     "family", slow_but(("llama", "gpt2"), [family for family in ATTENTION if family not in UNTRACED])
 )
@@ -175,7 +80,7 @@ def test_what_is_captured_is_the_compiled_step(family):
 
     kinds = ("right", "wrong at the last position")
     attach_to = partial(attach, make_replay=watched, layers=partial(StepCompiler, as_traced))
-    steps = check_drafts(model, prompts(pads=2), attach_to, draft_ahead, kinds, width=4)
+    steps = check_drafts(model, prompts(pads=2), attach_to, kinds, width=4)
     assert steps.refused is None
     assert len(replays) == steps.warm_up.num_made > 0
     assert steps.layers.graphs.num_compiled > 0
@@ -187,7 +92,7 @@ def test_a_step_that_cannot_be_compiled_is_captured_as_it_is(tiny_llama, caplog)
 
     caplog.set_level("INFO", logger="tide_hf")
     attach_to = partial(attach, make_replay=as_it_is, layers=partial(StepCompiler, no_compiler))
-    steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(), attach_to, draft_ahead, ("right",))
+    steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(), attach_to, ("right",))
     assert steps.refused is None
     assert steps.replays > 0
     assert "a step is captured uncompiled: no compiler" in caplog.text
@@ -198,7 +103,7 @@ def test_making_steps_ready_is_no_part_of_what_passes_cost(tiny_llama, monkeypat
     monkeypatch.setattr(CostTable, "record", lambda table, key, ms: (recorded.append(key), record(table, key, ms)))
     model = tiny_llama()
     steps = attach(model, linear_heads(model))
-    draft_ahead(model, [1], width=7)
+    use_heads(model, 1, width=7)
     model.generate(**prompts(), **OPTIONS)
     kinds = [kind for kind, _ in recorded]
     assert steps.warm_up.num_made >= 2
@@ -246,21 +151,7 @@ def test_masks_ask_for_no_value_while_a_graph_is_captured(tiny_llama):
     assert reads.found is None
 
 
-def test_the_number_of_graphs_is_bounded(tiny_llama, monkeypatch):
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_GRAPHS", 2)
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_BUFFERS", 1)
-    model = tiny_llama()
-    expected = model.generate(**prompts(2), **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    draft_ahead(model)
-    for rows in (1, 2, 1, 2):
-        answer = model.generate(**prompts(rows), **OPTIONS)
-        assert len(steps._buffers) == 1
-        assert len(steps._steps) <= 2
-    assert torch.equal(answer, expected)
-
-
-def test_what_was_used_last_stays(tiny_llama, monkeypatch):
+def test_steps_and_buffers_used_least_recently_are_dropped(tiny_llama, monkeypatch):
     monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_GRAPHS", 2)
     monkeypatch.setattr("tide_hf.engines.steps.step_store.MAX_BUFFERS", 2)
     model = tiny_llama()

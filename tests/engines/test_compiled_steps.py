@@ -9,19 +9,15 @@ import pickle
 
 import pytest
 import torch
-from block_heads import block_layer_of, routers_for
-from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import ATTENDING, VOCAB, tiny_model
+from block_heads import routers_for
+from drafters import ScriptedDrafter, use_drafter, use_heads
+from families import VOCAB, tiny_model
 from key_heads import KeyHeads
 from on_steps import (
-    FEW,
     LAYERS,
     NEW,
     OPTIONS,
-    UNTRACED,
-    WINDOWED,
     check_drafts,
-    draft_with_heads,
     linear_heads,
     new_tokens,
     prompts,
@@ -34,48 +30,6 @@ from tide_hf.engines.steps import compiled_steps
 from tide_hf.engines.steps.compiled_steps import StepCompiler
 from tide_hf.engines.steps.layer_graphs import LayerGraphs
 from tide_hf.engines.steps.step_graphs import traced
-
-
-@pytest.mark.parametrize(("attention", "family"), ATTENDING)
-def test_every_familys_tokens_are_the_base_models(family, attention, caplog):
-    model = tiny_model(family, attention=attention)
-    kinds = ("right", "wrong at the last position")
-    steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, kinds, width=4)
-    assert (steps.refused is not None) == (family in UNTRACED)
-    assert steps.replays > 0
-    assert "Traceback" not in caplog.text  # PyTorch's own, for what cannot be traced
-
-
-@pytest.mark.parametrize("family", [family for family in FEW if family not in WINDOWED])
-def test_rows_keep_accepted_lengths_of_their_own(family):
-    steps = check_drafts(tiny_model(family), prompts(4, pads=3), attach, draft_with_heads, ("mixed",))
-    assert steps.replays > 0
-    assert (steps.refused is not None) == (family in UNTRACED)
-
-
-@pytest.mark.parametrize("kind", ["linear", "block"])
-@pytest.mark.parametrize("family", FEW)
-def test_heads_draft_what_they_draft_eagerly_and_are_as_sure(family, kind):
-    model = tiny_model(family)
-    expected = model.generate(**prompts(), **OPTIONS)
-    exit_layer = block_layer_of(family)
-    steps = attach(model, routers_for(model, exit_layer) if kind == "block" else linear_heads(model))
-    found = {}
-    for engine in ("eager", "compiled"):
-        heard = found[engine] = []
-
-        def make(_, texts, shallow, heard=heard):
-            step = shallow.draft
-            shallow.draft = lambda *args: heard.append(step(*args)) or heard[-1]
-            heads = HeadDrafter(texts, shallow, exit_layer, 3)
-            return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
-
-        model._tide.make_drafter = make
-        assert torch.equal(model.generate(**prompts(), **OPTIONS, tide_engine=engine), expected)
-    assert steps.replays > 0
-    assert [tokens for tokens, _ in found["compiled"]] == [tokens for tokens, _ in found["eager"]]
-    for (_, scores), (_, others) in zip(found["compiled"], found["eager"], strict=True):
-        assert scores == pytest.approx(others, abs=1e-4)
 
 
 def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
@@ -129,7 +83,7 @@ def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
     monkeypatch.setattr(compiled_steps, "traced", lambda *args: times.append(1) or traced(*args))
     monkeypatch.setattr(compiled_steps, "LayerGraphs", lambda *args: LayerGraphs(*args, compiled_steps.traced))
     model = tiny_llama()
-    steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right",))
+    steps = check_drafts(model, prompts(), attach, ("right",))
     widths = {size if kind == "verify" else 1 for _, kind, size in steps._steps}
     assert len(times) == len(widths) + len(steps._steps)  # one layer of each, and what is around them all
 
@@ -144,7 +98,7 @@ def test_a_layer_that_differs_is_not_taken_for_another(tiny_llama, what):
         size = model.config.hidden_size
         layer.mlp.gate_proj, layer.mlp.up_proj = (torch.nn.Linear(size, 48, bias=False) for _ in range(2))
         layer.mlp.down_proj = torch.nn.Linear(48, size, bias=False)
-    steps = check_drafts(model, prompts(), attach, draft_with_heads, ("right", "wrong at the last position"))
+    steps = check_drafts(model, prompts(), attach, ("right", "wrong at the last position"))
     assert steps.refused is None
 
 
@@ -155,7 +109,7 @@ def test_compiled_by_inductor(family):
     TIDEModelForCausalLM.attach(model, linear_heads(model), engine="compiled", pack_weights=True)
     use_drafter(model, "wrong at the last position", new_tokens(expected), width=4)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    draft_with_heads(model)
+    use_heads(model, 3)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     steps = steps_of(model)
     assert steps.refused is None
@@ -224,7 +178,7 @@ def test_calls_in_inference_mode_and_outside_share_steps(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model, linear_heads(model))
-    draft_with_heads(model)
+    use_heads(model, 3)
     with torch.inference_mode():
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     made = steps.warm_up.num_made
@@ -258,7 +212,7 @@ def test_heads_that_share_kv_attend_without_copies(tiny_llama):
         return run
 
     attach(model, routers, compile_graph=watched)
-    draft_with_heads(model, exit_layer=1)
+    use_heads(model, 1)
     model.generate(**prompts(pads=2), **OPTIONS)
     assert found == {model.config.num_key_value_heads}
     configs = model.config, routers.block.head.layer.self_attn.config

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
-from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, draft_with_heads, prompts
+from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, prompts
 from packed_weights import Graphs, attach_packed, let_pay
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,7 +41,6 @@ def test_every_familys_tokens_are_the_base_models(family):
         tiny_model(family),
         prompts(pads=2),
         lambda model, routers: attach_packed(model, routers, graphs),
-        draft_with_heads,
         ("right", "wrong at the last position"),
         width=4,
     )

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from block_heads import routers_for
-from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter
-from families import SDPA, VOCAB, slow_but, tiny_model
-from on_steps import FEW, LAYERS, OPTIONS, UNTRACED, check_drafts, draft_with_heads, new_tokens, prompts
+from drafters import use_drafter, use_heads
+from families import SDPA, slow_but, tiny_model
+from on_steps import FEW, LAYERS, OPTIONS, UNTRACED, check_drafts, new_tokens, prompts
 from on_steps import attach_compiled as attach
 
 from tide_hf.engines.steps.step_buffers import StepBuffers, capacity_for, slots_for_now
@@ -17,17 +17,11 @@ def test_buffers_grow_with_the_answer(tiny_llama, monkeypatch):
     options = {**OPTIONS, "max_new_tokens": 90}
     expected = model.generate(**prompts(), **options)
     steps = attach(model, routers_for(model, 1))
-    drafted = {}
+    made = use_heads(model, 1, continuations=new_tokens(expected))
     for engine in ("eager", "compiled"):
-
-        def make(_, texts, shallow, engine=engine):
-            heads = HeadDrafter(texts, shallow, 1, 3)
-            drafted[engine] = heads.drafted
-            return Alternating(heads, ScriptedDrafter("right", new_tokens(expected), VOCAB, 3))
-
-        model._tide.make_drafter = make
         assert torch.equal(model.generate(**prompts(), **options, tide_engine=engine), expected)
-    assert drafted["compiled"] == drafted["eager"]
+    eager, compiled = made
+    assert compiled.drafted == eager.drafted
     assert grown == [64, 128]
     assert {buffers.capacity for buffers, _, _ in steps._steps} == {32, 64, 128}
 
@@ -72,7 +66,7 @@ def test_slots_that_nothing_was_written_to_are_not_read(family, monkeypatch):
             layer.keys[:, :, length:] = layer.values[:, :, length:] = float("nan")
 
     monkeypatch.setattr(StepBuffers, "load", spoil)
-    steps = check_drafts(model, prompts(pads=2), attach, draft_with_heads, ("wrong at the last position",), width=4)
+    steps = check_drafts(model, prompts(pads=2), attach, ("wrong at the last position",), width=4)
     assert steps.replays > 0
 
 

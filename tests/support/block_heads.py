@@ -1,7 +1,7 @@
 """Routers with a block head, and the text that trains them."""
 
 import torch
-from drafters import HeadDrafter
+from drafters import use_heads
 from families import ATTENTION
 
 from tide_hf import TIDEModelForCausalLM
@@ -37,14 +37,7 @@ def routers_for(model, block_layer, seed=0):
 
 def attach_drafting(model, routers, width, every=1):
     TIDEModelForCausalLM.attach(model, routers)
-    made = []
-
-    def make(_attachment, prompts, shallow):
-        made.append(HeadDrafter(prompts, shallow, routers.config.block_layer, width, every))
-        return made[-1]
-
-    model._tide.make_drafter = make
-    return made
+    return use_heads(model, routers.config.block_layer, width, every)
 
 
 def document_batches(model, block_layer, documents, rows):

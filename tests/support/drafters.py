@@ -3,119 +3,111 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from tide_hf.speculation.drafters import UNREAD, Draft
 
+KINDS = ("right", "wrong", "random", "wrong at the last position")
+
 
 class ScriptedDrafter:
-    """Drafts `width` tokens a round that follow, defy or ignore the base model's own continuation.
+    """Drafts `width` tokens a round that repeat, contradict or ignore the base model's own continuation.
 
     Args:
-        kind: "right", "wrong", "random", "wrong at the last position", or "mixed" (another kind in each row).
-        continuations: What plain decoding gives after each row's prompt.
+        kind: One of `KINDS`, or "mixed": another of them in each row and round.
+        continuations: What plain decoding generates for each row.
         vocab_size: Range of the tokens.
         width: Tokens per draft.
     """
 
     def __init__(self, kind: str, continuations: list[list[int]], vocab_size: int, width: int = 3) -> None:
         self.kind, self.continuations, self.vocab_size, self.width = kind, continuations, vocab_size, width
-        self.done = [0] * len(continuations)
+        self.generated = [0] * len(continuations)
+        self.rounds = 0
         self.random = random.Random(0)
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        self.rounds += 1
         return [self._draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, row: int, limit: int) -> Draft:
-        done = self.done[row]
-        right = self.continuations[row][done : done + min(self.width, limit)]
+        start = self.generated[row]
+        right = self.continuations[row][start : start + min(self.width, limit)]
         wrong = [(token + 1) % self.vocab_size for token in right]
         tokens = {
             "right": right,
             "wrong": wrong,
             "random": [self.random.randrange(self.vocab_size) for _ in right],
             "wrong at the last position": right[:-1] + wrong[-1:],
-        }[KINDS[row % len(KINDS)] if self.kind == "mixed" else self.kind]
+        }[KINDS[(row + self.rounds) % len(KINDS)] if self.kind == "mixed" else self.kind]
         return Draft().add(tokens, "script")
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        self.done[row] += len(new_tokens)
-
-
-KINDS = ("right", "wrong", "random", "wrong at the last position")
-
-
-def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:
-    """Let an attached model draft by script."""
-    vocab_size = model._tide.structure.vocab_size
-    model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuations, vocab_size, width)
+        self.generated[row] += len(new_tokens)
 
 
 class HeadDrafter:
-    """Drafts with the head at one exit layer, as many tokens every round, whatever they are worth.
+    """Drafts with the head at an exit layer, `width` tokens every round, whatever they cost.
+
+    On engines whose draft tokens the host does not read, none is read before it is verified.
 
     Args:
         prompts: The prompt of each row.
-        shallow: The shallow layers.
-        exit_layer: The layer.
+        shallow: The engine.
+        exit_layer: The exit layer, or several that take turns round by round.
         width: Tokens per draft.
-        every: It drafts in every so many-th round alone.
+        every: Drafts in each `every`-th round only.
 
     Attributes:
         drafted: (tokens of the row before, draft tokens) of each round and row.
+        scores: The exit scores of draft steps, where they are read.
     """
 
-    def __init__(self, prompts: list[list[int]], shallow, exit_layer: int, width: int, every: int = 1) -> None:
+    def __init__(
+        self, prompts: list[list[int]], shallow, exit_layer: int | Sequence[int], width: int, every: int = 1
+    ) -> None:
         self.shallow, self.exit_layer, self.width, self.every = shallow, exit_layer, width, every
         self.rounds = 0
         self.texts = [list(prompt) for prompt in prompts]
         self.drafted: list[tuple[list[int], list[int]]] = []
+        self.scores: list[list[float]] = []
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        tokens: list[list[int]] = [[] for _ in rows]
         self.rounds += 1
         if self.rounds % self.every:
             return [Draft() for _ in rows]
+        layers = [self.exit_layer] if isinstance(self.exit_layer, int) else self.exit_layer
+        exit_layer = layers[self.rounds % len(layers)]
+        draft = self._draft if self.shallow.reads_drafts else self._draft_unread
+        return [Draft().add(tokens, "head", exit_layer) for tokens in draft(exit_layer, limits)]
+
+    def _draft(self, exit_layer: int, limits: list[int]) -> list[list[int]]:
+        tokens: list[list[int]] = [[] for _ in limits]
         for _ in range(min(self.width, *limits)):
-            new, scores = self.shallow.draft(self.exit_layer, tokens)
+            new, scores = self.shallow.draft(exit_layer, tokens)
             assert all(0.0 <= score <= 1.0 for score in scores)
+            self.scores.append(scores)
             tokens = [[*before, token] for before, token in zip(tokens, new, strict=True)]
         self.shallow.rollback()
-        self.drafted += [(list(self.texts[row]), new) for row, new in zip(rows, tokens, strict=True)]
-        return [Draft().add(new, "head", self.exit_layer) for new in tokens]
+        return tokens
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        self.texts[row] += new_tokens
-
-
-class AheadDrafter:
-    """Drafts `width` tokens each round with the head at one exit layer, on captured steps, which nobody reads.
-
-    Attributes:
-        drafted: Draft tokens of each round and row, once they are verified.
-    """
-
-    def __init__(self, prompts: list[list[int]], shallow, exit_layers: list[int], width: int) -> None:
-        self.drafted: list[list[int]] = []
-        self.shallow, self.exit_layers, self.width, self.rounds = shallow, exit_layers, width, 0
-
-    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        exit_layer = self.exit_layers[self.rounds % len(self.exit_layers)]
-        self.rounds += 1
+    def _draft_unread(self, exit_layer: int, limits: list[int]) -> list[list[int]]:
         lengths = [min(self.width, limit) for limit in limits]
         if max(lengths) > 0:
             self.shallow.draft_unread(exit_layer, max(lengths))
-        return [Draft().add([UNREAD] * length, "head", exit_layer) for length in lengths]
+        return [[UNREAD] * length for length in lengths]
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         assert UNREAD not in draft.tokens
-        if self.rounds:
-            self.drafted.append(draft.tokens)
+        if draft.tokens:
+            self.drafted.append((list(self.texts[row]), draft.tokens))
+        self.texts[row] += new_tokens
 
 
 class Alternating:
-    """Heads draft in every other round, and a script what is right in the others, so that several tokens are kept."""
+    """Heads draft in every other round; in the others a script drafts, so that more than one token is accepted."""
 
-    def __init__(self, heads, script: ScriptedDrafter) -> None:
+    def __init__(self, heads: HeadDrafter, script: ScriptedDrafter) -> None:
         self.heads, self.script, self.rounds = heads, script, 0
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
@@ -126,3 +118,38 @@ class Alternating:
         self.script.observe(row, draft, new_tokens, n_matches)
         if self.rounds and self.rounds % 2 == 0:
             self.heads.observe(row, draft, new_tokens, n_matches)
+
+
+def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:
+    """Let an attached model draft by script."""
+    vocab_size = model._tide.structure.vocab_size
+    model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuations, vocab_size, width)
+
+
+def use_heads(
+    model, exit_layer: int | Sequence[int], width=3, every=1, continuations=None, kind="right"
+) -> list[HeadDrafter]:
+    """Let an attached model draft with the head at an exit layer.
+
+    Args:
+        model: The attached model.
+        exit_layer: As `HeadDrafter` takes it.
+        width: Tokens per draft.
+        every: As `HeadDrafter` takes it.
+        continuations: With what plain decoding generates for each row, a script drafts in every other round.
+        kind: As `ScriptedDrafter` takes it.
+
+    Returns:
+        The drafter of each call, appended when the call starts.
+    """
+    made: list[HeadDrafter] = []
+
+    def make(_attachment, prompts, shallow):
+        made.append(HeadDrafter(prompts, shallow, exit_layer, width, every))
+        if continuations is None:
+            return made[-1]
+        script = ScriptedDrafter(kind, continuations, model._tide.structure.vocab_size, width)
+        return Alternating(made[-1], script)
+
+    model._tide.make_drafter = make
+    return made

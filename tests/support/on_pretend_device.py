@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from block_heads import WITH_BLOCK, block_layer_of, routers_for
 from calibrations import texts
-from drafters import AheadDrafter, Alternating, HeadDrafter, ScriptedDrafter, use_drafter
+from drafters import Alternating, HeadDrafter, ScriptedDrafter, use_drafter, use_heads
 from families import ATTENTION, LAYERS, VOCAB, slow_but, tiny_model
 from images import image_prompts, seeing_model
 from on_steps import COPYING, FEW, WINDOWED, linear_heads, prompts, use_steps
@@ -107,7 +107,7 @@ def test_a_block_drafts(family, rows):
     layer, batch = block_layer_of(family), prompts(rows)
     expected = answer(plain, batch, **GREEDY)
     TIDEModelForCausalLM.attach(model, routers_for(plain, layer))
-    model._tide.make_drafter = lambda _, prompt, shallow: HeadDrafter(prompt, shallow, layer, 3)
+    use_heads(model, layer)
     assert torch.equal(answer(model, there(batch), **GREEDY), expected)
     assert model.last_exit_stats.drafted > 0
 
@@ -125,7 +125,7 @@ def test_a_model_is_spread_over_devices(family, head):
     for cut, make_routers, layer in kinds:
         model = spread(tiny_model(family), cut=cut, head=head)
         TIDEModelForCausalLM.attach(model, make_routers(tiny_model(family)))
-        model._tide.make_drafter = lambda _, texts, shallow, layer=layer: HeadDrafter(texts, shallow, layer, 3)
+        use_heads(model, layer)
         assert torch.equal(answer(model, there(prompts(3, pads=2)), **GREEDY), expected)
         assert model.last_exit_stats.drafted > 0
 
@@ -236,7 +236,7 @@ def test_captured_steps_ask_for_nothing(family, rows):
         return replay
 
     steps = use_steps(model, CapturedSteps(replay_of, layers=None))
-    model._tide.make_drafter = lambda _, prompt, shallow: AheadDrafter(prompt, shallow, [1, 3], 3)
+    use_heads(model, (1, 3))
     assert torch.equal(answer(model, there(batch), **GREEDY), expected)
     assert steps.refused is None
     assert steps.replays > 0
@@ -247,7 +247,7 @@ def test_captured_rounds_wait_once():
     plain, model = two("llama")
     TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
     use_steps(model, CapturedSteps(Recorder(), layers=None))
-    model._tide.make_drafter = lambda _, prompt, shallow: AheadDrafter(prompt, shallow, [1], 7)
+    use_heads(model, 1, width=7)
     rounds_and_waits(model, 24)
     (few, before), (many, after) = (rounds_and_waits(model, new) for new in (2, 24))
     assert many > few
@@ -262,7 +262,7 @@ def test_weights_are_brought_from_elsewhere(tiny_llama, tiny_tokenizer, tmp_path
     expected = answer(tiny_llama(), prompts(rows), **GREEDY)
     routers = calibrate(model, tiny_tokenizer, texts(60), **FIT)
     TIDEModelForCausalLM.attach(model, routers)
-    model._tide.make_drafter = lambda _, prompt, shallow: HeadDrafter(prompt, shallow, 1, 3)
+    use_heads(model, 1)
     assert torch.equal(answer(model, there(prompts(rows)), **GREEDY), expected)
 
 

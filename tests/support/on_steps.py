@@ -1,7 +1,7 @@
 """What tests of steps of fixed shape share: small calls, steps without a compiler or a GPU, drafters by heads."""
 
 import torch
-from drafters import AheadDrafter, HeadDrafter, use_drafter
+from drafters import use_drafter, use_heads
 from families import MIXTURES, VOCAB
 from packaging.version import Version
 from recorded import Recorder
@@ -18,8 +18,8 @@ UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # p
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def prompts(rows=1, pads=0, length=PROMPT):
-    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
+def prompts(rows=1, pads=0, length=PROMPT, seed=0):
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[-1, :pads] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
@@ -62,7 +62,7 @@ def attach_compiled(model, routers=None, compile_graph=as_traced, **settings):
     return use_steps(model, CompiledSteps(compile_graph))
 
 
-_attach = TIDEModelForCausalLM.attach
+_attach = TIDEModelForCausalLM.attach  # which some tests replace
 
 
 def attach_without_compiler(model, *args, **settings):
@@ -72,32 +72,20 @@ def attach_without_compiler(model, *args, **settings):
     return model
 
 
-def draft_with_heads(model, exit_layer=3, width=3):
-    made = []
-
-    def make(_, texts, engine):
-        made.append(HeadDrafter(texts, engine, exit_layer, width))
-        return made[-1]
-
-    model._tide.make_drafter = make
-    return made
-
-
-def draft_ahead(model, exit_layers=(1, 3), width=3):
-    model._tide.make_drafter = lambda _, texts, engine: AheadDrafter(texts, engine, list(exit_layers), width)
-
-
-def check_drafts(model, batch, attach_to, draft_with, kinds, width=3):
+def check_drafts(model, batch, attach_to, kinds, width=3):
     """Attach, draft by scripts and with heads, and compare with the base model's tokens; return the steps."""
     expected = model.generate(**batch, **OPTIONS)
     steps = attach_to(model, linear_heads(model))
     for kind in kinds:
         use_drafter(model, kind, new_tokens(expected), width=width)
         assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    draft_with(model)
+    use_heads(model, (1, 3))
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     return steps
 
 
 def attach_eagerly(model, routers=None):
     TIDEModelForCausalLM.attach(model, routers)
+
+
+ATTACH = {"eager": attach_eagerly, "compiled": attach_compiled, "captured": attach_captured}

@@ -1,0 +1,315 @@
+"""Calls in `self_speculative`: what they start from, where they end and what they return is as in plain decoding."""
+
+import pytest
+import torch
+from drafters import use_drafter, use_heads
+from families import tiny_model
+from on_steps import ATTACH, linear_heads, prompts
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.depth import kv_cache
+from tide_hf.speculation.loop import SpeculativeDecoder
+
+PROMPT, NEW = 12, 28
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+RETURNED = {**OPTIONS, "return_dict_in_generate": True}
+SCORED = {**RETURNED, "output_scores": True, "output_logits": True}
+
+
+def prompt(seed=0, rows=1):
+    return prompts(rows, length=PROMPT, seed=seed)["input_ids"]
+
+
+def padded(rows):
+    """Prompts of which each has another number of pads."""
+    mask = (torch.arange(PROMPT) >= torch.arange(rows)[:, None]).long()
+    return {"input_ids": prompt(rows=rows) * mask, "attention_mask": mask}
+
+
+def new_tokens(sequences):
+    return sequences[:, PROMPT:].tolist()
+
+
+@pytest.fixture(scope="module")
+def llama_tokens():
+    return tiny_model("llama").generate(prompt(), **OPTIONS)
+
+
+def drafting(model, expected, kind="wrong at the last position", **settings):
+    """Attach, and draft by script."""
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, kind, expected, **settings)
+    return model
+
+
+def early_eos(model, inputs):
+    """Options with a token that ends some rows early and others not."""
+    plain = new_tokens(model.generate(**inputs, **OPTIONS))
+    for row in plain:
+        for token in row[3:12]:
+            if any(token not in other for other in plain):
+                return {"eos_token_id": token, "pad_token_id": 0}
+    raise LookupError("no such token")
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 7])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_drafts_of_exit_heads_are_tokens_of_the_draft_vocabulary(family, draft_vocab_size):
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    routers = TIDERouters.for_model(
+        model, exit_layers=[1, 3], exit_strategy="linear", draft_vocab_size=draft_vocab_size
+    )
+    TIDEModelForCausalLM.attach(model, routers)
+    made = use_heads(model, (1, 3))
+    assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
+    highest = max(max(tokens) for _, tokens in made[0].drafted)
+    assert (highest < 7) == (draft_vocab_size == 7)
+
+
+@pytest.mark.parametrize("layer_class", [DynamicSlidingWindowLayer, kv_cache._VisibleSlidingLayer])
+def test_sliding_window_layers_are_rolled_back_by_any_transformers(layer_class, monkeypatch):
+    monkeypatch.setattr(kv_cache, "SLIDING_LAYER", layer_class)
+    model = tiny_model("gemma2")
+    expected = model.generate(prompt(), **OPTIONS)
+    result = drafting(model, new_tokens(expected), "random").generate(prompt(), **RETURNED)
+    assert torch.equal(result.sequences, expected)
+    kinds = {type(layer) for layer in result[CACHE].layers}
+    assert DynamicSlidingWindowLayer in kinds
+    assert kv_cache._VisibleSlidingLayer not in kinds
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2"])
+def test_the_returned_cache_is_that_of_the_accepted_tokens(family):
+    model = tiny_model(family)
+    expected = model.generate(prompt(), **OPTIONS)
+    fresh = DynamicCache(config=model.config)
+    fresh.activate_past_recording()
+    with torch.no_grad():
+        model(input_ids=expected[:, :-1], **{CACHE: fresh})
+    fresh.crop(0)
+    cache = drafting(model, new_tokens(expected), "mixed").generate(prompt(), **RETURNED)[CACHE]
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        assert layer.get_seq_length() == other.get_seq_length()
+        torch.testing.assert_close(layer.keys, other.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layer.values, other.values, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("threshold", [0.01, 0.9])
+def test_after_each_round_the_cache_holds_the_accepted_tokens_of_each_row(family, threshold, monkeypatch):
+    """Whatever holes and compactions do, the visible slots hold what a fresh prefill would."""
+    model, base = tiny_model(family), tiny_model(family)
+    expected = model.generate(prompt(rows=3), **OPTIONS)
+    routers = TIDERouters.for_model(model, exit_layers=[2], compaction_threshold=threshold)
+    TIDEModelForCausalLM.attach(model, routers)
+    use_drafter(model, "mixed", new_tokens(expected))
+    compactions = []
+
+    def checked(self, drafter, original=SpeculativeDecoder._round):
+        original(self, drafter)
+        slots = self.engine.slots
+        compactions.append(slots.num_compactions)
+        for position, row in enumerate(self.batch):
+            fresh = DynamicCache(config=base.config)
+            with torch.no_grad():
+                base(input_ids=row.ids[:, :-1], **{CACHE: fresh})
+            for layer, other in zip(slots.cache.layers, fresh.layers, strict=True):
+                stored, length = layer.keys.shape[-2], other.keys.shape[-2]
+                visible = slice(None) if slots.mask is None else slots.mask[position, -stored:].bool()
+                for own, exact in ((layer.keys, other.keys), (layer.values, other.values)):
+                    torch.testing.assert_close(own[position][:, visible][:, -length:], exact[0], atol=1e-4, rtol=1e-4)
+
+    monkeypatch.setattr(SpeculativeDecoder, "_round", checked)
+    assert torch.equal(model.generate(prompt(rows=3), **OPTIONS), expected)
+    assert len(compactions) > 8
+    assert (compactions[-1] > 3) == (threshold == 0.01 or family == "mistral")
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "rows", "eos"),
+    [
+        *(("eager", family, 4, eos) for family in ("llama", "mistral", "gemma3_text") for eos in (False, True)),
+        *(("captured", family, rows, False) for family, rows in [("mistral", 1), ("gemma2", 1), ("llama", 4)]),
+    ],
+)
+def test_scores_and_a_cache_to_go_on_from_are_returned(engine, family, rows, eos):
+    model, inputs = tiny_model(family), padded(rows)
+    options = {**SCORED, "repetition_penalty": 1.2 if rows == 1 else 1.0}
+    if eos:
+        options |= early_eos(model, inputs)
+
+    def two_turns():
+        first = model.generate(**inputs, **options)
+        ids = torch.cat([first.sequences, prompt(1, rows)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, PROMPT:])], dim=1)
+        length = first[CACHE].get_seq_length()
+        return first, length, model.generate(ids, attention_mask=mask, **{CACHE: first[CACHE]}, **OPTIONS)
+
+    first, length, second = two_turns()
+    ATTACH[engine](model, linear_heads(model))
+    use_drafter(model, "mixed", [row + [0] * NEW for row in new_tokens(first.sequences)])
+    result, own_length, then = two_turns()
+    assert torch.equal(result.sequences, first.sequences)
+    assert torch.equal(then, second)
+    assert own_length == length == first.sequences.shape[1] - 1
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(result[name]), torch.stack(first[name]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("asked", ["scores", "logits"])
+def test_either_of_scores_and_logits_is_returned(asked):
+    """Without a processor the top tokens might do."""
+    model = tiny_model("llama")
+    options = {**RETURNED, f"output_{asked}": True}
+    expected = model.generate(prompt(), **options)
+    result = drafting(model, new_tokens(expected.sequences)).generate(prompt(), **options)
+    torch.testing.assert_close(torch.stack(result[asked]), torch.stack(expected[asked]), atol=1e-4, rtol=1e-4)
+
+
+def test_eos_inside_a_draft_ends_the_output(llama_tokens):
+    model, (expected,) = tiny_model("llama"), new_tokens(llama_tokens)
+    eos = next(token for position, token in enumerate(expected) if position > 4 and token not in expected[:position])
+    options = {**RETURNED, "eos_token_id": eos}
+    plain = model.generate(prompt(), **options).sequences
+    assert plain.shape[1] < PROMPT + NEW
+    result = drafting(model, [expected], "right", width=7).generate(prompt(), **options)
+    assert torch.equal(result.sequences, plain)
+    assert result[CACHE].get_seq_length() == plain.shape[1] - 1
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "wrong"), *((family, "mixed") for family in ("llama", "gemma3_text", "falcon"))]
+)
+def test_rows_that_end_early_cost_nothing_more(family, kind):
+    model, inputs = tiny_model(family), padded(4)
+    options = {**OPTIONS, **early_eos(model, inputs)}
+    expected = model.generate(**inputs, **options)
+    drafting(model, new_tokens(expected), kind)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    lengths = [len(row) for row in model.last_exit_stats.per_token]
+    assert min(lengths) < max(lengths)
+    if kind == "wrong":  # one pass over the rows that still decode for each token
+        assert model.last_exit_stats.layers_executed == 4 * sum(lengths)
+
+
+def test_a_draft_never_passes_max_length(llama_tokens):
+    model = drafting(tiny_model("llama"), new_tokens(llama_tokens), "right", width=9)
+    for new in (1, 2, 3, 5):
+        options = {**OPTIONS, "max_new_tokens": new}
+        assert torch.equal(model.generate(prompt(), **options), llama_tokens[:, : PROMPT + new])
+
+
+def test_criteria_and_processors_with_state_see_every_prefix_once(llama_tokens):
+    class Processor(LogitsProcessor):
+        def __init__(self):
+            self.prefixes = []
+
+        def __call__(self, input_ids, scores):
+            self.prefixes.append(input_ids[0].tolist())
+            return scores
+
+    class Criterion(Processor, StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            super().__call__(input_ids, scores)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    model = drafting(tiny_model("llama"), new_tokens(llama_tokens), "mixed")
+    seen = []
+    for one in (tiny_model("llama"), model):
+        processor, criterion = Processor(), Criterion()
+        one.generate(prompt(), logits_processor=[processor], stopping_criteria=[criterion], **OPTIONS)
+        seen.append((processor.prefixes, criterion.prefixes))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("engine", ATTACH)
+def test_the_padding_of_a_single_prompt_is_masked(engine):
+    model, ids = tiny_model("llama"), torch.nn.functional.pad(prompt(), (4, 0))
+    options = {**OPTIONS, "attention_mask": (torch.arange(PROMPT + 4) >= 4).long()[None]}
+    expected = model.generate(ids, **options)
+    ATTACH[engine](model, linear_heads(model))
+    use_drafter(model, "mixed", expected[:, PROMPT + 4 :].tolist())
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_a_call_may_start_from_embeddings():
+    model = tiny_model("llama")
+    embeds = model.get_input_embeddings()(prompt())
+    expected = model.generate(inputs_embeds=embeds, **OPTIONS)
+    assert torch.equal(drafting(model, expected.tolist()).generate(inputs_embeds=embeds, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt", "granite", "qwen3", "phi"])
+def test_a_static_cache_is_rolled_back(family):
+    model = tiny_model(family)
+    options = {**OPTIONS, "cache_implementation": "static"}
+    expected = model.generate(prompt(), **options)
+    routers = TIDERouters.for_model(model, exit_layers=[1], exit_threshold=0.0, kv_cache_strategy="propagate")
+    TIDEModelForCausalLM.attach(model, routers)
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(prompt(), **options), expected)
+    early = [model.generate(prompt(), tide_mode="early_exit", **one) for one in (OPTIONS, options)]
+    assert torch.equal(*early)
+
+
+@pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
+def test_a_model_that_training_left_without_a_cache_gets_one(mode, llama_tokens):
+    model = tiny_model("llama")
+    model.generation_config.use_cache = False
+    routers = TIDERouters.for_model(model, exit_layers=[1])
+    TIDEModelForCausalLM.attach(model, routers, mode=mode, exit_threshold=1.1)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), llama_tokens)
+    passed = GenerationConfig.from_dict(model.generation_config.to_dict())  # as pipelines do
+    assert torch.equal(model.generate(prompt(), generation_config=passed, **OPTIONS), llama_tokens)
+    with pytest.raises(UnsupportedOptionError, match="no cache"):
+        model.generate(prompt(), **OPTIONS, use_cache=False, tide_strict=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "options", "got"),
+    [
+        ("llama", 2, {"cache_implementation": "static"}, "StaticCache"),
+        ("gemma3_text", 1, {"cache_implementation": "static"}, "StaticCache with sliding-window layers"),
+        ("llama", 1, {"use_cache": False}, "no cache"),
+    ],
+)
+def test_caches_that_cannot_be_rolled_back_are_refused(family, rows, options, got):
+    model = TIDEModelForCausalLM.attach(tiny_model(family), strict=True)
+    with pytest.raises(UnsupportedOptionError, match=f"self_speculative.*got {got}.*Expected a DynamicCache"):
+        model.generate(prompt(rows=rows), **OPTIONS, **options)
+
+
+def test_classifier_free_guidance_runs_its_own_passes_at_full_depth():
+    model = tiny_model("llama")
+    options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt(2)[:, :5]}
+    expected = model.generate(prompt(), **options)
+    drafting(model, new_tokens(expected))
+    assert torch.equal(model.generate(prompt(), **options), expected)
+    assert model.last_exit_stats.layers_executed == 4 * (1 + model.last_exit_stats.rounds)
+
+
+def test_return_sequences_are_sampled_independently():
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    options = {**OPTIONS, "do_sample": True, "num_return_sequences": 3}
+    result = model.generate(prompt(rows=2), **options)
+    assert result.shape == (6, PROMPT + NEW)
+    assert torch.equal(result[0, :PROMPT], result[2, :PROMPT])
+    assert not torch.equal(result[0], result[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_default_drafter_drafts_row_by_row(family):
+    """By n-grams of a repeating prompt, and by exit heads."""
+    model = tiny_model(family)
+    ids = torch.tensor([[5, 6, 7, 8] * 5, [9, 10, 11, 12] * 5, list(range(20, 40))])
+    expected = model.generate(ids, **OPTIONS)
+    calibration = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.95}}}
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 3], calibration=calibration))
+    for _ in range(3):
+        assert torch.equal(model.generate(ids, **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0
