@@ -21,8 +21,7 @@ from tide_hf.cli.parser import add_model_arguments, positive
 from tide_hf.cli.prompts import PROMPTS, check_room
 from tide_hf.common.errors import TIDEError
 from tide_hf.common.token_ids import encode_prompt
-from tide_hf.evaluation.baselines import tide_method, tide_methods, usable_threshold
-from tide_hf.evaluation.benchmark import Result, compare, timed_run
+from tide_hf.evaluation.benchmark import Result, compare, tide_method, tide_methods, timed_run, usable_threshold
 
 WAITING = "Measuring against plain `generate` …"
 

@@ -11,15 +11,15 @@ from transformers import CompileConfig
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import find_structure
-from tide_hf.evaluation.baselines import (
+from tide_hf.evaluation.benchmark import (
     FAILURES,
+    DecodingMethod,
     assistant_early_exit,
     prompt_lookup,
     tide_method,
     usable_threshold,
     weight_sharing_copy,
 )
-from tide_hf.evaluation.benchmark import DecodingMethod
 
 from .bench import Bench, CannotRunError
 from .common import NoDrafts

@@ -24,7 +24,7 @@ from tide_hf.base_model.structure import input_device
 from tide_hf.calibration.text import OWN_SHARE, draw_prompts, find_user_turn, plan_writing, write_documents
 from tide_hf.calibration.threshold import clopper_pearson, mean_interval
 from tide_hf.common.token_ids import left_padded, prompt_tokens
-from tide_hf.evaluation.baselines import weight_sharing_copy
+from tide_hf.evaluation.benchmark import weight_sharing_copy
 from tide_hf.hub.load import shipped_routers
 from tide_hf.hub.provenance import provenance
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.choices import ENGINES
 from tide_hf.common.token_ids import encode_prompt
-from tide_hf.evaluation.baselines import weight_sharing_copy
+from tide_hf.evaluation.benchmark import weight_sharing_copy
 from tide_hf.hub.provenance import provenance
 from tide_hf.speculation.drafters import Draft
 from tide_hf.speculation.prefix_cache import num_shared

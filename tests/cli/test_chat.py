@@ -17,7 +17,7 @@ from tide_hf.cli.main import main
 from tide_hf.cli.model_arguments import NO_ROUTERS
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.common.token_ids import encode_messages
-from tide_hf.evaluation.baselines import tide_method
+from tide_hf.evaluation.benchmark import tide_method
 from tide_hf.generation import TIDEGenerationMixin
 
 NEW_TOKENS = 10

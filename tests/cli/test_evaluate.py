@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tide_hf import TIDERouters
 from tide_hf.cli.main import main
-from tide_hf.evaluation.report import draw_curve, quality_table, save_quality_plot
+from tide_hf.evaluation.quality import draw_curve, quality_table, save_quality_plot
 from tide_hf.routers.tables import TextTable, rich_table
 
 

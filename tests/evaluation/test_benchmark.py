@@ -1,24 +1,19 @@
-"""Measuring: fair order, honest ratios, and a plain model that is really plain."""
+"""The benchmark: order of runs, ratios, and a baseline without code of this library."""
 
 import itertools
 import json
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import cpu_offload
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDERouters
 from tide_hf.common.choices import MODES
-from tide_hf.common.errors import ConfigurationError
 from tide_hf.common.stats import ExitStats
 from tide_hf.common.token_ids import encode_prompt
 from tide_hf.depth.gates import LayerGate
 from tide_hf.evaluation import benchmark
-from tide_hf.evaluation.baselines import tide_methods, usable_threshold, weight_sharing_copy
-from tide_hf.evaluation.benchmark import DecodingMethod
-from tide_hf.hub import provenance
+from tide_hf.evaluation.benchmark import DecodingMethod, tide_methods, weight_sharing_copy
 from tide_hf.routers.config import NEVER_EXIT
 
 PROMPT_LENGTH = 3
@@ -66,7 +61,7 @@ def test_runs_are_interleaved_after_one_warm_up_each(stub):
     assert len(progress) == benchmark.count_runs(2, 2, 2) == 10
 
 
-def test_a_run_that_makes_an_engine_ready_is_made_again(stub):
+def test_runs_with_engine_warm_up_are_repeated(stub):
     method = stub("a", [1, 2], [1.0])
     model, generate = method.model, method.model.generate
     spent = iter([3.0, 2.0, 0.0, 0.0, 1.5])
@@ -92,12 +87,8 @@ def test_ratios_are_of_medians_and_leave_the_warm_up_out(stub):
     assert results[1].prompts[0].speedup == 2.0
     assert results[1].layers_per_token == 25 / 4
     assert results[1].acceptance_rate == 3 / 4
-
-
-def test_rates_are_pooled_over_prompts_by_time(stub):
-    plain = stub("plain", [1, 2], [1.0, 1.0, 3.0])
-    results = benchmark.compare([plain], prompts(2), max_new_tokens=2, repeats=1)
-    assert results[0].tokens_per_s == 4 / (1.0 + 3.0)
+    (pooled,) = benchmark.compare([stub("plain", [1, 2], [1.0, 1.0, 3.0])], prompts(2), max_new_tokens=2, repeats=1)
+    assert pooled.tokens_per_s == 4 / (1.0 + 3.0)
 
 
 @pytest.mark.parametrize("lossless", [True, False])
@@ -160,72 +151,13 @@ def test_all_modes_of_a_real_comparison(tiny_llama, tiny_tokenizer):
     json.dumps([result.to_dict() for result in results.values()])
 
 
-def test_an_attached_model_is_no_plain_model(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama())
-    with pytest.raises(ConfigurationError, match="detach"):
-        tide_methods(model, None, ["self_speculative"])
-
-
 @pytest.mark.parametrize(
     ("calibrated", "asked", "used"),
     [(0.7, None, 0.7), (NEVER_EXIT, None, 0.9), (NEVER_EXIT, 0.4, 0.4), (0.7, 0.4, 0.4), (0.7, 1.5, 1.5)],
 )
 def test_threshold_of_the_approximate_modes(tiny_llama, calibrated, asked, used):
-    routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], exit_threshold=calibrated)
-    assert usable_threshold(routers, asked) == used
-    by_name = {one.name: one for one in tide_methods(tiny_llama(), routers, MODES, exit_threshold=asked)}
+    model = tiny_llama()
+    routers = TIDERouters.for_model(model, exit_layers=[2], exit_threshold=calibrated)
+    by_name = {one.name: one for one in tide_methods(model, routers, MODES, exit_threshold=asked)}
     assert by_name["early_exit"].options == {"tide_mode": "early_exit", "exit_threshold": used}
     assert by_name["self_speculative"].exit_threshold is None
-
-
-def test_provenance_names_what_one_needs_to_measure_again(tiny_llama, tmp_path):
-    record = provenance.provenance(tiny_llama().to(torch.bfloat16))
-    assert record["dtype"] == "bfloat16"
-    assert record["torch_threads"] == torch.get_num_threads()
-    assert record["versions"]["torch"] == torch.__version__
-    json.dumps(record)
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
-    assert provenance.cpu_name(tmp_path / "none")
-
-
-@pytest.mark.parametrize(("named", "told"), [("/home/me/secret/some-model", "some-model"), ("org/model", "org/model")])
-def test_provenance_tells_no_place_in_the_files_of_a_machine(tiny_llama, named, told):
-    model = tiny_llama()
-    model.config._name_or_path = named
-    assert provenance.provenance(model)["model"] == told
-
-
-def test_a_commit_is_told_of_a_file_that_git_tracks_alone(tmp_path):
-    def git(*arguments):
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
-
-    tracked, ignored = tmp_path / "app.py", tmp_path / "venv" / "provenance.py"
-    ignored.parent.mkdir()
-    for file in (tracked, ignored):
-        file.write_text("")
-    assert provenance.commit(tracked) is None  # no repository
-    git("init", "-q")
-    git("add", "app.py")
-    assert provenance.commit(tracked) is None  # no commit
-    git("commit", "-q", "-m", "somebody else's")
-    assert provenance.commit(ignored) is None
-    assert provenance.commit(tracked) == git("rev-parse", "HEAD").stdout.strip()
-
-
-def test_an_offloaded_model_runs_where_its_tokens_go(tiny_llama):
-    offloaded = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
-    assert provenance.provenance(offloaded)["device"] == "cpu"
-
-
-def test_a_command_is_told_without_the_folders_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "texts.txt").write_text("")
-    words = ["calibrate", "org/name", "--dataset=/home/me/chats.jsonl", "--output-dir", "../secret/routers"]
-    words += ["data/texts.txt", "--seed", "1", "a prompt / or two"]
-    assert provenance.command_line(words) == (
-        "tide-hf calibrate org/name --dataset=chats.jsonl --output-dir routers texts.txt --seed 1 'a prompt / or two'"
-    )

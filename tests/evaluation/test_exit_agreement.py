@@ -32,12 +32,9 @@ def test_agreement_by_hand(metric):
     assert found["same_start"] == pytest.approx((2 / 4 + 1) / 2)
     assert (found["num_answers"], found["num_tokens"]) == (2, 6)
     assert "depth_fraction" not in found
-
-
-def test_one_answer_is_not_certainty(metric):
-    found = metric.compute(predictions=[[5, 6, 7, 9]], references=[[5, 6, 7, 8]])
-    assert found["disagreement_per_answer"] == 0.25
-    assert found["disagreement_per_answer_interval"] == [0.0, 1.0]
+    one_answer = metric.compute(predictions=[[5, 6, 7, 9]], references=[[5, 6, 7, 8]])
+    assert one_answer["disagreement_per_answer"] == 0.25
+    assert one_answer["disagreement_per_answer_interval"] == [0.0, 1.0]
 
 
 def test_depth_by_hand(metric):
@@ -87,6 +84,6 @@ def test_its_example_runs(metric):
         ({"confidence": 95}, "confidence makes no sense: got 95"),
     ],
 )
-def test_what_cannot_be_compared(metric, inputs, message):
+def test_answers_that_cannot_be_compared_are_refused(metric, inputs, message):
     with pytest.raises(ConfigurationError, match=message):
         metric.compute(**{"predictions": PREDICTIONS, "references": REFERENCES} | inputs)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDERouters
 from tide_hf.common.errors import MissingPackageError, UnsupportedOptionError
 from tide_hf.evaluation import exit_logits
 
@@ -153,27 +153,18 @@ def test_the_depth_of_likelihoods_is_that_of_the_continuations(places, tiny_llam
 
 
 def test_the_command_knows_the_model(places):
-    command = [
-        sys.executable,
-        "-m",
-        "tide_hf.evaluation.lm_eval",
-        "--model",
-        "tide_hf",
-        "--tasks",
-        "choose",
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "tide_hf.evaluation.lm_eval", "--model", "tide_hf", "--tasks", "choose"]
     arguments = f"pretrained={places / 'model'},routers={places / 'routers'},tide_mode=early_exit,exit_threshold=0.5"
     paths = ["--include_path", str(places / "tasks"), "--output_path", str(places / "out")]
-    done = subprocess.run([*command, "--model_args", arguments, *paths], capture_output=True, text=True, check=False)
+    command += ["--device", "cpu", "--model_args", arguments, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "|choose|" in done.stdout
     (file,) = (places / "out").rglob("results_*.json")
     assert json.loads(file.read_text())["config"]["tide"]["mode"] == "early_exit"
 
 
-def test_what_cannot_be_read_from_exits(places):
+def test_likelihoods_need_recompute_and_exits_need_routers(places, tiny_llama, tiny_tokenizer):
     routers = TIDERouters.from_pretrained(places / "routers")
     routers.config.kv_cache_strategy = "propagate"
     with pytest.raises(
@@ -182,7 +173,7 @@ def test_what_cannot_be_read_from_exits(places):
         evaluate(places, "tide_hf", ["choose"], routers=routers, tide_mode="early_exit")
     evaluate(places, "tide_hf", ["write"], routers=routers, tide_mode="early_exit")
     with pytest.raises(UnsupportedOptionError, match="tide_mode='post_hoc' needs routers"):
-        evaluate(places, "tide_hf", ["choose"], tide_mode="post_hoc")
+        TIDELM(tiny_llama(), tide_mode="post_hoc", tokenizer=tiny_tokenizer)
 
 
 def test_a_row_stops_by_itself(tiny_tokenizer):
@@ -198,8 +189,3 @@ def test_without_lm_eval_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "tide_hf.evaluation.lm_eval")
     with pytest.raises(MissingPackageError, match=r"missing to run in lm-eval: .*Run: pip install tide-hf\[lm-eval\]"):
         __import__("tide_hf.evaluation.lm_eval")
-
-
-def test_a_model_at_hand_is_taken_as_well(places, tiny_llama, tiny_tokenizer):
-    lm = TIDELM(tiny_llama(), str(places / "routers"), tokenizer=tiny_tokenizer)
-    assert isinstance(lm.model, TIDEModelForCausalLM)

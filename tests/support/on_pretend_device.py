@@ -24,8 +24,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.engines.steps.captured_steps import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
-from tide_hf.evaluation.baselines import tide_methods
-from tide_hf.evaluation.benchmark import compare
+from tide_hf.evaluation.benchmark import compare, tide_methods
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.logits_process import TIDELogitsProcessor
 

@@ -20,8 +20,16 @@ from rich.table import Table
 
 from ..common.errors import MissingPackageError, describe
 from ..common.token_ids import encode_prompt
-from ..evaluation.baselines import assistant_early_exit, prompt_lookup, those_that_run, tide_methods
-from ..evaluation.benchmark import DecodingMethod, Result, compare, count_runs
+from ..evaluation.benchmark import (
+    DecodingMethod,
+    Result,
+    assistant_early_exit,
+    compare,
+    count_runs,
+    prompt_lookup,
+    those_that_run,
+    tide_methods,
+)
 from ..hub.provenance import provenance
 from .model_arguments import NO_ROUTERS, Loaded, load, modes_to_run, warn_if_busy
 from .parser import refuse_unused

@@ -11,7 +11,7 @@ from rich.console import Console
 from ..common.display import figure_maker
 from ..common.progress import Steps
 from ..evaluation import QualityOptions, measure_quality
-from ..evaluation.report import quality_table, save_quality_plot
+from ..evaluation.quality import quality_table, save_quality_plot
 from ..hub.provenance import command_line, provenance
 from ..routers.tables import rich_table
 from .model_arguments import check_writable, load, required

@@ -16,8 +16,7 @@ import torch
 
 from ..common.choices import MODES
 from ..common.errors import ConfigurationError, describe
-from ..evaluation.baselines import tide_method, usable_threshold
-from ..evaluation.benchmark import DecodingMethod
+from ..evaluation.benchmark import DecodingMethod, tide_method, usable_threshold
 from ..hub.load import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
 from ..model import TIDEModelForCausalLM
 from ..routers.routers import TIDERouters

@@ -1,8 +1,8 @@
 """What early exits cost and bring: quality over thresholds, speed against baselines, a look into a model.
 
-`quality` measures perplexity of base model and TIDE over thresholds, and `report` shows it; `teacher_forcing` gives the
-exits of one pass over given text. `benchmark` times `generate` against `baselines`; `inspection` tells what a model can
-do. `lm_eval/` is a model for lm-eval, `metrics/` a metric for evaluate.
+`quality` measures perplexity over thresholds and shows it; `teacher_forcing` reads the exits of one pass over a text.
+`benchmark` times `generate` against baselines; `inspection` tells what a model can do. `lm_eval/` is a model for
+lm-eval, `metrics/` a metric for evaluate.
 """
 
 from .quality import THRESHOLDS, QualityOptions, measure_quality

@@ -6,37 +6,40 @@ runs are compared.
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import input_device
+from ..common.errors import ConfigurationError, describe
 from ..common.stats import ExitStats
+from ..model import TIDEModelForCausalLM
+from ..routers.config import NEVER_EXIT, check_exit_threshold
+from ..routers.routers import TIDERouters
 from ..speculation.prefix_cache import num_shared
 
 MAX_WARM_UPS = 6  # repeats of a run that compiles, since other tokens take other pass widths
+DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold never exits
+TRIAL_TOKENS = 8  # enough for one draft and verify round
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class DecodingMethod:
-    """A method of decoding to compare: a model and options of its `generate`.
-
-    Attributes:
-        name: Name in tables.
-        model: The model whose `generate` is called.
-        options: Keyword arguments of `generate`.
-        lossless: Whether it claims the plain model's own tokens.
-        exit_threshold: Its exit threshold, if it has one.
-    """
+    """A method of decoding to compare: a model and options of its `generate`."""
 
     name: str
     model: Any
     options: dict[str, Any] = field(default_factory=dict)
-    lossless: bool = True
+    lossless: bool = True  # whether it claims the plain model's own tokens
     exit_threshold: float | None = None
 
 
@@ -55,48 +58,40 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        stats = self.stats.to_dict() if self.stats is not None else None
-        figures = {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
-        return {"tokens": self.new_tokens} | figures | {"stats": stats}
+        figures = {"tokens": self.new_tokens, "seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
+        return figures | {"stats": self.stats.to_dict() if self.stats is not None else None}
 
 
 @dataclass
 class PromptResult:
-    """One method on one prompt.
+    """One method on one prompt."""
 
-    Attributes:
-        runs: Its runs, one per repeat.
-        equal: Whether its tokens were the plain model's in every repeat.
-        same_start: Share of the plain model's tokens before the first difference, minimum over repeats.
-        speedup: Median tokens per second over the plain model's.
-    """
-
-    runs: list[Run] = field(default_factory=list)
-    equal: bool = True
-    same_start: float = 1.0
-    speedup: float = 1.0
+    runs: list[Run] = field(default_factory=list)  # one per repeat
+    equal: bool = True  # whether the tokens are the plain model's in every repeat
+    same_start: float = 1.0  # share of the plain model's tokens before the first difference, minimum over repeats
+    speedup: float = 1.0  # median tokens per second over the plain model's
 
     @property
     def tokens_per_s(self) -> float:
         """Median over the repeats."""
         return median(run.tokens_per_s for run in self.runs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        runs = {"seconds": [run.seconds for run in self.runs], "num_new_tokens": len(self.runs[0].new_tokens)}
+        return runs | {name: getattr(self, name) for name in ("tokens_per_s", "speedup", "equal", "same_start")}
+
 
 @dataclass
 class Result:
-    """One method on all prompts.
-
-    Attributes:
-        method: The method.
-        prompts: Its result per prompt.
-        speedup: Tokens per second over the plain model's; `None` if it claims to be lossless and is not.
-        warm_up_s: Seconds of engine warm-up, in runs that were then repeated.
-    """
+    """One method on all prompts."""
 
     method: DecodingMethod
     prompts: list[PromptResult]
-    speedup: float | None = None
-    warm_up_s: float = 0.0
+    speedup: float | None = (
+        None  # over the plain model's tokens per second; None if it claims to be lossless and is not
+    )
+    warm_up_s: float = 0.0  # of engine warm-up, in runs that were then repeated
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,49 +108,32 @@ class Result:
     @property
     def same_start(self) -> float:
         """Mean share of the plain model's tokens before the first difference."""
-        return sum(prompt.same_start for prompt in self.prompts) / len(self.prompts)
+        return mean(prompt.same_start for prompt in self.prompts)
 
     @property
     def layers_per_token(self) -> float | None:
         """Decoder layers executed per new token, over all runs; `None` for methods without TIDE."""
-        stats = self._stats()
-        tokens = sum(one.total_tokens for one in stats)
-        return sum(one.layers_executed for one in stats) / tokens if tokens else None
+        return self._ratio("layers_executed", "total_tokens")
 
     @property
     def acceptance_rate(self) -> float | None:
         """Share of the draft tokens that were accepted, over all runs; `None` if nothing was drafted."""
-        stats = self._stats()
-        drafted = sum(one.drafted for one in stats)
-        return sum(one.accepted for one in stats) / drafted if drafted else None
+        return self._ratio("accepted", "drafted")
 
-    def _stats(self) -> list[ExitStats]:
-        return [run.stats for prompt in self.prompts for run in prompt.runs if run.stats is not None]
+    def _ratio(self, part: str, whole: str) -> float | None:
+        """The ratio of two statistics' sums over all runs."""
+        stats = [run.stats for prompt in self.prompts for run in prompt.runs if run.stats is not None]
+        total = sum(getattr(one, whole) for one in stats)
+        return sum(getattr(one, part) for one in stats) / total if total else None
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        names = (
-            "tokens_per_s",
-            "speedup",
-            "layers_per_token",
-            "acceptance_rate",
-            "num_equal",
-            "same_start",
-            "warm_up_s",
+        figures = ("tokens_per_s", "speedup", "layers_per_token", "acceptance_rate", "num_equal", "same_start")
+        return (
+            {name: getattr(self.method, name) for name in ("name", "lossless", "exit_threshold")}
+            | {name: getattr(self, name) for name in (*figures, "warm_up_s")}
+            | {"prompts": [prompt.to_dict() for prompt in self.prompts]}
         )
-        prompts = [
-            {
-                "seconds": [run.seconds for run in prompt.runs],
-                "num_new_tokens": len(prompt.runs[0].new_tokens),
-                "tokens_per_s": prompt.tokens_per_s,
-                "speedup": prompt.speedup,
-                "equal": prompt.equal,
-                "same_start": prompt.same_start,
-            }
-            for prompt in self.prompts
-        ]
-        method = {name: getattr(self.method, name) for name in ("name", "lossless", "exit_threshold")}
-        return method | {name: getattr(self, name) for name in names} | {"prompts": prompts}
 
 
 def compare(
@@ -192,6 +170,11 @@ def compare(
     return results
 
 
+def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
+    """Number of runs of `compare`."""
+    return num_methods * (1 + num_prompts * repeats)
+
+
 def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> Run:
     """One run, repeated while it includes engine warm-up, which is counted separately."""
     for _ in range(MAX_WARM_UPS):
@@ -203,25 +186,21 @@ def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: i
     return run
 
 
-def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
-    """Number of runs of `compare`."""
-    return num_methods * (1 + num_prompts * repeats)
+def _compare_with(plain: Result, result: Result) -> None:
+    """Fill in the figures relative to the plain model's runs."""
+    for reference, prompt in zip(plain.prompts, result.prompts, strict=True):
+        pairs = list(zip(reference.runs, prompt.runs, strict=True))
+        prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
+        prompt.same_start = min(same_start(expected.new_tokens, run.new_tokens) for expected, run in pairs)
+        prompt.speedup = prompt.tokens_per_s / reference.tokens_per_s
+    if not result.method.lossless or result.num_equal == len(result.prompts):
+        result.speedup = result.tokens_per_s / plain.tokens_per_s
 
 
 def timed_run(
     method: DecodingMethod, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None
 ) -> Run:
-    """Generate once, greedily by default, from a fixed seed.
-
-    Args:
-        method: The method.
-        inputs: Keyword arguments of `generate`, with `input_ids`.
-        max_new_tokens: Most new tokens.
-        streamer: Streamer of `generate`.
-
-    Returns:
-        The run.
-    """
+    """Generate once, greedily by default, from a fixed seed; `inputs` and `streamer` are those of `generate`."""
     model = method.model
     device = input_device(model)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -242,17 +221,102 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _compare_with(plain: Result, result: Result) -> None:
-    """Fill in the figures relative to the plain model's runs."""
-    for reference, prompt in zip(plain.prompts, result.prompts, strict=True):
-        pairs = list(zip(reference.runs, prompt.runs, strict=True))
-        prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
-        prompt.same_start = min(same_start(expected.new_tokens, run.new_tokens) for expected, run in pairs)
-        prompt.speedup = prompt.tokens_per_s / reference.tokens_per_s
-    if not result.method.lossless or result.num_equal == len(result.prompts):
-        result.speedup = result.tokens_per_s / plain.tokens_per_s
-
-
 def same_start(expected: Sequence[int], got: Sequence[int]) -> float:
     """Share of `expected` before the first token that differs in `got`."""
     return num_shared(expected, got) / len(expected) if expected else 1.0
+
+
+def weight_sharing_copy(model: nn.Module) -> Any:
+    """Copy a model's modules but not its parameters and buffers, so that only the copy gets TIDE attached."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def check_plain(model: Any) -> None:
+    """Raise [`ConfigurationError`] for a baseline with TIDE attached."""
+    if isinstance(model, TIDEModelForCausalLM):
+        raise ConfigurationError(
+            describe(
+                "there is nothing to compare with",
+                got="a model with TIDE attached",
+                expected="the plain base model",
+                do="Call TIDEModelForCausalLM.detach(model) first.",
+            )
+        )
+
+
+def tide_methods(
+    model: Any,
+    routers: TIDERouters | None,
+    modes: Sequence[str],
+    *,
+    exit_threshold: float | None = None,
+    engine: str = "eager",
+) -> list[DecodingMethod]:
+    """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
+
+    Args:
+        model: The base model, not attached. It stays so; its `generate` runs no code of this library.
+        routers: Its routers; without any only `self_speculative` can run.
+        modes: The modes.
+        exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 if that never exits.
+        engine: Engine of all modes.
+
+    Returns:
+        The methods, plain `generate` first.
+    """
+    check_plain(model)
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
+    threshold = usable_threshold(routers, exit_threshold)
+    return [DecodingMethod("generate", model), *(tide_method(attached, mode, threshold) for mode in modes)]
+
+
+def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMethod:
+    """An attached model decoding in `mode`, at `exit_threshold` if the mode is approximate."""
+    if mode == "self_speculative":
+        return DecodingMethod(mode, attached, {"tide_mode": mode})
+    options = {"tide_mode": mode, "exit_threshold": exit_threshold}
+    return DecodingMethod(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
+
+
+def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
+    """The threshold for the approximate modes: given, calibrated, or the default if the calibrated one never exits."""
+    if exit_threshold is not None:
+        return check_exit_threshold(exit_threshold)
+    calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
+    return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
+
+
+def prompt_lookup(model: Any) -> DecodingMethod:
+    """Prompt lookup decoding of transformers."""
+    return DecodingMethod("prompt_lookup_num_tokens=10", model, {"prompt_lookup_num_tokens": 10})
+
+
+def assistant_early_exit(model: Any) -> DecodingMethod:
+    """LayerSkip decoding of transformers, which drafts with the lower half of the layers."""
+    layers = max(1, model.config.get_text_config().num_hidden_layers // 2)
+    return DecodingMethod(f"assistant_early_exit={layers}", model, {"assistant_early_exit": layers})
+
+
+def those_that_run(
+    methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
+) -> tuple[list[DecodingMethod], dict[str, str]]:
+    """Try methods of transformers for a few tokens, since not every model supports every method.
+
+    Returns:
+        The methods that run, and the errors of the others by name.
+    """
+    running, failing = [], {}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # transformers warns about its own assistants
+    for one in methods:
+        # A copy, because a failing assistant_early_exit leaves too few layers in the config.
+        trial = DecodingMethod(one.name, weight_sharing_copy(one.model), one.options)
+        try:
+            timed_run(trial, inputs, TRIAL_TOKENS)
+        except FAILURES as error:
+            failing[one.name] = f"{type(error).__name__}: {error}"
+        else:
+            running.append(one)
+    transformers_logging.set_verbosity(verbosity)
+    return running, failing

@@ -28,16 +28,10 @@ from ..speculation.attachment import Attachment, hybrid_drafter
 
 @dataclass(frozen=True)
 class LayerConvergence:
-    """Similarity of the states after one layer to the final ones.
-
-    Attributes:
-        layer: Number of layers executed.
-        converged: Share of the tokens whose state has a cosine similarity above the threshold with the final one.
-        mean_cosine: Mean cosine similarity.
-    """
+    """Similarity of the states after `layer` executed layers to the final ones."""
 
     layer: int
-    converged: float
+    converged: float  # share of the tokens whose cosine similarity with the final state exceeds the threshold
     mean_cosine: float
 
 
@@ -70,42 +64,33 @@ def convergence_by_layer(
     encoded = [tokenizer(text, truncation=True, max_length=max_length)["input_ids"] for text in texts]
     documents = [Document(tokens, first=0) for tokens in encoded if tokens]
     if not documents:
-        raise CalibrationError(
-            describe(
-                "convergence cannot be measured", got="no text", expected="at least one text", do="Pass another text."
-            )
-        )
+        problem = "convergence cannot be measured"
+        raise CalibrationError(describe(problem, got="no text", expected="at least one text", do="Pass another text."))
     with full_depth(model):
         structure = find_structure(model)
         check_parity(model, structure)
         layers = list(range(1, structure.num_layers))
         reader = StateReader(model, structure, Unembed(model, structure), layers)
-        converged, total = torch.zeros(len(layers)).double(), torch.zeros(len(layers)).double()
-        count = 0
+        sums, count = torch.zeros(len(layers), 2, dtype=torch.float64), 0  # of converged tokens, and of cosines
         for rows in plan_batches(documents, batch_size):
             batch = reader.read(documents, rows)
             count += len(batch)
             for index, layer in enumerate(layers):
                 cosine = cosine_similarity(batch.hidden_states[layer], batch.final_states)
-                converged[index] += int((cosine > convergence_threshold).sum())
-                total[index] += float(cosine.cpu().double().sum())
-    shares, means = (converged / count).tolist(), (total / count).tolist()
-    return [LayerConvergence(*row) for row in zip(layers, shares, means, strict=True)]
+                sums[index] += torch.stack([cosine > convergence_threshold, cosine]).cpu().double().sum(dim=1)
+    return [LayerConvergence(layer, *row) for layer, row in zip(layers, (sums / count).tolist(), strict=True)]
 
 
 def inspect_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routers: TIDERouters | None, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Gather everything that `tide-hf inspect` shows.
+    """Gather everything that `tide-hf inspect` shows, ready for JSON.
 
     Args:
         model: A causal language model, not attached.
         tokenizer: Its tokenizer.
         routers: Routers made for it, if any.
         texts: Texts to measure convergence on.
-
-    Returns:
-        `structure`, `modes`, `routers`, `packed_weights`, `kernels` and `convergence`, ready for JSON.
 
     Raises:
         UnsupportedModelError: The model is not supported at all.
@@ -143,9 +128,8 @@ def mode_facts(
     model: PreTrainedModel, structure: DecoderStructure, routers: TIDERouters | None
 ) -> dict[str, dict[str, Any]]:
     """For each mode whether the model supports it, and why not or what is missing."""
-    attachment = Attachment(
-        type(model), structure, Unembed(model, structure), routers, MODES[0], NEVER_EXIT, hybrid_drafter
-    )
+    parts = (type(model), structure, Unembed(model, structure), routers)
+    attachment = Attachment(*parts, MODES[0], NEVER_EXIT, hybrid_drafter)
     facts: dict[str, dict[str, Any]] = {}
     for mode in MODES:
         try:
@@ -162,16 +146,14 @@ def router_facts(routers: TIDERouters) -> dict[str, Any]:
     """Settings of the routers, and figures of their calibration record if they have one."""
     config = routers.config
     record = config.calibration or {}
-    figures = dict(rows_by_layer(record))
+    figures, threshold = dict(rows_by_layer(record)), record.get("threshold")
     tensors = [*routers.parameters(), *routers.buffers()]
     return {
         "base_model": config.base_model_name_or_path,
         "exit_strategy": config.exit_strategy,
         "exit_layers": {str(layer): figures.get(layer, {}) for layer in routers.exit_layers},
         "exit_threshold": config.exit_threshold,
-        "threshold": {name: record["threshold"][name] for name in ("tolerance", "confidence", "chosen")}
-        if "threshold" in record
-        else None,
+        "threshold": threshold and {name: threshold[name] for name in ("tolerance", "confidence", "chosen")},
         "tolerances": record.get("tolerances", []),
         "draft_vocab_size": config.draft_vocab_size,
         "parameters": sum(parameter.numel() for parameter in routers.parameters()),

@@ -1,8 +1,12 @@
-"""Quality of early exits over thresholds: perplexity, agreement and depth, all from one pass over the text."""
+"""Quality of early exits over thresholds: perplexity, agreement and depth, all from one pass over the text.
+
+`measure_quality` makes the record, `quality_table` and `save_quality_plot` show it.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,47 +22,47 @@ from ..calibration.sources import describe_source, read_documents
 from ..calibration.states import SLICE_ELEMENTS, StateBatch, StateReader, full_depth
 from ..calibration.threshold import Bootstrap, exit_depths, exit_indices
 from ..common.choices import check_counts, check_share
+from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
 from ..common.errors import ConfigurationError, describe, short
 from ..common.progress import Steps
 from ..depth.gates import on_device
 from ..routers.config import check_exit_threshold
 from ..routers.routers import TIDERouters
-from .baselines import check_plain
+from ..routers.tables import MISSING, TextTable, shown_interval
+from .benchmark import check_plain
 from .teacher_forcing import exit_scores
 
 ARRAYS_PER_LOGIT = 2  # logits and log-probabilities
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+DEPTH_NOTE = (
+    "Depth: mean layer that tokens are read from, over the number of layers; counted, not timed. Intervals: "
+    "{confidence:.0%} by resampling documents."
+)
+PERPLEXITY_NOTE = (
+    "Perplexity of {num_tokens:,} tokens in {num_documents:,} documents of at most {max_length} tokens, each read by "
+    "itself. Every token counts as decoded by itself after exact K/V: what kv_cache_strategy='recompute' gives, and "
+    "post_hoc. Agreement: the top token is the full model's."
+)
+OTHER_STRATEGY_NOTE = "These routers have kv_cache_strategy={strategy!r}, which gives another perplexity."
 
 
 @dataclass(frozen=True)
 class TextScores:
-    """Exit scores, losses and agreement of each exit layer and the full model at N tokens.
+    """Exit scores, losses and agreement of each of E exit layers and the full model at N tokens."""
 
-    Attributes:
-        exit_layers: The E exit layers, ascending.
-        num_layers: Decoder layers of the base model.
-        scores: (N, E) float32 exit scores.
-        losses: (N, E + 1) float32, negative log-likelihood of the token in nats; the full model's last.
-        agrees: (N, E + 1) bool, whether the top token is the full model's.
-        confidences: (N, E) float32, the exit head's largest probability (CALM's score, arXiv 2207.07061).
-        document_ids: (N,) document of each token.
-    """
-
-    exit_layers: list[int]
+    exit_layers: list[int]  # ascending
     num_layers: int
-    scores: Tensor
-    losses: Tensor
-    agrees: Tensor
-    confidences: Tensor
-    document_ids: Tensor
+    scores: Tensor  # (N, E) float32
+    losses: Tensor  # (N, E + 1) float32, negative log-likelihood of the next token in nats; the full model's last
+    agrees: Tensor  # (N, E + 1) bool, whether the top token is the full model's
+    confidences: Tensor  # (N, E) float32, the exit head's largest probability (CALM's score, arXiv 2207.07061)
+    document_ids: Tensor  # (N,)
 
     def row(self, exit_threshold: float | None, confidence: float) -> dict[str, Any]:
         """Measure one threshold; `None` is the base model.
 
-        Returns:
-            Perplexity, its ratio to the base model's, the share of tokens whose top token is the base model's, and the
-            mean depth over the number of layers, each with its value and interval; and the share of tokens by exit
-            layer. Ready for JSON.
+        Perplexity, its ratio to the base model's, agreement of the top token with the base model's and mean depth have
+        a value and an interval each; `exit_rates` are shares of tokens by exit layer. Ready for JSON.
         """
         last = len(self.exit_layers)
         threshold = float("inf") if exit_threshold is None else exit_threshold
@@ -96,10 +100,6 @@ def read_texts(
 
     Returns:
         The documents, and the number of rows that could not be used.
-
-    Raises:
-        CalibrationError: The data cannot be read.
-        MissingPackageError: A package that reads this kind of data is not installed.
     """
     documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
     whole = [Document(one.tokens, first=0) if one.first <= 1 else one for one in documents]  # texts have first=1
@@ -122,9 +122,6 @@ def score_texts(
         documents: From `read_texts`.
         batch_size: Most documents per forward pass.
         advance: Called with the number of documents done since.
-
-    Returns:
-        The scores, on the CPU.
     """
     structure = find_structure(model)
     unembed = Unembed(model, structure)
@@ -199,20 +196,11 @@ class QualityOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse impossible values, before a model is loaded.
-
-        Raises:
-            ConfigurationError: A setting has an impossible value.
-        """
+        """Raise [`ConfigurationError`] for impossible values, before a model is loaded."""
         if not isinstance(self.thresholds, Collection):  # an iterator would be empty after this check
-            raise ConfigurationError(
-                describe(
-                    "thresholds are no list",
-                    got=short(self.thresholds),
-                    expected="a list of exit thresholds",
-                    do="Pass thresholds=(0.9, 0.8), say.",
-                )
-            )
+            expected, do = "a list of exit thresholds", "Pass thresholds=(0.9, 0.8), say."
+            problem = describe("thresholds are no list", got=short(self.thresholds), expected=expected, do=do)
+            raise ConfigurationError(problem)
         for threshold in self.thresholds:
             check_exit_threshold(threshold)
         check_share("confidence", self.confidence, usual=0.95)
@@ -250,35 +238,76 @@ def measure_quality(
     routers.check_base_model(model)
     calibrated = [routers.config.exit_threshold] if routers.config.exit_threshold <= 1 else []
     thresholds = sorted({float(threshold) for threshold in (*options.thresholds, *calibrated)}, reverse=True)
-    record: dict[str, Any] = {
-        "confidence": options.confidence,
-        "exit_layers": routers.exit_layers,
-        "num_hidden_layers": routers.config.num_hidden_layers,
-        "kv_cache_strategy": routers.config.kv_cache_strategy,
-        "calibrated_threshold": calibrated[0] if calibrated else None,
-        "seed": options.seed,
-    }
-    return record | {"perplexity": _measure_perplexity(model, tokenizer, routers, options, thresholds, steps)}
-
-
-def _measure_perplexity(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    routers: TIDERouters,
-    options: QualityOptions,
-    thresholds: Sequence[float],
-    steps: Steps,
-) -> dict[str, Any]:
     documents, num_skipped = read_texts(
         options.text, tokenizer, samples=options.samples, max_length=options.max_length, seed=options.seed
     )
     advance = steps.begin("Reading texts", len(documents))
     scores = score_texts(model, routers, documents, batch_size=options.batch_size, advance=advance)
     return {
-        "data": describe_source(options.text),
-        "num_documents": len(documents),
-        "num_skipped": num_skipped,
-        "num_tokens": len(scores.document_ids),
-        "max_length": options.max_length,
-        "rows": [scores.row(threshold, options.confidence) for threshold in (None, *thresholds)],
+        "confidence": options.confidence,
+        "exit_layers": routers.exit_layers,
+        "num_hidden_layers": routers.config.num_hidden_layers,
+        "kv_cache_strategy": routers.config.kv_cache_strategy,
+        "calibrated_threshold": calibrated[0] if calibrated else None,
+        "seed": options.seed,
+        "perplexity": {
+            "data": describe_source(options.text),
+            "num_documents": len(documents),
+            "num_skipped": num_skipped,
+            "num_tokens": len(scores.document_ids),
+            "max_length": options.max_length,
+            "rows": [scores.row(threshold, options.confidence) for threshold in (None, *thresholds)],
+        },
     }
+
+
+def quality_table(record: dict[str, Any]) -> tuple[str, TextTable, str]:
+    """Title, table and note of a record."""
+    part = record["perplexity"]
+    note = f"{PERPLEXITY_NOTE.format(**part)} {DEPTH_NOTE.format(**record)}"
+    if record["kv_cache_strategy"] != "recompute":
+        note += " " + OTHER_STRATEGY_NOTE.format(strategy=record["kv_cache_strategy"])
+    headings = ["threshold", "perplexity", "interval", "over base", "interval", "agreement", "depth"]
+    cells = [
+        [
+            "base" if row["exit_threshold"] is None else f"{row['exit_threshold']:g}",
+            *_value_and_interval(row.get("perplexity"), ".2f", ".1f"),
+            *_value_and_interval(row.get("ratio"), ".3f", ".3f"),
+            _value_and_interval(row.get("agreement"), ".1%")[0],
+            _value_and_interval(row.get("depth_fraction"), ".1%")[0],
+        ]
+        for row in part["rows"]
+    ]
+    return f"Perplexity on {part['data']}", TextTable(headings, cells), note
+
+
+def _value_and_interval(figure: dict[str, Any] | None, form: str, interval_form: str = "") -> tuple[str, str]:
+    if figure is None:
+        return MISSING, MISSING
+    return format(figure["value"], form), shown_interval(figure["interval"], interval_form)
+
+
+def save_quality_plot(record: dict[str, Any], file: str | os.PathLike[str]) -> None:
+    """Draw perplexity over the base model's against depth; matplotlib has to be installed (`tide-hf[plots]`)."""
+    figure = figure_maker()(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
+    draw_curve(figure.subplots(), record["perplexity"])
+    figure.savefig(file, format="png")
+
+
+def draw_curve(axes: Any, part: dict[str, Any]) -> None:
+    """A point per threshold with its interval, and a line where the base model is."""
+    rows = part["rows"][1:]
+    depths = [100 * row["depth_fraction"]["value"] for row in rows]
+    values = [row["ratio"]["value"] for row in rows]  # paired with the base model's, so the intervals are narrower
+    ends = [row["ratio"]["interval"] or [row["ratio"]["value"]] * 2 for row in rows]
+    below = [max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)]
+    above = [max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)]
+    axes.errorbar(depths, values, yerr=[below, above], marker="o", capsize=2, label="TIDE at these thresholds")
+    for row, *point in zip(rows, depths, values, strict=True):
+        text = f"{row['exit_threshold']:g}"
+        axes.annotate(text, point, fontsize="small", textcoords="offset points", xytext=(4, 4))
+    axes.axhline(1.0, color="grey", linestyle="--", label="base model")
+    axes.set(title=part["data"], xlabel="depth (% of the layers)", ylabel="perplexity over the base model's")
+    axes.margins(x=0.1)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)

@@ -40,16 +40,13 @@ class ExitLogits:
 
 @torch.no_grad()
 def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Tensor], device: torch.device) -> Tensor:
-    """Score positions at every exit layer.
+    """(..., E) exit scores in float32, the exit layers ascending.
 
     Args:
         unembed: The base model's unembedding.
         routers: Its routers, placed beside the model.
         states: By exit layer, (..., hidden_size) before the final norm.
         device: Where the scores go.
-
-    Returns:
-        (..., E) float32, the exit layers ascending.
     """
     columns = []
     for layer in routers.exit_layers:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.evaluation.baselines import usable_threshold, weight_sharing_copy
-from tide_hf.evaluation.benchmark import DecodingMethod, compare
+from tide_hf.evaluation.benchmark import DecodingMethod, compare, usable_threshold, weight_sharing_copy
 from tide_hf.routers.config import NEVER_EXIT
 
 from ..adapters import attached

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.calibration.documents import Document
-from tide_hf.evaluation.baselines import weight_sharing_copy
-from tide_hf.evaluation.benchmark import DecodingMethod, same_start, timed_run
+from tide_hf.evaluation.benchmark import DecodingMethod, same_start, timed_run, weight_sharing_copy
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.evaluation.quality import score_texts
 from tide_hf.routers.config import NEVER_EXIT

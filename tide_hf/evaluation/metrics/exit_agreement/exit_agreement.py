@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from numbers import Integral
+from statistics import mean
 from typing import Any
 
 import datasets
@@ -84,12 +87,8 @@ class ExitAgreement(evaluate.Metric):
     ) -> dict[str, Any]:
         check_share("confidence", confidence, usual=0.95)
         _check_lengths("references", predictions, references)
-        agrees = [
-            [one == other for one, other in zip(*pair, strict=True)]
-            for pair in zip(predictions, references, strict=True)
-        ]
-        counts = [len(answer) for answer in agrees]
-        right, total, equal = sum(map(sum, agrees)), sum(counts), sum(map(all, agrees))
+        agrees = [list(map(operator.eq, *pair)) for pair in zip(predictions, references, strict=True)]
+        right, total, equal = sum(map(sum, agrees)), sum(map(len, agrees)), sum(map(all, agrees))
         losses = torch.tensor([1 - sum(answer) / len(answer) for answer in agrees], dtype=torch.float64)
         result: dict[str, Any] = {
             "agreement": right / total,
@@ -98,7 +97,7 @@ class ExitAgreement(evaluate.Metric):
             "disagreement_per_answer_interval": list(mean_interval(losses, confidence)),
             "equal_answers": equal / len(agrees),
             "equal_answers_interval": list(clopper_pearson(equal, len(agrees), confidence)),
-            "same_start": sum(map(_same_start, agrees)) / len(agrees),
+            "same_start": mean([*answer, False].index(False) / len(answer) for answer in agrees),
             "num_answers": len(agrees),
             "num_tokens": total,
         }
@@ -106,30 +105,33 @@ class ExitAgreement(evaluate.Metric):
             return result
         _check_lengths("exit_layers", predictions, exit_layers)
         layers = [int(layer) for answer in exit_layers for layer in answer]
-        depth = _checked_depth(layers, num_layers)
-        return result | _depth_figures(layers, [one for answer in agrees for one in answer], depth, confidence)
+        is_depth = isinstance(num_layers, Integral) and num_layers >= 1
+        if num_layers is None or not (is_depth and all(0 <= layer <= num_layers for layer in layers)):
+            raise ConfigurationError(
+                describe(
+                    "exit_layers do not fit the model",
+                    got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
+                    expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
+                    do="Pass num_layers=model.config.num_hidden_layers.",
+                )
+            )
+        return result | _depth_figures(layers, list(itertools.chain(*agrees)), num_layers, confidence)
 
 
 def _depth_figures(layers: Sequence[int], agrees: Sequence[bool], num_layers: int, confidence: float) -> dict[str, Any]:
+    """The figures that need the layer of each token."""
     exited = sum(layer < num_layers for layer in layers)
     by_layer = {}
     for layer in sorted(set(layers)):
         here = [right for right, at in zip(agrees, layers, strict=True) if at == layer]
-        by_layer[str(layer)] = {
-            "agreement": sum(here) / len(here),
-            "interval": list(clopper_pearson(sum(here), len(here), confidence)),
-            "num_tokens": len(here),
-        }
+        interval = list(clopper_pearson(sum(here), len(here), confidence))
+        by_layer[str(layer)] = {"agreement": sum(here) / len(here), "interval": interval, "num_tokens": len(here)}
     return {
         "depth_fraction": sum(layers) / len(layers) / num_layers,
         "exited": exited / len(layers),
         "exited_interval": list(clopper_pearson(exited, len(layers), confidence)),
         "agreement_by_layer": by_layer,
     }
-
-
-def _same_start(agrees: Sequence[bool]) -> float:
-    return (agrees.index(False) if False in agrees else len(agrees)) / len(agrees)
 
 
 def _check_lengths(name: str, predictions: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
@@ -143,17 +145,3 @@ def _check_lengths(name: str, predictions: Sequence[Sequence[int]], others: Sequ
                 do="Cut both to the shorter one, or let the full model read the same tokens.",
             )
         )
-
-
-def _checked_depth(layers: Sequence[int], num_layers: int | None) -> int:
-    is_number = isinstance(num_layers, Integral) and num_layers >= 1
-    if num_layers is None or not (is_number and all(0 <= layer <= num_layers for layer in layers)):
-        raise ConfigurationError(
-            describe(
-                "exit_layers do not fit the model",
-                got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
-                expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
-                do="Pass num_layers=model.config.num_hidden_layers.",
-            )
-        )
-    return num_layers

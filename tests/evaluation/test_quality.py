@@ -33,7 +33,7 @@ def random_ids(rows, length, seed=3):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_pass_reads_what_decoding_reads(family):
+def test_one_pass_gives_the_logits_of_decoding(family):
     model = tiny_model(family)
     routers = random_routers(model)
     TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=0.5)
@@ -68,7 +68,7 @@ def test_padding_on_the_right_and_attachment_change_nothing():
     assert isinstance(attached, TIDEModelForCausalLM)
 
 
-def test_above_one_no_position_leaves():
+def test_above_one_no_position_exits():
     model = tiny_model("granite")
     ids = random_ids(2, 9)
     read = exit_logits(model, random_routers(model), ids, exit_threshold=1.5)
@@ -115,7 +115,7 @@ def test_the_base_models_perplexity_is_that_of_its_loss(tiny_llama, tiny_tokeniz
     assert row["perplexity"]["interval"] is None  # nothing to resample
 
 
-def test_of_a_chat_the_answer_counts(tiny_tokenizer):
+def test_only_the_last_answer_of_a_chat_counts(tiny_tokenizer):
     chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     tiny_tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer._tokenizer, eos_token="<eos>")
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
@@ -141,7 +141,7 @@ def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tok
     assert record["perplexity"]["num_documents"] == 5
 
 
-def test_an_offloaded_model_gives_the_same_and_the_routers_stay_as_they_are(tiny_llama, tiny_tokenizer):
+def test_an_offloaded_model_gives_the_same_and_the_routers_are_unchanged(tiny_llama, tiny_tokenizer):
     model, offloaded = tiny_llama(), cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
     assert offloaded.device.type == "meta"
     routers = random_routers(model)
@@ -156,14 +156,14 @@ def test_an_offloaded_model_gives_the_same_and_the_routers_stay_as_they_are(tiny
     assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in routers.parameters())
 
 
-def test_an_attached_model_is_no_base_to_compare_with(tiny_llama, tiny_tokenizer):
+def test_an_attached_model_is_refused_as_the_baseline(tiny_llama, tiny_tokenizer):
     routers = random_routers(tiny_llama())
     attached = TIDEModelForCausalLM.attach(tiny_llama(), routers, mode="early_exit", exit_threshold=0.0)
     with pytest.raises(ConfigurationError, match=r"nothing to compare with: got a model with TIDE attached\. Expected"):
         measure_quality(attached, tiny_tokenizer, routers, QualityOptions(text=["a text"]))
 
 
-def test_a_recurrent_model_runs_whole(tiny_tokenizer):
+def test_a_recurrent_model_is_measured(tiny_tokenizer):
     model = tiny_model("mamba", vocab_size=260)
     options = QualityOptions(text=["a text", "another"], thresholds=(0.0,))
     record = measure_quality(model, tiny_tokenizer, random_routers(model), options)
@@ -180,12 +180,12 @@ def test_a_recurrent_model_runs_whole(tiny_tokenizer):
         ({"samples": 0}, r"samples makes no sense: got 0\. Expected a whole number of at least 1"),
     ],
 )
-def test_options_that_make_no_sense(settings, message):
+def test_options_with_impossible_values_are_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         QualityOptions(**{"text": ["a text"], **settings}).check()
 
 
-def test_other_models_routers_are_refused(tiny_llama, tiny_tokenizer):
+def test_routers_of_another_model_are_refused(tiny_llama, tiny_tokenizer):
     routers = random_routers(tiny_llama(seed=5))
     with pytest.raises(BaseModelMismatchError):
         measure_quality(tiny_llama(), tiny_tokenizer, routers, QualityOptions(text=["a text", "another"]))

@@ -1,0 +1,65 @@
+"""What results say of where they were measured: model, machine, versions, command."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from accelerate import cpu_offload
+
+from tide_hf.hub import provenance
+
+
+def test_the_record_names_dtype_threads_versions_and_processor(tiny_llama, tmp_path):
+    record = provenance.provenance(tiny_llama().to(torch.bfloat16))
+    assert record["dtype"] == "bfloat16"
+    assert record["torch_threads"] == torch.get_num_threads()
+    assert record["versions"]["torch"] == torch.__version__
+    json.dumps(record)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
+    assert provenance.cpu_name(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("named", "recorded"), [("/home/me/secret/some-model", "some-model"), ("org/model", "org/model")]
+)
+def test_a_model_s_folder_is_not_recorded(tiny_llama, named, recorded):
+    model = tiny_llama()
+    model.config._name_or_path = named
+    assert provenance.provenance(model)["model"] == recorded
+
+
+def test_a_commit_is_recorded_for_files_that_git_tracks_alone(tmp_path):
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
+
+    tracked, ignored = tmp_path / "app.py", tmp_path / "venv" / "provenance.py"
+    ignored.parent.mkdir()
+    for file in (tracked, ignored):
+        file.write_text("")
+    assert provenance.commit(tracked) is None  # no repository
+    git("init", "-q")
+    git("add", "app.py")
+    assert provenance.commit(tracked) is None  # no commit
+    git("commit", "-q", "-m", "somebody else's")
+    assert provenance.commit(ignored) is None
+    assert provenance.commit(tracked) == git("rev-parse", "HEAD").stdout.strip()
+
+
+def test_the_device_of_an_offloaded_model_is_that_of_its_inputs(tiny_llama):
+    offloaded = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    assert provenance.provenance(offloaded)["device"] == "cpu"
+
+
+def test_a_command_is_recorded_without_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "texts.txt").write_text("")
+    words = ["calibrate", "org/name", "--dataset=/home/me/chats.jsonl", "--output-dir", "../secret/routers"]
+    words += ["data/texts.txt", "--seed", "1", "a prompt / or two"]
+    assert provenance.command_line(words) == (
+        "tide-hf calibrate org/name --dataset=chats.jsonl --output-dir routers texts.txt --seed 1 'a prompt / or two'"
+    )
