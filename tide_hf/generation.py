@@ -10,23 +10,25 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .base_model.adapters import has_adapters_by_row
 from .base_model.compilation import leave_uncompiled
 from .base_model.inputs import check_no_cross_attention
-from .base_model.structure import CACHE
+from .base_model.structure import CACHE, counts_slots, rope_limits
 from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .common.stats import ExitStats
 from .common.token_ids import truncate_at_eos
-from .depth.early_exit import ExitRun, PostHocRun, PropagateRun
+from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import cache_is_returned, fill_for, find_cache
-from .depth.recompute import RecomputeRun
 from .engines.warm_up import checked_rows, compile_kernels, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
+from .speculation.acceptance import AcceptanceRule
 from .speculation.attachment import Attachment
-from .speculation.loop import decoder_of
-from .speculation.requirements import check_call
-from .speculation.rows import max_length_of
+from .speculation.call import Call, check_call
+from .speculation.engine import Engine
+from .speculation.loop import SpeculativeDecoder
+from .speculation.ranks import ranks_of
 
 OPTIONS_OF_EXITS = ("exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
 OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *OPTIONS_OF_EXITS)
@@ -67,101 +69,88 @@ class TIDEGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        attachment = self._tide
-        options = {
-            "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria,
-            "generation_config": generation_config,
-            "streamer": streamer,
-        }
-        plain = {"synced_gpus": synced_gpus, **options, **model_kwargs}
+        call = Call(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+        )
         if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
-            return super()._sample(input_ids, **plain)  # type: ignore[misc]
+            return super()._sample(input_ids, **call.options)  # type: ignore[misc]
+        attachment = self._tide
         mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
         engine = check_choice(
             "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
         )
-        # A MaxLengthCriteria of the caller's takes the place of what the config says.
-        max_length = max_length_of(stopping_criteria) or generation_config.max_length
         try:
             attachment.check_model(self, mode)
             if mode == "self_speculative":
-                check_call(self, input_ids, generation_config, model_kwargs, max_length, synced_gpus, streamer)
+                check_call(self, call)
         except (UnsupportedModelError, UnsupportedOptionError) as error:
             strict = getattr(generation_config, "tide_strict", None)
             if mode != "self_speculative" or (attachment.strict if strict is None else strict):
                 raise
-            return self._tide_fall_back(error, input_ids, plain)
-        generation_config.max_length = max_length
+            return self._tide_fall_back(error, call)
+        generation_config.max_length = call.max_length
         for name in ("tokenizer", "assistant_tokenizer"):  # which the stopping criteria have by now
             model_kwargs.pop(name, None)
         leave_uncompiled(generation_config)
-        return self._tide_decode(mode, engine, input_ids, options, synced_gpus, model_kwargs)
-
-    def _tide_decode(
-        self,
-        mode: str,
-        engine: str,
-        input_ids: Tensor,
-        options: dict[str, Any],
-        synced_gpus: bool,
-        model_kwargs: dict[str, Any],
-    ) -> Any:
-        """Decode in a TIDE mode."""
-        attachment, generation_config = self._tide, options["generation_config"]
-        gates = attachment.gates()
-        for gate in gates:
-            gate.release_if_changed()
         if mode != "self_speculative" and engine != EAGER:
             attachment.engines[engine].log_eager(f"tide_mode={mode!r} decides layer by layer")
             engine = EAGER
-        kind = attachment.engines[engine]
-        warm_up_seconds = kind.warm_up_seconds
+        warm_up_seconds = attachment.engines[engine].warm_up_seconds
         if mode == "self_speculative":
-            is_returned = cache_is_returned(generation_config, model_kwargs[CACHE])
-            runs = kind.engine(self, attachment, input_ids, generation_config, model_kwargs)
-            decoder = decoder_of(self, runs, input_ids, cache_is_returned=is_returned, **options)
-            with attachment.running(engine, gates):
-                prompts = input_ids.tolist()
-                result = decoder.decode(lambda own: attachment.make_drafter(attachment, prompts, own))
-            stats = decoder.stats
+            result, stats = self._tide_speculate(call, engine)
         else:
-            if mode == "early_exit":
-                check_no_cross_attention(f"tide_mode={mode!r}", model_kwargs)
-            run = _exit_run(attachment, mode, generation_config, model_kwargs, self.config.get_text_config())
-            with attachment.running(engine, gates), active(run):
-                result = self._tide_exits(run, input_ids, {"synced_gpus": synced_gpus, **options, **model_kwargs})
-            per_token = _depths(run.per_pass, result, input_ids, generation_config)
-            stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine)
-            stats.mlp_tokens_skipped = run.mlp_tokens_skipped
-        stats.warm_up_s = kind.warm_up_seconds - warm_up_seconds
+            result, stats = self._tide_exit(call, mode, engine)
+        stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
         self.last_exit_stats = stats
         return result
 
-    def _tide_fall_back(self, error: Exception, input_ids: Tensor, options: dict[str, Any]) -> Any:
-        """Decode by the loop of the model's own class, at full depth, since `self_speculative` cannot have the call."""
-        reason = self._tide.note_fallback(error)
-        result = super()._sample(input_ids, **options)  # type: ignore[misc]
-        depth, rows = self._tide.structure.num_layers, input_ids.shape[0]
-        stats = ExitStats("self_speculative", depth, fallback_reason=reason)
-        if isinstance(result, Tensor | GenerateDecoderOnlyOutput):
-            passes = _new_tokens(result, input_ids).shape[1]
-            stats.layers_executed = depth * rows * passes
-            stats.per_token = _depths([[depth] * rows] * passes, result, input_ids, options["generation_config"])
-        self.last_exit_stats = stats
-        return result
+    def _tide_speculate(self, call: Call, engine_name: str) -> tuple[Any, ExitStats]:
+        """Decode in `self_speculative`."""
+        attachment, config, kwargs = self._tide, call.generation_config, call.model_kwargs
+        is_returned = cache_is_returned(config, kwargs[CACHE])
+        engine = attachment.engines[engine_name].engine(self, attachment, call.input_ids, config, kwargs)
+        decoder = _decoder_of(self, call, engine, is_returned)
+        with attachment.running(engine_name):
+            prompts = call.input_ids.tolist()
+            result = decoder.decode(lambda own: attachment.make_drafter(attachment, prompts, own))
+        return result, decoder.stats
 
-    def _tide_exits(self, run: ExitRun, input_ids: Tensor, options: dict[str, Any]) -> Any:
-        """Decode as transformers does, under an active `run`."""
-        cache = options.get(CACHE)
-        if not (isinstance(run, RecomputeRun) and cache_is_returned(options["generation_config"], cache)):
-            return super()._sample(input_ids, **options)  # type: ignore[misc]
+    def _tide_exit(self, call: Call, mode: str, engine_name: str) -> tuple[Any, ExitStats]:
+        """Decode in `early_exit` or `post_hoc`, by transformers' loop under an active run."""
+        attachment = self._tide
+        if mode == "early_exit":
+            check_no_cross_attention(f"tide_mode={mode!r}", call.model_kwargs)
+        run = _exit_run(attachment, mode, call, self.config.get_text_config())
+        with attachment.running(engine_name), active(run):
+            result = self._tide_run_exits(run, call)
+        per_token = _depths(run.per_pass, result, call)
+        stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine_name)
+        stats.mlp_tokens_skipped = run.mlp_tokens_skipped
+        return result, stats
+
+    def _tide_run_exits(self, run: ExitRun, call: Call) -> Any:
+        cache, options = call.model_kwargs.get(CACHE), call.options
+        if not (isinstance(run, RecomputeRun) and cache_is_returned(call.generation_config, cache)):
+            return super()._sample(call.input_ids, **options)  # type: ignore[misc]
         try:
-            result = super()._sample(input_ids, **options)  # type: ignore[misc]
-        except BaseException:  # a streamer's or a criterion's, or an interrupt: the caller may go on with the cache
+            result = super()._sample(call.input_ids, **options)  # type: ignore[misc]
+        except BaseException:  # from a streamer, a criterion or Ctrl-C: the caller may reuse the cache
             run.give_up(cache)
             raise
         run.flush(super().__call__)  # type: ignore[misc]
+        return result
+
+    def _tide_fall_back(self, error: Exception, call: Call) -> Any:
+        """Decode by the loop of the model's own class, at full depth, where `self_speculative` does not support it."""
+        reason = self._tide.note_fallback(error)
+        result = super()._sample(call.input_ids, **call.options)  # type: ignore[misc]
+        depth, rows = self._tide.structure.num_layers, call.input_ids.shape[0]
+        stats = ExitStats("self_speculative", depth, fallback_reason=reason)
+        if isinstance(result, Tensor | GenerateDecoderOnlyOutput):
+            passes = _new_tokens(result, call).shape[1]
+            stats.layers_executed = depth * rows * passes
+            stats.per_token = _depths([[depth] * rows] * passes, result, call)
+        self.last_exit_stats = stats
         return result
 
     def tide_release(self) -> None:
@@ -236,52 +225,69 @@ def _new_attached(base_class: type) -> Any:
     return object.__new__(attached_class(base_class))
 
 
-def _exit_run(
-    attachment: Attachment, mode: str, generation_config: Any, model_kwargs: dict[str, Any], text_config: Any
-) -> ExitRun:
+def _decoder_of(model: Any, call: Call, engine: Engine, cache_is_returned: bool) -> SpeculativeDecoder:
+    """Compose the decoder of one `self_speculative` call."""
+    structure, config = model._tide.structure, model.config.get_text_config()
+    stay_level = counts_slots(config, call.generation_config.max_length)
+    rule = AcceptanceRule(call, ranks_of(model), cache_is_returned, stay_level)
+    # Rows that are stopped leave the batch, unless nothing pads them, their padding is returned, others need them (also
+    # for their length, which rotary embeddings may depend on), or the rows have adapters of their own.
+    drops_stopped = not (
+        not rule.stopping.pads
+        or cache_is_returned
+        or rule.together
+        or "longrope" in rope_limits(config)
+        or has_adapters_by_row(model, structure)
+    )
+    stats = ExitStats("self_speculative", structure.num_layers, engine=engine.name)
+    return SpeculativeDecoder(engine, rule, stats, drops_stopped)
+
+
+def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -> ExitRun:
     """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    threshold, criterion, min_layers, in_prompt = (getattr(generation_config, name, None) for name in OPTIONS_OF_EXITS)
+    config, kwargs = call.generation_config, call.model_kwargs
+    threshold, criterion, min_layers, in_prompt = (getattr(config, name, None) for name in OPTIONS_OF_EXITS)
     options: dict[str, Any] = {
         "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
         "min_layers": 0 if min_layers is None else check_min_layers(min_layers),
     }
-    caches = [value for value in model_kwargs.values() if isinstance(value, Cache)]
-    common = (attachment.structure, caches[0] if caches else None, routers, attachment.unembed)
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    common = (attachment.structure, cache, routers, attachment.unembed)
     strategy = routers.config.kv_cache_strategy
     if in_prompt and (mode == "post_hoc" or strategy != "propagate"):
         raise UnsupportedOptionError(
             describe(
-                "prompt tokens cannot leave early here",
+                "prompt tokens cannot exit early here",
                 got=f"exits_in_prompt=True with tide_mode={mode!r} and kv_cache_strategy={strategy!r}",
-                expected="tide_mode='early_exit' and routers with kv_cache_strategy='propagate', since what a prompt "
-                "token skips changes the K/V of the deeper layers",
+                expected="tide_mode='early_exit' and routers with kv_cache_strategy='propagate', since the layers that "
+                "a prompt token skips change the K/V of the deeper ones",
                 do="Set routers.config.kv_cache_strategy = 'propagate', or leave exits_in_prompt out.",
             )
         )
-    if mode == "post_hoc" and model_kwargs.get("use_cache", True):
+    if mode == "post_hoc" and kwargs.get("use_cache", True):
         return PostHocRun(*common, **options)
     user = f"tide_mode={mode!r} with kv_cache_strategy={strategy!r}"
-    find_cache(model_kwargs, user, static="none" if strategy == "recompute" else "any")
+    find_cache(kwargs, user, static="none" if strategy == "recompute" else "any")
     if strategy == "recompute":
         return RecomputeRun(*common, **options)
     fill = fill_for(strategy, text_config)
     return PropagateRun(*common, **options, fill=fill, exits_in_prompt=bool(in_prompt))
 
 
-def _new_tokens(result: Any, input_ids: Tensor) -> Tensor:
-    """(rows, passes) of what `generate` is about to return."""
+def _new_tokens(result: Any, call: Call) -> Tensor:
+    """(rows, passes) of a result of `_sample`."""
     sequences = result if isinstance(result, Tensor) else result.sequences
-    return sequences[:, input_ids.shape[1] :]
+    return sequences[:, call.input_ids.shape[1] :]
 
 
-def _depths(per_pass: list[list[int]], result: Any, input_ids: Tensor, generation_config: Any) -> list[list[int]]:
-    """The layer that each new token of each row was read from, without the padding behind rows that finished early."""
-    eos = getattr(generation_config, "_eos_token_tensor", None)
+def _depths(per_pass: list[list[int]], result: Any, call: Call) -> list[list[int]]:
+    """The layer that each new token of each row was read from, without the padding of rows that ended earlier."""
+    eos = getattr(call.generation_config, "_eos_token_tensor", None)
     eos_tokens = set(eos.tolist()) if eos is not None else set()
     per_token = []
-    for row, tokens in enumerate(_new_tokens(result, input_ids).tolist()):
+    for row, tokens in enumerate(_new_tokens(result, call).tolist()):
         length = len(truncate_at_eos(tokens, eos_tokens))
         per_token.append([layers[row] for layers in per_pass[:length]])
     return per_token

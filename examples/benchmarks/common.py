@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.hub.provenance import provenance
-from tide_hf.speculation.drafters import Draft
+from tide_hf.speculation.engine import Draft
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"

@@ -15,7 +15,7 @@ from torch import Tensor
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.evaluation.benchmark import same_start, synchronize
 from tide_hf.routers.config import NEVER_EXIT
-from tide_hf.speculation.prefix_cache import num_shared
+from tide_hf.speculation.prefill import num_shared
 
 from .common import NoDrafts
 

@@ -25,8 +25,8 @@ from tide_hf.common.choices import ENGINES
 from tide_hf.common.token_ids import encode_prompt
 from tide_hf.evaluation.benchmark import weight_sharing_copy
 from tide_hf.hub.provenance import provenance
-from tide_hf.speculation.drafters import Draft
-from tide_hf.speculation.prefix_cache import num_shared
+from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.prefill import num_shared
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record
 

@@ -82,7 +82,7 @@ def test_merged_it_stays_attached_and_says_the_same(tmp_path, monkeypatch):
     short = prompt(repeats=1)
     expected = model.generate(short, **OPTIONS)
     attached(model).generate(short, **OPTIONS)
-    assert any(PrepackedWeight in gate.kept for gate in linear_gates(model._tide.structure))
+    assert any(PrepackedWeight in gate.converted for gate in linear_gates(model._tide.structure))
     merged = model.merge_and_unload()
     assert isinstance(merged, TIDEModelForCausalLM)
     assert not isinstance(merged, PeftModel)

@@ -90,11 +90,11 @@ def stored_product(input, stored, bias):
 
 def test_a_layer_that_was_moved_to_another_device_is_left_to_pytorch():
     gate = linear_gate.LinearGate(torch.nn.Linear(4, 4))
-    assert gate.keep(PrepackedWeight) is not None
+    assert gate.convert(PrepackedWeight) is not None
     gate.module.to("meta")
     assert gate.prepare(1, linear_gate.KERNEL_LAYOUTS) is None
     gate.release_if_changed()
-    assert not gate.kept
+    assert not gate.converted
 
 
 def test_a_head_that_has_lost_tokens_is_refused():

@@ -213,8 +213,8 @@ def test_a_block_drafts_behind_images_whether_or_not_its_keys_and_values_wait(fa
     TIDEModelForCausalLM.attach(model, routers_for(model, 1))
     made = []
 
-    def make(_, texts, shallow):
-        made.append(HeadDrafter(texts, shallow, 1, 2, every))
+    def make(_, texts, engine):
+        made.append(HeadDrafter(texts, engine, 1, 2, every))
         return made[-1]
 
     model._tide.make_drafter = make

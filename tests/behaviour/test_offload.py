@@ -80,7 +80,7 @@ def test_drafts_load_shallow_layers_alone(family, offload, tmp_path, loads):
     expected = tiny_model(family).generate(prompt(), **OPTIONS)
     model = named(offload(tiny_model(family), tmp_path))
     TIDEModelForCausalLM.attach(model, routers_for(model))
-    model._tide.make_drafter = lambda _, prompts, shallow: HeadDrafter(prompts, shallow, exit_layer=1, width=3)
+    model._tide.make_drafter = lambda _, prompts, engine: HeadDrafter(prompts, engine, exit_layer=1, width=3)
     loads.clear()
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
     structure, stats = find_structure(model), model.last_exit_stats

@@ -102,12 +102,12 @@ def test_drafts_are_nearly_the_same(tiny_llama):
     attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
     gates = list(linear_gates(model._tide.structure))
-    quantized = [gate for gate in gates if QuantizedWeight in gate.kept]
+    quantized = [gate for gate in gates if QuantizedWeight in gate.converted]
     assert len(quantized) == 3 * 7 + 1  # the layers that draft, and the head
     for gate in quantized:
         state = torch.randn(1, gate.module.in_features)
         drafted, native = (
-            gate.kept[QuantizedWeight].apply(state, None),
+            gate.converted[QuantizedWeight].apply(state, None),
             nn.functional.linear(state, gate.module.weight.detach()),
         )
         assert float((drafted - native).abs().max()) <= 0.03 * float(native.abs().max())
@@ -129,12 +129,12 @@ def test_weights_that_change_are_quantized_anew(tiny_llama, change):
     attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
     gate = next(linear_gates(model._tide.structure))
-    before, weight = gate.kept[QuantizedWeight], gate.module.weight
+    before, weight = gate.converted[QuantizedWeight], gate.module.weight
     with torch.no_grad():
         (weight if change == "in place" else weight.data).mul_(-1.0)
     model.generate(**prompts(), **OPTIONS)
     state = torch.randn(1, gate.module.in_features)
-    torch.testing.assert_close(gate.kept[QuantizedWeight].apply(state, None), -before.apply(state, None))
+    torch.testing.assert_close(gate.converted[QuantizedWeight].apply(state, None), -before.apply(state, None))
 
 
 def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
@@ -150,7 +150,7 @@ def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
     model.generate(**prompts(), **OPTIONS)
     assert steps.warm_up.num_made == made
     model.tide_release()
-    assert not any(gate.kept for gate in linear_gates(model._tide.structure))
+    assert not any(gate.converted for gate in linear_gates(model._tide.structure))
     assert not any(set(key) <= set(known) for known in weight_layouts._known)
 
 

@@ -94,7 +94,7 @@ def drafter_maker(continuations, chance):
     kind, width = chance.choice([*KINDS, "mixed", "heads", "heads"]), chance.randint(0, 9)
     if kind == "heads":
         exit_layer = chance.choice([1, 3])
-        return lambda _, texts, shallow: HeadDrafter(texts, shallow, exit_layer, max(1, width))
+        return lambda _, texts, engine: HeadDrafter(texts, engine, exit_layer, max(1, width))
     return lambda *_: ScriptedDrafter(kind, continuations, VOCAB, width)
 
 

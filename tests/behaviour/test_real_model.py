@@ -8,7 +8,7 @@ from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.token_ids import encode_prompt
-from tide_hf.speculation.drafters import Draft
+from tide_hf.speculation.engine import Draft
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
 

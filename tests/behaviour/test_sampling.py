@@ -9,7 +9,7 @@ from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.speculation.acceptance import AcceptanceRule
-from tide_hf.speculation.drafters import Draft
+from tide_hf.speculation.engine import Draft
 
 VOCAB, LENGTH, SAMPLES = 5, 3, 4000
 WARPERS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "eos_token_id": None}

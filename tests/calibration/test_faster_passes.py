@@ -44,7 +44,7 @@ def test_numbers_are_the_same_and_gates_go_again(tiny_llama, is_attached, dtype,
         torch.testing.assert_close(model(IDS).logits, expected, atol=tolerance, rtol=tolerance)
         gates = [gate for gate in forwards(model).values() if isinstance(gate, SingleLayoutGate)]
     assert len(gates) == num_linears(model)
-    assert all(list(gate.kept) == [layout] for gate in gates)
+    assert all(list(gate.converted) == [layout] for gate in gates)
     assert forwards(model) == before
     with pytest.raises(RuntimeError), faster_passes(find_structure(model)):
         model(IDS.float())
@@ -83,7 +83,7 @@ def test_dtypes_that_have_no_other_form_stay_as_they_are():
 def test_calibration_makes_them(tiny_llama, tiny_tokenizer, monkeypatch):
     used = set()
     monkeypatch.setattr(
-        SingleLayoutGate, "prepare", lambda self, rows, layouts: used.add(self.module) or self.keep(PrepackedWeight)
+        SingleLayoutGate, "prepare", lambda self, rows, layouts: used.add(self.module) or self.convert(PrepackedWeight)
     )
     model = tiny_llama()
     options = {"samples": 20, "max_length": 8, "exit_layers": [1, 2], "batch_size": 8, "progress": False}

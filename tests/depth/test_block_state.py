@@ -13,7 +13,7 @@ from on_steps import attach_compiled, attach_eagerly, prompts
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.depth.block_state import block_state_of
+from tide_hf.depth.block_drafting import block_state_of
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
@@ -33,8 +33,8 @@ def drafts_behind(model, cache, ids):
     """Whether the block can draft in a call behind `cache`, and does; the tokens have to be the base model's."""
     made = []
 
-    def make(_, texts, shallow):
-        made.append(HeadDrafter(texts, shallow, shallow.block_layer or 2, 2))
+    def make(_, texts, engine):
+        made.append(HeadDrafter(texts, engine, engine.block_layer or 2, 2))
         return made[-1]
 
     before, model._tide.make_drafter = model._tide.make_drafter, make
@@ -121,7 +121,7 @@ def test_a_call_that_fails_leaves_nothing_behind(talk):
             return super().draft(rows, limits)
 
     before = model._tide.make_drafter
-    model._tide.make_drafter = lambda _, texts, shallow: Fails(texts, shallow, 1, 2)
+    model._tide.make_drafter = lambda _, texts, engine: Fails(texts, engine, 1, 2)
     with pytest.raises(KeyError):
         model.generate(ids, **{CACHE: cache}, **OPTIONS)
     model._tide.make_drafter = before

@@ -61,7 +61,7 @@ def test_any_number_of_rows_gives_what_the_layer_gives(attached, rows, size_in, 
         assert linear(state).is_contiguous()
         atol = 1e-5 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(linear(state), native, atol=atol, rtol=atol)
-    assert bool(linear.forward.kept) == (not 64 <= rows < 256)
+    assert bool(linear.forward.converted) == (not 64 <= rows < 256)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,11 +77,11 @@ def test_with_kernels_plain_weights_are_read(attached, size_in, size_out, bias, 
         native = linear.forward.native(state)
         assert found.shape == native.shape
         torch.testing.assert_close(found, native, atol=1e-2, rtol=1e-2)
-    assert list(linear.forward.kept) == [PlainWeight]
-    assert linear.forward.kept[PlainWeight]._plain[0].data_ptr() == linear.weight.data_ptr()
+    assert list(linear.forward.converted) == [PlainWeight]
+    assert linear.forward.converted[PlainWeight]._plain[0].data_ptr() == linear.weight.data_ptr()
     with allowed_layouts(DRAFT_LAYOUTS):  # copies are not allowed
         linear(torch.randn(1, size_in).to(dtype))
-    assert list(linear.forward.kept) == [PlainWeight]
+    assert list(linear.forward.converted) == [PlainWeight]
 
 
 def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(attached, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_weight_that_is_replaced_below_a_product_stays_until_it_is_noticed(att
     with allowed_layouts(KERNEL_LAYOUTS):
         before = linear(state)
         linear.weight.data = torch.randn(32, 32)  # the old values have no other owner
-        torch.testing.assert_close(linear.forward.kept[PlainWeight].apply(state, None), before)
+        torch.testing.assert_close(linear.forward.converted[PlainWeight].apply(state, None), before)
         linear.forward.release_if_changed()
         torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
 
@@ -109,7 +109,7 @@ def test_values_that_this_cpu_does_not_multiply_become_floats_piece_by_piece(att
             found = linear(state)
             assert found.dtype is dtype
             torch.testing.assert_close(found, exact.to(dtype), atol=1e-2, rtol=1e-2)
-        assert list(linear.forward.kept) == [UpcastWeight]
+        assert list(linear.forward.converted) == [UpcastWeight]
         pair = [torch.randn(size, size_in).to(dtype) for size in (9, 4)]
         together = UpcastWeight(*pair).apply(state, None)
         torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
@@ -124,7 +124,7 @@ def test_in_drafts_weights_are_quantized(attached, size_in, size_out, bias, dtyp
     state = torch.randn(2, 1, size_in).to(dtype)
     with allowed_layouts(DRAFT_LAYOUTS):
         found = linear(state)
-    assert list(linear.forward.kept) == [QuantizedWeight]
+    assert list(linear.forward.converted) == [QuantizedWeight]
     assert found.dtype is dtype
     native = linear.forward.native(state)
     assert found.shape == native.shape
@@ -134,7 +134,7 @@ def test_in_drafts_weights_are_quantized(attached, size_in, size_out, bias, dtyp
     assert 0 < float((found - native).abs().max()) <= tolerance
     with allowed_layouts(KERNEL_LAYOUTS):
         torch.testing.assert_close(linear(state), native, atol=1e-2, rtol=1e-2)
-    assert set(linear.forward.kept) == {QuantizedWeight, PrepackedWeight}
+    assert set(linear.forward.converted) == {QuantizedWeight, PrepackedWeight}
 
 
 def test_models_that_share_a_weight_share_what_is_packed(attached):
@@ -144,8 +144,8 @@ def test_models_that_share_a_weight_share_what_is_packed(attached):
     other.forward = LinearGate(other)
     state = torch.randn(5, 32)
     assert torch.equal(linear(state), other(state))
-    assert isinstance(linear.forward.kept[PrepackedWeight], PrepackedWeight)
-    assert linear.forward.kept == other.forward.kept
+    assert isinstance(linear.forward.converted[PrepackedWeight], PrepackedWeight)
+    assert linear.forward.converted == other.forward.converted
     linear.forward.release()
     assert torch.equal(other(state), linear(state))
     linear.weight.data.add_(1.0)
@@ -185,7 +185,7 @@ def test_only_what_may_be_traced_goes_by_the_op(attached, monkeypatch):
 def test_a_bias_that_is_computed_is_added(attached):
     linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
     before = linear(state)
-    assert linear.forward.kept
+    assert linear.forward.converted
     parametrize.register_parametrization(linear, "bias", nn.Hardtanh(3.0, 4.0))
     torch.testing.assert_close(linear(state), before + linear.bias - linear.parametrizations.bias.original)
 
@@ -198,14 +198,14 @@ def test_a_weight_that_is_computed_is_left_to_the_layer(attached):
     with torch.no_grad():
         linear.parametrizations.weight.original0.mul_(2.0)
     assert torch.equal(linear(state), nn.functional.linear(state, linear.weight, linear.bias))
-    assert not linear.forward.kept
+    assert not linear.forward.converted
 
 
 def test_autocast_finds_the_layer_as_it_is(attached):
     linear = make_linear(64, 33, True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(torch.randn(2, 64)).dtype is torch.bfloat16
-    assert linear.forward.kept == {}
+    assert linear.forward.converted == {}
 
 
 def test_outside_tide_s_passes_nothing_is_packed(attached):
@@ -215,7 +215,7 @@ def test_outside_tide_s_passes_nothing_is_packed(attached):
     with torch.enable_grad():
         linear(torch.randn(5, 16)).sum().backward()
     linear(torch.randn(0, 16))
-    assert not linear.forward.kept
+    assert not linear.forward.converted
     assert linear.weight.grad is not None
 
 
@@ -241,7 +241,7 @@ def test_what_a_layer_chose_is_for_tides_passes_without_gradients(attached):
         assert not linear_gate._products.get()
         expected = linear(state)
         assert list(linear_gate._products.get()) == [(linear.forward, state.numel())]
-        linear.forward.keep = linear.forward.prepare = pytest.fail
+        linear.forward.convert = linear.forward.prepare = pytest.fail
         assert torch.equal(linear(state), expected)
         linear_gate._products.get()[linear.forward, state.numel()] = pytest.fail
         with active(None):
@@ -257,15 +257,15 @@ def test_a_copy_packs_its_own_weights(attached):
     twin = copy.deepcopy(attached)
     gates = list(linear_gates(twin._tide.structure))
     assert gates
-    assert not any(gate.kept for gate in gates)
+    assert not any(gate.converted for gate in gates)
     assert gates[0].module is twin.model.layers[0].self_attn.q_proj
 
 
 def test_release_gives_the_memory_back_and_detach_the_layers(attached):
     attached(input_ids=torch.arange(8)[None])
     gates = list(linear_gates(attached._tide.structure))
-    assert all(gate.kept for gate in gates)
+    assert all(gate.converted for gate in gates)
     attached.tide_release()
-    assert not any(gate.kept for gate in gates)
+    assert not any(gate.converted for gate in gates)
     TIDEModelForCausalLM.detach(attached)
     assert not any("forward" in module.__dict__ for module in attached.modules())

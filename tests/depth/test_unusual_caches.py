@@ -100,7 +100,7 @@ def test_a_block_takes_no_part_in_passes_of_others(rows, use_cache):
     options = {**OPTIONS, "logits_processor": [Inner(model, use_cache)]}
     expected = model.generate(prompt(rows), **options)
     TIDEModelForCausalLM.attach(model, routers_for(model, 1))
-    model._tide.make_drafter = lambda _, texts, shallow: HeadDrafter(texts, shallow, 1, 3)
+    model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, 1, 3)
     assert torch.equal(model.generate(prompt(rows), **options), expected)
     assert model.last_exit_stats.drafted > 0
 
@@ -173,7 +173,7 @@ def test_a_draft_leaves_an_offloaded_cache_as_a_pass_finds_it():
     model = tiny_model("llama")
     expected = model.generate(prompt(), **OPTIONS)
     TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 2], exit_strategy="linear"))
-    model._tide.make_drafter = lambda _, texts, shallow: HeadDrafter(texts, shallow, 2, 3)
+    model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, 2, 3)
     cache = Offloaded(model.config)
     assert torch.equal(model.generate(prompt(), **OPTIONS, **{CACHE: cache}), expected)
     assert model.last_exit_stats.drafted > 0

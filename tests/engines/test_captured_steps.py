@@ -30,7 +30,7 @@ from tide_hf.engines.steps.captured_steps import CapturedSteps
 from tide_hf.engines.steps.compiled_steps import StepCompiler
 from tide_hf.engines.steps.replay import HostReads
 from tide_hf.engines.steps.step_buffers import WIDTHS, capacity_for
-from tide_hf.speculation.costs import CostTable, step_width
+from tide_hf.speculation.policy import CostTable, step_width
 
 
 def test_one_read_a_round_and_none_a_draft(tiny_llama):

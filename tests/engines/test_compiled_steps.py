@@ -39,14 +39,14 @@ def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
     found = {"eager": [], "compiled": []}
     for engine, heard in found.items():
 
-        def make(_, texts, shallow, heard=heard):
+        def make(_, texts, engine, heard=heard):
             class Behind(ScriptedDrafter):
                 def draft(self, rows, limits):
                     (draft,) = super().draft(rows, limits)
                     if len(draft.tokens) == 2 and limits[0] > 3:
-                        heard.append(shallow.draft(3, [draft.tokens]))
-                        heard.append(shallow.draft(3, [[*draft.tokens, *heard[-1][0]]]))
-                        shallow.rollback()
+                        heard.append(engine.draft(3, [draft.tokens]))
+                        heard.append(engine.draft(3, [[*draft.tokens, *heard[-1][0]]]))
+                        engine.rollback()
                     return [draft]
 
             return Behind("random", new_tokens(expected), VOCAB, 2)

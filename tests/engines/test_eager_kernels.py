@@ -50,7 +50,7 @@ def attended(monkeypatch):
 
 
 def kept_forms(model):
-    return {layout for gate in model._tide.gates() for layout in gate.kept}
+    return {layout for gate in model._tide.gates() for layout in gate.converted}
 
 
 @pytest.mark.usefixtures("there")

@@ -35,13 +35,13 @@ def test_the_block_and_the_draft_vocabulary_are_packed_as_well(tiny_llama):
     for _ in range(2):  # of models that share routers
         TIDEModelForCausalLM.attach(copy.deepcopy(model), routers)
     TIDEModelForCausalLM.attach(model, routers)
-    model._tide.make_drafter = lambda _, texts, shallow: HeadDrafter(texts, shallow, 1, 3)
+    model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, 1, 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
     linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
     linears.append(model._tide.draft_unembed().head)
-    assert all(linear.forward.kept and linear.forward.replaced is None for linear in linears)
+    assert all(linear.forward.converted and linear.forward.replaced is None for linear in linears)
     model.tide_release()
-    assert not any(linear.forward.kept for linear in linears[:-1])
+    assert not any(linear.forward.converted for linear in linears[:-1])
     TIDEModelForCausalLM.detach(model)
     assert not any("forward" in linear.__dict__ for linear in linears[:-1])
 
@@ -49,7 +49,7 @@ def test_the_block_and_the_draft_vocabulary_are_packed_as_well(tiny_llama):
 def test_generate_notices_an_adapter_that_was_merged(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     before = model.generate(PROMPT, **OPTIONS)
-    assert any(gate.kept for gate in linear_gates(model._tide.structure))
+    assert any(gate.converted for gate in linear_gates(model._tide.structure))
     for gate in linear_gates(model._tide.structure):
         gate.module.weight.data.mul_(-1.0)
     after = model.generate(PROMPT, **OPTIONS)
@@ -92,7 +92,7 @@ def test_auto_leaves_a_full_memory_alone(tiny_llama, monkeypatch):
         model.generate(PROMPT, **OPTIONS)
         gates = list(linear_gates(model._tide.structure))
         assert gates
-        assert all(bool(gate.kept) == (pack_weights is True) for gate in gates)
+        assert all(bool(gate.converted) == (pack_weights is True) for gate in gates)
 
 
 def test_what_cannot_be_packed_is_refused_only_if_asked_for(tiny_llama):

@@ -1,4 +1,4 @@
-"""``RowCriterion``: every row of a batch is seen token by token, and can be ended by itself."""
+"""``RowCriterion`` receives every row of a batch token by token, and can end each by itself."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LIMITS = (1, 16, 5, 9)
 
 
 class Limits(RowCriterion):
-    """Ends each row after so many tokens, and notes what it sees."""
+    """Ends each row after so many tokens, and records the tokens."""
 
     def __init__(self):
         self.seen = [[] for _ in range(ROWS)]
@@ -30,9 +30,8 @@ def prompts():
     return torch.randint(3, VOCAB, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("kind", ["wrong", "mixed"])
-def test_every_row_is_seen_and_freed(family, kind, prompts):
+@pytest.mark.parametrize(("family", "kind"), [("llama", "wrong"), ("gemma3_text", "mixed"), ("gpt2", "mixed")])
+def test_rows_that_ended_cost_nothing_more(family, kind, prompts):
     model = tiny_model(family)
     plain = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
     TIDEModelForCausalLM.attach(model)
@@ -47,7 +46,7 @@ def test_every_row_is_seen_and_freed(family, kind, prompts):
         assert model.last_exit_stats.layers_executed == 4 * sum(LIMITS)
 
 
-def test_rows_that_ended_are_not_asked_about_where_all_go_on_together(prompts):
+def test_it_is_not_called_for_ended_rows_where_all_rows_advance_together(prompts):
     model = tiny_model("llama")
     plain = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
     TIDEModelForCausalLM.attach(model)
@@ -58,7 +57,7 @@ def test_rows_that_ended_are_not_asked_about_where_all_go_on_together(prompts):
 
 
 @pytest.mark.parametrize("mode", ["plain", "early_exit", "post_hoc"])
-def test_it_ends_rows_in_every_mode(mode, prompts):
+def test_it_ends_rows_in_other_modes(mode, prompts):
     model = tiny_model("llama")
     if mode != "plain":
         TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2]), mode=mode)

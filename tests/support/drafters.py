@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tide_hf.speculation.drafters import UNREAD, Draft
+from tide_hf.speculation.engine import UNREAD, Draft
 
 KINDS = ("right", "wrong", "random", "wrong at the last position")
 
@@ -53,7 +53,7 @@ class HeadDrafter:
 
     Args:
         prompts: The prompt of each row.
-        shallow: The engine.
+        engine: Runs the head.
         exit_layer: The exit layer, or several that take turns round by round.
         width: Tokens per draft.
         every: Drafts in each `every`-th round only.
@@ -64,9 +64,9 @@ class HeadDrafter:
     """
 
     def __init__(
-        self, prompts: list[list[int]], shallow, exit_layer: int | Sequence[int], width: int, every: int = 1
+        self, prompts: list[list[int]], engine, exit_layer: int | Sequence[int], width: int, every: int = 1
     ) -> None:
-        self.shallow, self.exit_layer, self.width, self.every = shallow, exit_layer, width, every
+        self.engine, self.exit_layer, self.width, self.every = engine, exit_layer, width, every
         self.rounds = 0
         self.texts = [list(prompt) for prompt in prompts]
         self.drafted: list[tuple[list[int], list[int]]] = []
@@ -78,23 +78,23 @@ class HeadDrafter:
             return [Draft() for _ in rows]
         layers = [self.exit_layer] if isinstance(self.exit_layer, int) else self.exit_layer
         exit_layer = layers[self.rounds % len(layers)]
-        draft = self._draft if self.shallow.reads_drafts else self._draft_unread
+        draft = self._draft if self.engine.reads_drafts else self._draft_unread
         return [Draft().add(tokens, "head", exit_layer) for tokens in draft(exit_layer, limits)]
 
     def _draft(self, exit_layer: int, limits: list[int]) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in limits]
         for _ in range(min(self.width, *limits)):
-            new, scores = self.shallow.draft(exit_layer, tokens)
+            new, scores = self.engine.draft(exit_layer, tokens)
             assert all(0.0 <= score <= 1.0 for score in scores)
             self.scores.append(scores)
             tokens = [[*before, token] for before, token in zip(tokens, new, strict=True)]
-        self.shallow.rollback()
+        self.engine.rollback()
         return tokens
 
     def _draft_unread(self, exit_layer: int, limits: list[int]) -> list[list[int]]:
         lengths = [min(self.width, limit) for limit in limits]
         if max(lengths) > 0:
-            self.shallow.draft_unread(exit_layer, max(lengths))
+            self.engine.draft_unread(exit_layer, max(lengths))
         return [[UNREAD] * length for length in lengths]
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
@@ -144,8 +144,8 @@ def use_heads(
     """
     made: list[HeadDrafter] = []
 
-    def make(_attachment, prompts, shallow):
-        made.append(HeadDrafter(prompts, shallow, exit_layer, width, every))
+    def make(_attachment, prompts, engine):
+        made.append(HeadDrafter(prompts, engine, exit_layer, width, every))
         if continuations is None:
             return made[-1]
         script = ScriptedDrafter(kind, continuations, model._tide.structure.vocab_size, width)

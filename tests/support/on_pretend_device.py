@@ -90,8 +90,8 @@ def test_every_familys_tokens_are_the_base_models(family, rows):
     TIDEModelForCausalLM.attach(model, linear_heads(plain))
     continuations = expected[:, batch["input_ids"].shape[1] :].tolist()
 
-    def make(_, prompt, shallow):
-        heads = HeadDrafter(prompt, shallow, 1 if rows > 1 else 3, 3)
+    def make(_, prompt, engine):
+        heads = HeadDrafter(prompt, engine, 1 if rows > 1 else 3, 3)
         return Alternating(heads, ScriptedDrafter("mixed", continuations, VOCAB))
 
     model._tide.make_drafter = make

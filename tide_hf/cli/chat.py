@@ -21,7 +21,7 @@ from ..base_model.structure import CACHE, find_structure
 from ..common.errors import ConfigurationError, TIDEError, describe
 from ..common.token_ids import encode_messages
 from ..evaluation.benchmark import DecodingMethod, Run, timed_run
-from ..speculation.prefix_cache import PrefixCache
+from ..speculation.prefill import PrefixCache
 from .model_arguments import NO_ROUTERS, attached_method, load
 from .parser import CHAT_HELP
 from .prompts import check_room, decode
@@ -75,7 +75,7 @@ class Conversation:
         method = replace(self.method, options=self.method.options | caches)
         run = timed_run(method, inputs, self.max_new_tokens, streamer)
         if self._prefix is not None:
-            self._prefix.keep(caches[CACHE], tokens + run.new_tokens)
+            self._prefix.store(caches[CACHE], tokens + run.new_tokens)
         answer = self.tokenizer.decode(run.new_tokens, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return run

@@ -9,19 +9,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import Unembed
 from ..routers.exit_points import BlockPoint
 from ..routers.routers import TIDERouters
-from .block_state import BlockState, block_state_of
 from .gates import LayerCall, LayerGate, LayerRun, on_device
 from .kv_cache import crop, fill_skipped
 
+STATE_ATTRIBUTE = "_tide_block"  # of a returned cache, holding a `BlockState`
+MAX_PENDING_PASSES = 64  # bounds the memory of hidden states whose K/V are not filled yet
+
+
+@dataclass
+class BlockState:
+    """The block head's state on a returned cache, with which a call that continues from it can draft.
+
+    Attributes:
+        identity: The block head's [`BlockPoint.identity`].
+        layer: Its K/V, of the cache's first tokens.
+        prev_hidden_state: (rows, 1, D) last hidden state, after the final norm, of the last of these tokens.
+    """
+
+    identity: str
+    layer: DynamicLayer
+    prev_hidden_state: Tensor | None
+
+
+def block_state_of(cache: Any, identity: str) -> BlockState | None:
+    """Detach the state of a block from a cache; an empty one for an empty cache, `None` where it does not fit."""
+    state = vars(cache).pop(STATE_ATTRIBUTE, None)
+    length = cache.get_seq_length()
+    if length == 0:
+        return BlockState(identity, DynamicLayer(), None)
+    if state is None or state.identity != identity or len(state.layer.keys) != len(cache.layers[0].keys):
+        return None
+    surplus = state.layer.get_seq_length() - length
+    if surplus < 0:  # tokens were added without the block
+        return None
+    if surplus > 0:  # the cache was cropped, so the hidden state of its last token is unknown
+        crop(state.layer, surplus)
+        state.prev_hidden_state = None
+    return state
+
 
 class BlockRun(LayerRun):
-    """Full-depth passes that also write the block head's K/V, and keep the last hidden states that it reads.
+    """Full-depth passes that also write the block head's K/V, and hold the last hidden states that it reads.
 
     The block's K/V are one more layer of the call's cache, so that cropping, compaction and row selection apply to them
     as to the base model's layers.
@@ -38,14 +72,12 @@ class BlockRun(LayerRun):
         self, structure: DecoderStructure, cache: Any, unembed: Unembed, point: BlockPoint, block_layer: int
     ) -> None:
         super().__init__(structure, cache)
-        self.unembed = unembed
-        self.point = point
-        self.block_layer = block_layer
+        self.unembed, self.point, self.block_layer = unembed, point, block_layer
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
         self.prev_hidden_state: Tensor | None = None  # (rows, 1, D) after the final norm, of the last cached token
         self.draft_hidden_state: Tensor | None = None  # the block's own estimate of it, after a drafted token
-        self._call: LayerCall | None = None
         self.last_hidden_states: Tensor | None = None  # (rows, width, D) after the final norm, of the last pass
+        self._call: LayerCall | None = None
 
     @contextmanager
     def reading_into(self, cache: Any) -> Iterator[None]:
@@ -60,7 +92,7 @@ class BlockRun(LayerRun):
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)
         if gate.layer_idx == self.num_layers - 1 and self._call is not None:
-            self.take(self._call, gate.state_of(output))
+            self.observe(self._call, gate.state_of(output))
             self._call = None
         return output
 
@@ -69,7 +101,7 @@ class BlockRun(LayerRun):
         """Passes whose K/V the block has yet to fill."""
         return 0
 
-    def take(self, call: LayerCall, final: Tensor) -> None:
+    def observe(self, call: LayerCall, final: Tensor) -> None:
         """Store the block's K/V for the tokens of a full-depth pass.
 
         Args:
@@ -78,21 +110,20 @@ class BlockRun(LayerRun):
         """
         self.last_hidden_states = self._fill(call, final)
 
-    def keep(self, accepted: list[int]) -> None:
+    def commit(self, accepted: list[int]) -> None:
         """After a verify pass, continue from the first `accepted[row]` of its tokens."""
-        if self.last_hidden_states is None:
-            return
-        self.keep_state(self.last_hidden_states, accepted)
-        self.draft_hidden_state = None
+        if self.last_hidden_states is not None:
+            self.continue_from(self.last_hidden_states, accepted)
+            self.draft_hidden_state = None
 
-    def keep_state(self, final: Tensor, accepted: list[int]) -> None:
+    def continue_from(self, last_hidden_states: Tensor, accepted: list[int]) -> None:
         """Continue from the first `accepted[row]` tokens of a pass with these last hidden states, (rows, width, D)."""
-        rows = torch.arange(len(accepted), device=final.device)
-        last = torch.tensor(accepted, device=final.device) - 1
-        self.prev_hidden_state = final[rows, last.clamp(min=0)][:, None]
+        rows = torch.arange(len(accepted), device=last_hidden_states.device)
+        last = torch.tensor(accepted, device=last_hidden_states.device) - 1
+        self.prev_hidden_state = last_hidden_states[rows, last.clamp(min=0)][:, None]
 
     def select(self, index: Tensor) -> None:
-        """Keep only these rows."""
+        """Drop all rows but these."""
         if self.prev_hidden_state is not None:
             self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
@@ -108,7 +139,7 @@ class BlockRun(LayerRun):
         prev = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
         inputs = self._inputs(call, prev)
         state = self.point.head.state_of(self.run_whole(self.gate, inputs.args, inputs.kwargs))
-        self.draft_hidden_state = self._normalize(state)
+        self.draft_hidden_state = self.unembed.normalize(state)
         return state[:, -1]
 
     def rollback(self, num_tokens: int) -> None:
@@ -118,7 +149,7 @@ class BlockRun(LayerRun):
     def remember(self) -> None:
         """Store the block's state on the returned cache, for a call that continues from it."""
         (layer,) = self.cache.layers[self.num_layers :]
-        BlockState(self.point.identity, layer, self.prev_hidden_state).leave_with(self.cache)
+        setattr(self.cache, STATE_ATTRIBUTE, BlockState(self.point.identity, layer, self.prev_hidden_state))
 
     def finish(self) -> None:
         """Remove the block's layer from the cache."""
@@ -126,7 +157,7 @@ class BlockRun(LayerRun):
 
     def _fill(self, call: LayerCall, final: Tensor) -> Tensor:
         """Write the block's K/V; return the last hidden states after the final norm, (rows, width, D)."""
-        final = self._normalize(final)
+        final = self.unembed.normalize(final)
         prev = self.prev_hidden_state
         if prev is None:  # the first token of the sequence
             prev = torch.zeros_like(final[:, :1])
@@ -141,26 +172,14 @@ class BlockRun(LayerRun):
         prev = prev_hidden_state.to(device) if prev_hidden_state is not None else torch.zeros_like(hidden_states)
         return call.on(device).with_state(on_device(self.point, call.state).head.translate(hidden_states, prev))
 
-    def _normalize(self, state: Tensor) -> Tensor:
-        return self.unembed.normalize(state)
-
-
-MAX_PENDING_PASSES = 64  # bounds the memory of the states that are kept
-
 
 @dataclass
 class _PendingPass:
-    """A full-depth pass whose K/V of the block are not filled yet.
-
-    Attributes:
-        call: The call of the layer after the block's exit layer.
-        final: (1, width, D) hidden states after the last layer.
-        kept: Number of its tokens that were accepted.
-    """
+    """A full-depth pass over a single row whose K/V of the block are not filled yet; see [`BlockRun.observe`]."""
 
     call: LayerCall
     final: Tensor
-    kept: int
+    accepted: int
 
 
 class LazyBlockRun(BlockRun):
@@ -169,11 +188,9 @@ class LazyBlockRun(BlockRun):
     A block that never drafts costs nothing. Its layer is in the cache only while it drafts.
     """
 
-    def __init__(
-        self, structure: DecoderStructure, cache: Any, unembed: Unembed, point: BlockPoint, block_layer: int
-    ) -> None:
-        super().__init__(structure, cache, unembed, point, block_layer)
-        (self._layer,) = cache.layers[self.num_layers :]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        (self._layer,) = self.cache.layers[self.num_layers :]
         self._pending: list[_PendingPass] = []
         self.finish()
 
@@ -182,14 +199,14 @@ class LazyBlockRun(BlockRun):
         """Passes whose K/V the block has yet to fill."""
         return len(self._pending)
 
-    def take(self, call: LayerCall, final: Tensor) -> None:
-        """Keep what filling the K/V of a full-depth pass needs."""
+    def observe(self, call: LayerCall, final: Tensor) -> None:
+        """Hold what filling the K/V of a full-depth pass needs."""
         self._pending.append(_PendingPass(call, final, final.shape[1]))
 
-    def keep(self, accepted: list[int]) -> None:
+    def commit(self, accepted: list[int]) -> None:
         """After a verify pass, continue from the first `accepted[0]` of its tokens."""
         self.draft_hidden_state = None
-        self._pending[-1].kept = accepted[0]
+        self._pending[-1].accepted = accepted[0]
         if len(self._pending) >= MAX_PENDING_PASSES:
             self._catch_up()
             self.finish()
@@ -215,7 +232,8 @@ class LazyBlockRun(BlockRun):
 
     def _catch_up(self) -> None:
         self.cache.layers.append(self._layer)
-        self._fill(_concatenated(self._pending), torch.cat([one.final[:, : one.kept] for one in self._pending], dim=1))
+        final = torch.cat([one.final[:, : one.accepted] for one in self._pending], dim=1)
+        self._fill(_concatenated(self._pending), final)
         self._pending.clear()
 
 
@@ -225,18 +243,17 @@ def _concatenated(passes: list[_PendingPass]) -> LayerCall:
     Hidden states, positions and position embeddings are concatenated. Other arguments are the last pass's: a mask, for
     example, is not read before the K/V are stored.
     """
-    if len(passes) == 1 and passes[0].kept == passes[0].final.shape[1]:
+    if len(passes) == 1 and passes[0].accepted == passes[0].final.shape[1]:
         return passes[0].call
     widths = [one.final.shape[1] for one in passes]
 
     def concatenate(values: tuple[Any, ...]) -> Any:
         if isinstance(values[-1], tuple):
-            return tuple(concatenate(parts) for parts in zip(*values, strict=True))
+            return tuple(concatenate(elements) for elements in zip(*values, strict=True))
         for dim in range(3):
             if all(_has_tokens(value, width, dim) for value, width in zip(values, widths, strict=True)):
-                return torch.cat(
-                    [value.narrow(dim, 0, one.kept) for value, one in zip(values, passes, strict=True)], dim
-                )
+                accepted = [value.narrow(dim, 0, one.accepted) for value, one in zip(values, passes, strict=True)]
+                return torch.cat(accepted, dim)
         return values[-1]
 
     args = tuple(concatenate(values) for values in zip(*(one.call.args for one in passes), strict=True))

@@ -1,8 +1,8 @@
 """The runs of `early_exit` and `post_hoc`, in which tokens exit where a criterion holds.
 
-`PostHocRun` and `recompute.RecomputeRun` give the same tokens: both read an exited token's logits from the hidden state
-at its exit layer and keep the K/V of every layer exact. The first runs the deeper layers at once, the second when a
-later token needs them.
+`PostHocRun` and `RecomputeRun` give the same tokens: both read an exited token's logits from the hidden state at its
+exit layer and keep the K/V of every layer exact. The first runs the deeper layers at once, the second when a later
+token needs them. `PropagateRun` fills the K/V of skipped layers without running these.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from ..base_model.structure import DecoderStructure
+from ..base_model.inputs import TYPES
+from ..base_model.structure import CACHE, DecoderStructure
 from ..base_model.unembed import Unembed
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
-from . import kv_cache
 from .gates import LayerGate, LayerRun, input_state, on_device
+from .kv_cache import crop, cut_back, fill_skipped, start_recording, stop_recording
 
 
 class ExitRun(LayerRun):
@@ -55,11 +57,8 @@ class ExitRun(LayerRun):
         min_layers: int = 0,
     ) -> None:
         super().__init__(structure, cache)
-        self.routers = routers
-        self.unembed = unembed
-        self.ops = unembed.ops
-        self.exit_threshold = exit_threshold
-        self.exit_criterion = exit_criterion
+        self.routers, self.unembed, self.ops = routers, unembed, unembed.ops
+        self.exit_threshold, self.exit_criterion = exit_threshold, exit_criterion
         self.exit_layers = frozenset(layer for layer in routers.exit_layers if layer >= min_layers)
         self.exit_layers_of_pass = torch.empty(0, 0, dtype=torch.long)
         self.may_exit = False
@@ -121,11 +120,7 @@ class PropagateRun(ExitRun):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        fill: Callable[..., None] = kv_cache.fill_skipped,
-        exits_in_prompt: bool = False,
-        **kwargs: Any,
+        self, *args: Any, fill: Callable[..., None] = fill_skipped, exits_in_prompt: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.fill = fill
@@ -180,7 +175,7 @@ class PostHocRun(ExitRun):
         self.exited_state: Tensor | None = None
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute one layer; keep the hidden states of exited tokens for the last one."""
+        """Execute one layer; hold the hidden states of exited tokens until the last one."""
         if gate.layer_idx == 0:
             self.begin_pass(input_state(args, kwargs))
         output = self.execute(gate, args, kwargs)
@@ -192,11 +187,126 @@ class PostHocRun(ExitRun):
             exit_mask = self.decide(executed, state[:, -1:])
             if exit_mask is not None:
                 exited = on_device(self.routers[executed], state).head(state[:, -1:])
-                kept = exited if self.exited_state is None else self.exited_state.to(state.device)
-                self.exited_state = torch.where(exit_mask[..., None], exited, kept)
+                before = exited if self.exited_state is None else self.exited_state.to(state.device)
+                self.exited_state = torch.where(exit_mask[..., None], exited, before)
         if executed == self.num_layers:
             if self.exited_state is not None:
                 last = torch.where(self.exited(state), self.exited_state.to(state.device), state[:, -1:])
                 state = torch.cat([state[:, :-1], last], dim=1)
             self.end_pass()
         return state
+
+
+class _CatchUp(BaseException):
+    """Raised at a layer that lacks the K/V of earlier tokens."""
+
+
+class _Token:
+    """One decoded token per row: the model's arguments, and its hidden states at the exit layers it reached."""
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        self.kwargs = kwargs
+        self.states: dict[int, Tensor] = {}  # (rows, 1, D), by layers executed
+
+    @property
+    def depth(self) -> int:
+        """Layers executed for it."""
+        return max(self.states)
+
+
+class RecomputeRun(PostHocRun):
+    """A pass ends once all its rows have exited; the skipped layers run later, batched over several tokens.
+
+    The first token that does not exit triggers a catch-up pass over all pending tokens through the layers that they
+    skipped, which gives every layer exact K/V. Layers that did run are not run again: their last output is stored.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pending: list[_Token] = []
+        self.current: Any = None  # the `_Token` of the running pass
+        self.resume_at = 0  # in a catch-up pass, the layers that all its tokens have executed
+
+    def call(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run in place of the model's forward; catch up first if the pass needs it."""
+        self.current = _Token(kwargs)
+        cache, ids = kwargs[CACHE], kwargs["input_ids"]
+        if ids is None or ids.shape[1] > 1:
+            return forward(**kwargs)  # prefill runs at full depth
+        start_recording(cache)
+        try:
+            output = forward(**kwargs)
+        except _CatchUp:
+            output = self.catch_up(forward, [*self.pending, self.current])
+        if not self.pending:
+            for layer in cache.layers:
+                crop(layer, 0)
+        return output
+
+    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute or skip one layer, or abort the pass for a catch-up."""
+        if self.resume_at:
+            return self._run_layer_again(gate, args, kwargs)
+        state, executed = input_state(args, kwargs), gate.layer_idx + 1
+        if gate.layer_idx == 0:
+            self.begin_pass(state)
+        if self.all_exited:
+            if executed == self.num_layers:
+                state = self.after_layer(executed, state)
+                self.pending.append(self.current)
+            return gate.with_state(None, state)
+        if self.pending and gate.layer_idx == min(token.depth for token in self.pending):
+            raise _CatchUp
+        output = self.execute(gate, args, kwargs)
+        state = gate.state_of(output)
+        if self.may_exit and executed in self.exit_layers:
+            self.current.states[executed] = state
+        return gate.with_state(output, self.after_layer(executed, state))
+
+    def _run_layer_again(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one layer of a catch-up pass."""
+        executed = gate.layer_idx + 1
+        if executed <= self.resume_at:
+            return gate.with_state(None, self.states if executed == self.resume_at else input_state(args, kwargs))
+        output = self.execute(gate, args, kwargs)
+        return gate.with_state(output, self.after_layer(executed, gate.state_of(output)))
+
+    def catch_up(self, forward: Callable[..., Any], tokens: list[_Token]) -> Any:
+        """Run `tokens`, which may end with the current one, through the layers that the first of them skipped."""
+        cache: Cache = tokens[-1].kwargs[CACHE]
+        self.resume_at = min(token.depth for token in self.pending)
+        self.states = torch.cat([token.states[self.resume_at] for token in tokens], dim=1)
+        complete = cache.get_seq_length(self.num_layers - 1)
+        executed_layers = [dict(layer.__dict__) for layer in cache.layers[: self.resume_at]]
+        for layer in cache.layers:
+            crop(layer, layer.get_seq_length() - complete)
+        try:
+            output = forward(**_concatenated(tokens))
+        finally:
+            self.resume_at = 0
+        for layer, contents in zip(cache.layers, executed_layers, strict=False):
+            layer.__dict__.update(contents)
+        self.pending.clear()
+        return output
+
+    def flush(self, forward: Callable[..., Any]) -> None:
+        """Complete the K/V of pending tokens in a cache that is returned."""
+        if self.pending:
+            self.may_exit = False
+            num_passes = len(self.per_pass)
+            self.catch_up(forward, list(self.pending))
+            del self.per_pass[num_passes:]
+        stop_recording(self.current.kwargs[CACHE])
+
+    def give_up(self, cache: Cache) -> None:
+        """Crop a returned cache to the tokens that all layers have, after an interrupted call."""
+        cut_back(cache, min(int(layer.get_seq_length()) for layer in cache.layers))
+
+
+def _concatenated(tokens: list[_Token]) -> dict[str, Any]:
+    """Keyword arguments of one call over several tokens that were decoded one by one."""
+    merged = dict(tokens[-1].kwargs)
+    for name in ("input_ids", "position_ids", *TYPES):
+        if merged.get(name) is not None:
+            merged[name] = torch.cat([token.kwargs[name] for token in tokens], dim=-1)
+    return merged

@@ -22,15 +22,11 @@ from ..base_model.structure import DecoderStructure
 from ..kernels.ops import PLAIN, Ops
 from ..routers.exit_points import BlockPoint, ExitPoint
 
-_ACTIVE: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
+ACTIVE_RUN: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
 
 
 class Gate:
-    """Replaces a module's `forward`.
-
-    Args:
-        module: The module.
-    """
+    """Replaces a module's `forward`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -54,13 +50,7 @@ class Gate:
 
 
 class LayerGate(Gate):
-    """Replaces one decoder layer's `forward`.
-
-    Args:
-        layer: The decoder layer.
-        layer_idx: Its 0-based position.
-        returns_tuple: Whether it returns `(hidden_states, ...)`.
-    """
+    """Replaces one decoder layer's `forward`; `returns_tuple`: whether it returns `(hidden_states, ...)`."""
 
     def __init__(self, layer: nn.Module, layer_idx: int, returns_tuple: bool) -> None:
         super().__init__(layer)
@@ -91,38 +81,38 @@ class MLPGate(Gate):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Let the active run choose the tokens; without one, run the MLP on all."""
         run = active_run()
-        kept = run.tokens_for_mlp() if run is not None else None
-        if run is None or kept is None:
+        selected = run.tokens_for_mlp() if run is not None else None
+        if run is None or selected is None:
             return self.native(*args, **kwargs)
         if len(args) + len(kwargs) == 1 and run.ops.run_on(input_state(args, kwargs)):
-            return self._on_compacted(kept, input_state(args, kwargs), run.ops)
-        return self._on_some(kept, args, kwargs)
+            return self._on_compacted(selected, input_state(args, kwargs), run.ops)
+        return self._on_selected(selected, args, kwargs)
 
-    def _on_compacted(self, kept: Tensor, hidden_states: Tensor, ops: Ops) -> Any:
-        """As `_on_some`, with fused kernels."""
-        rows, indices, counts = ops.exit_compact(hidden_states.flatten(0, 1), ~kept.to(hidden_states.device).flatten())
-        num_kept = int(counts[0])
-        output = self.native(rows[None, :num_kept])
+    def _on_compacted(self, selected: Tensor, hidden_states: Tensor, ops: Ops) -> Any:
+        """As `_on_selected`, with fused kernels."""
+        skipped = ~selected.to(hidden_states.device).flatten()
+        rows, indices, counts = ops.exit_compact(hidden_states.flatten(0, 1), skipped)
+        num_selected = int(counts[0])
+        output = self.native(rows[None, :num_selected])
         state = output[0] if isinstance(output, tuple) else output
         scattered = state.new_zeros((rows.shape[0], state.shape[-1]))
-        ops.exit_scatter(state.flatten(0, -2), indices[:num_kept], scattered)
-        scattered = scattered.view(*kept.shape, -1)
+        ops.exit_scatter(state.flatten(0, -2), indices[:num_selected], scattered)
+        scattered = scattered.view(*selected.shape, -1)
         return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
 
-    def _on_some(self, kept: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_selected(self, selected: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on the tokens of a (rows, length) mask; outputs of the others are zero and not used."""
-        kept = kept.to(input_state(args, kwargs).device)
-        args = tuple(_gathered(value, kept) for value in args)
-        output = self.native(*args, **{name: _gathered(value, kept) for name, value in kwargs.items()})
+        selected = selected.to(input_state(args, kwargs).device)
+
+        def gathered(value: Any) -> Any:  # as one row
+            is_per_token = isinstance(value, Tensor) and value.shape[:2] == selected.shape
+            return value[selected][None] if is_per_token else value
+
+        output = self.native(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
         state = output[0] if isinstance(output, tuple) else output  # MoE blocks return router logits as well
-        scattered = state.new_zeros((*kept.shape, state.shape[-1]))
-        scattered[kept] = state.reshape(-1, state.shape[-1])
+        scattered = state.new_zeros((*selected.shape, state.shape[-1]))
+        scattered[selected] = state.reshape(-1, state.shape[-1])
         return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
-
-
-def _gathered(value: Any, kept: Tensor) -> Any:
-    """The kept tokens of a (rows, length, ...) tensor as one row; other values unchanged."""
-    return value[kept][None] if isinstance(value, Tensor) and value.shape[:2] == kept.shape else value
 
 
 def open_gates(structure: DecoderStructure) -> None:
@@ -144,16 +134,16 @@ def remove_gates(structure: DecoderStructure) -> None:
 @contextmanager
 def active(run: LayerRun | None) -> Iterator[LayerRun | None]:
     """Make `run` decide for every layer that this thread calls; with `None` all run at full depth."""
-    token = _ACTIVE.set(run)
+    token = ACTIVE_RUN.set(run)
     try:
         yield run
     finally:
-        _ACTIVE.reset(token)
+        ACTIVE_RUN.reset(token)
 
 
 def active_run() -> LayerRun | None:
     """The active run of this thread, if any."""
-    return None if torch.compiler.is_dynamo_compiling() else _ACTIVE.get()
+    return None if torch.compiler.is_dynamo_compiling() else ACTIVE_RUN.get()
 
 
 class LayerRun:
@@ -213,12 +203,7 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer's call.
-
-    Attributes:
-        args: Positional arguments; the hidden states are here or in `kwargs`.
-        kwargs: Keyword arguments: masks, positions, the cache.
-    """
+    """The arguments of a layer's call: hidden states, masks, positions, the cache."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

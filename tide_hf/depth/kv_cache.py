@@ -1,4 +1,4 @@
-"""The KV cache under early exit: fill the K/V of skipped layers, and roll back rejected tokens."""
+"""The KV cache under early exit and speculation: fill the K/V of skipped layers, roll back rejected tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from transformers.cache_utils import (
 
 from ..base_model.structure import CACHE
 from ..common.errors import UnsupportedOptionError, describe
+from ..kernels.ops import PLAIN, Ops
+from ..kernels.reference import kv_compact
 
 
 class _Stored(BaseException):
@@ -40,11 +42,12 @@ def _view_class(cache_class: Any) -> Any:
     return type(cache_class.__name__, (_StoreAndStop, cache_class), {})
 
 
-def storing_view(cache: Cache) -> Cache:
-    """A view of `cache` that shares its contents, and passes `isinstance` checks for its class."""
-    view_class = _view_class(type(cache))  # type: ignore[arg-type]
-    view = object.__new__(view_class)
-    view.__dict__ = cache.__dict__
+def _storing_view(value: Any) -> Any:
+    """A view of a cache that shares its contents and passes `isinstance` checks for its class; others unchanged."""
+    if not isinstance(value, Cache):
+        return value
+    view = object.__new__(_view_class(type(value)))  # type: ignore[arg-type]
+    view.__dict__ = value.__dict__
     return view
 
 
@@ -52,16 +55,9 @@ def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """Fill a skipped layer's K/V from its input, by the layer's own code (`propagate`).
 
     Only the code before the cache update runs: the input norm and the q, k and v projections.
-
-    Args:
-        gate: The layer's gate.
-        args: Its positional arguments; the cache may be among them (gpt2).
-        kwargs: Its keyword arguments.
     """
-    args = tuple(storing_view(value) if isinstance(value, Cache) else value for value in args)
-    kwargs = {name: storing_view(value) if isinstance(value, Cache) else value for name, value in kwargs.items()}
     try:
-        gate.native(*args, **kwargs)
+        gate.native(*map(_storing_view, args), **{name: _storing_view(value) for name, value in kwargs.items()})
     except _Stored:
         return
     raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug in tide_hf
@@ -75,11 +71,7 @@ def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 def fill_for(strategy: str, config: Any) -> Callable[..., None]:
-    """Choose the function that fills a skipped layer's K/V, given its gate and arguments.
-
-    Args:
-        strategy: The routers' `kv_cache_strategy`: `propagate` or `zero_pad`.
-        config: The base model's text config.
+    """Choose the function that fills a skipped layer's K/V for a `kv_cache_strategy` and a text config.
 
     Raises:
         UnsupportedOptionError: Some layers share the K/V of others, as Gemma 4's do.
@@ -126,7 +118,8 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
     if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
         got += " that records the past"  # the first rollback would discard the record
         supported = False
-    if supported and moves_rows and (others := [one for one in cache.layers if not _is_movable(one)]):
+    movable = (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)  # which hold nothing but K/V
+    if supported and moves_rows and (others := [layer for layer in cache.layers if type(layer) not in movable]):
         got += f" with a {type(others[0]).__name__}"
         supported = False
     if not supported:
@@ -141,11 +134,6 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
             )
         )
     return cache
-
-
-def _is_movable(layer: Any) -> bool:
-    """Whether a cache layer holds nothing but K/V, so that its rows can be moved."""
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)
 
 
 def last_slot(cache: Cache) -> int | None:
@@ -187,10 +175,8 @@ SLIDING_LAYER = (
 
 
 def start_recording(cache: Cache) -> None:
-    """Make a cache keep tokens that leave its sliding window until it is cropped, so that it can be rolled back."""
+    """Make a cache retain tokens that leave its sliding window until it is cropped, so that it can be rolled back."""
     cache.activate_past_recording()
-    if SLIDING_LAYER is DynamicSlidingWindowLayer:
-        return
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
             layer.__class__ = SLIDING_LAYER
@@ -211,3 +197,131 @@ def cut_back(cache: Cache, length: int) -> None:
     for layer in cache.layers:
         crop(layer, int(layer.get_seq_length()) - length)
     stop_recording(cache)
+
+
+class CacheSlots:
+    """The slots of a batch's cache, where each row accepts its own number of draft tokens.
+
+    A pass writes one slot per row and token. Slots that all rows reject are cropped; others stay as holes, which the
+    attention mask hides and positions skip. The cache is compacted, so that each row ends at the last slot, when the
+    share of holes exceeds `compaction_threshold`, or when masks cannot hide them (a sliding window counts slots).
+
+    Args:
+        cache: The cache after prefill.
+        length: Number of filled slots; later without those of a pass that is not committed.
+        attention_mask: (rows, length) of the prompt; `None` without padding.
+        compaction_threshold: Largest share of holes before the cache is compacted.
+        device: Device of the tokens, since the layers of an offloaded cache move between devices.
+        ops: Kernels for the compaction, if any.
+        has_windows: Whether some layers have a sliding window.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        length: int,
+        attention_mask: Tensor | None,
+        compaction_threshold: float,
+        device: torch.device,
+        ops: Ops = PLAIN,
+        has_windows: bool = False,
+    ) -> None:
+        self.cache, self.length, self.mask = cache, length, attention_mask
+        self.compaction_threshold, self.device = compaction_threshold, device
+        self.ops, self.has_windows = ops, has_windows
+        self.holes: Tensor | None = None
+        self.num_compactions = 0
+
+    def mask_for(self, width: int) -> Tensor | None:
+        """(rows, cached + width) attention mask of a pass over `width` tokens; `None` if nothing is masked."""
+        if self.mask is None:
+            return None
+        return torch.cat([self.mask, self.mask.new_ones((self.mask.shape[0], width))], dim=-1)
+
+    def commit(self, width: int, accepted: list[int]) -> None:
+        """Retain the first `accepted[row]` of the `width` slots that the last pass wrote."""
+        longest = max(accepted)
+        if min(accepted) == longest and self.holes is None:
+            self.mask = self.mask_for(longest)
+            self.length += longest
+            # Even with nothing to remove, since cropping lets sliding-window layers drop what has left the window.
+            self._crop(width - longest)
+            return
+        slots = torch.arange(width, device=self.device)
+        mask, holes = self._with_holes(slots < torch.tensor(accepted, device=self.device)[:, None])
+        if self.has_windows:
+            self._compact(mask, holes)
+            return
+        self._crop(width - longest)
+        self.length += longest
+        self.mask, self.holes = mask[:, : self.length], holes[:, : self.length]
+        if float(self.holes.float().mean()) > self.compaction_threshold:
+            self._compact(self.mask, self.holes)
+
+    def settle(self) -> None:
+        """Compact the cache, so that no holes are left."""
+        if self.mask is not None and self.holes is not None:
+            self._compact(self.mask, self.holes)
+
+    def break_off(self) -> None:
+        """Make the cache consistent after an interrupted pass, which may have written to some layers only.
+
+        Each row retains as many tokens as the shortest has, or none if a sliding window has dropped slots.
+        """
+        cut_back(self.cache, self.length)
+        if self.holes is None:
+            return
+        has_all = all(layer.keys.shape[-2] == self.length for layer in self.cache.layers)
+        shortest = int((~self.holes).sum(dim=1).min()) if has_all else 0
+        order = torch.argsort(self.holes.to(torch.uint8), dim=1, stable=True)[:, :shortest]  # holes go last
+        self._move(order, self.length)
+
+    def select(self, rows: list[int]) -> Tensor:
+        """Drop all other rows; return these as an index tensor on the CPU, which indexes layers on any device."""
+        index = torch.tensor(rows)
+        self.cache.batch_select_indices(index)
+        if self.mask is not None:
+            self.mask = self.mask[index.to(self.mask.device)]
+        if self.holes is not None:
+            self.holes = self.holes[index.to(self.holes.device)]
+        return index
+
+    def _crop(self, num_tokens: int) -> None:
+        for layer in self.cache.layers:
+            crop(layer, num_tokens)
+
+    def _move(self, order: Tensor, total: int) -> None:
+        for layer in self.cache.layers:
+            _gather_slots(layer, order, total, self.ops)
+
+    def _with_holes(self, is_accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask and holes, (rows, cached + width) each, after a pass with accepted tokens (rows, width)."""
+        shape, device = (is_accepted.shape[0], self.length), is_accepted.device
+        mask = torch.ones(shape, dtype=torch.long, device=device) if self.mask is None else self.mask
+        holes = torch.zeros(shape, dtype=torch.bool, device=device) if self.holes is None else self.holes
+        return torch.cat([mask, is_accepted.to(mask)], dim=-1), torch.cat([holes, ~is_accepted], dim=-1)
+
+    def _compact(self, mask: Tensor, holes: Tensor) -> None:
+        """Move each row's tokens to the last slots, by one gather (or kernel) per layer."""
+        self.num_compactions += 1
+        total, width = holes.shape[1], int((~holes).sum(dim=1).max())
+        # A stable sort puts holes first and leaves the tokens in order; the longest row sets how many slots remain.
+        order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
+        self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
+        self.holes = remaining if bool(remaining.any()) else None
+        self.length = width
+        self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
+
+
+def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
+    """Gather the slots `order` (rows, remaining) of a layer, counted from the first of the sequence.
+
+    A negative index marks a slot that the mask hides, whose contents do not matter. A sliding-window layer holds only
+    the last slots, and no more than the window.
+    """
+    width, stored = order.shape[1], layer.keys.shape[-2]
+    if layer.is_sliding:
+        order = order[:, -min(width, layer.sliding_window - 1) :] - (total - stored)
+        layer.cumulative_length = width
+    compact = ops.kv_compact if ops.run_on(layer.keys, layer.values) else kv_compact
+    layer.keys, layer.values = compact(layer.keys, layer.values, order.to(layer.keys.device))

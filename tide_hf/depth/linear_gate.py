@@ -31,7 +31,7 @@ from ..kernels.cpu.weight_layouts import (
     fastest_layout,
     in_layout,
 )
-from .gates import Gate, active_run
+from .gates import ACTIVE_RUN, Gate
 
 MEMORY_SHARE = 0.25  # of the free memory, which copies of weights may take
 
@@ -42,7 +42,7 @@ DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose 
 
 Product = Callable[[Tensor], Tensor]
 
-_layouts: ContextVar[Layouts] = ContextVar("tide_hf_forms", default=PYTORCH_LAYOUTS)
+_layouts: ContextVar[Layouts] = ContextVar("tide_hf_layouts", default=PYTORCH_LAYOUTS)
 # Choices by gate and input size; `None` while weights may change or a trace runs.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
 
@@ -51,17 +51,15 @@ _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar
 def allowed_layouts(layouts: Layouts, cache_choice: bool = False) -> Iterator[None]:
     """Set the layouts in which gated linear layers may read their weights; the default needs no compiler.
 
-    Args:
-        layouts: The layouts.
-        cache_choice: Whether a layer may keep its choice per number of rows, since no weight changes meanwhile.
-            Choosing at each of the 211 products took 9% of a pass over one token.
+    With `cache_choice` a layer stores its choice per input size, since no weight changes meanwhile: choosing at each of
+    the 211 products took 9% of a pass over one token.
     """
-    forms_before, products_before = _layouts.set(layouts), _products.set({} if cache_choice else None)
+    layouts_before, products_before = _layouts.set(layouts), _products.set({} if cache_choice else None)
     try:
         yield
     finally:
         _products.reset(products_before)
-        _layouts.reset(forms_before)
+        _layouts.reset(layouts_before)
 
 
 class LinearGate(Gate):
@@ -71,16 +69,20 @@ class LinearGate(Gate):
         linear: The layer.
         may_copy: Whether the weights may be copied.
         anywhere: Whether the gate also acts outside an active run, for layers of TIDE's own.
+
+    Attributes:
+        converted: The weights in other layouts.
     """
 
     def __init__(self, linear: nn.Linear, may_copy: bool = True, anywhere: bool = False) -> None:
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
-        self.kept: dict[type[WeightLayout], WeightLayout] = {}
+        self.converted: dict[type[WeightLayout], WeightLayout] = {}
 
     def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
         """Run the layer; natively outside TIDE's passes, and where that is the fastest."""
-        run = active_run()
+        # As `active_run`, whose call would cost time at each product of a pass.
+        run = None if torch.compiler.is_dynamo_compiling() else ACTIVE_RUN.get()
         if run is None and not self._anywhere:
             return self.native(input)
         products = _products.get()
@@ -101,37 +103,34 @@ class LinearGate(Gate):
 
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
         weight, bias = self._weight, self._bias
-        kept = self.prepare(input.numel() // self._size, _layouts.get())  # last, since it may have to measure
+        converted = self.prepare(input.numel() // self._size, _layouts.get())  # last, since it may have to measure
         product: Product
-        if kept is None:
+        if converted is None:
             product = partial(functional.linear, weight=weight, bias=bias) if self.replaced is None else self.native
         elif type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
-            product = partial(kept.apply, bias=bias)  # dispatching an op takes microseconds, 4% of a small model's pass
+            # Dispatching an op takes microseconds, 4% of a small model's pass.
+            product = partial(converted.apply, bias=bias)
         else:
-            return torch.ops.tide_hf.linear.default(input, weight, bias, kept.number)
+            return torch.ops.tide_hf.linear.default(input, weight, bias, converted.number)
         if products is not None:
             products[self, input.numel()] = product
         return product(input)
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
-        """Convert the weights to the fastest of the allowed `layouts` for a number of rows.
-
-        Returns:
-            The converted weights; `None` where PyTorch's own linear is the fastest.
-        """
+        """Convert the weights to the fastest of `layouts` for a number of rows; `None` where PyTorch's own is."""
         if not _is_plain(self._weight):  # moved to a GPU since, for example
             return None
         if not self.may_copy:
             layouts = tuple(layout for layout in layouts if not layout.is_copy)
         layout = fastest_layout(self._weight.dtype, rows, layouts)
-        return None if layout is None else self.keep(layout)
+        return None if layout is None else self.convert(layout)
 
-    def keep(self, layout: type[WeightLayout]) -> WeightLayout:
-        """Convert the weights to a layout and keep them."""
-        kept, weight = self.kept.get(layout), self._weight
-        if kept is None or not kept.is_of(weight):
-            self.kept[layout] = kept = in_layout(layout, weight)
-        return kept
+    def convert(self, layout: type[WeightLayout]) -> WeightLayout:
+        """The weights in a layout, converted at first use and where they have changed."""
+        converted, weight = self.converted.get(layout), self._weight
+        if converted is None or not converted.is_of(weight):
+            self.converted[layout] = converted = in_layout(layout, weight)
+        return converted
 
     # Lookups in `_parameters` are ten times faster than attributes of a module, and run at every product.
     @property
@@ -147,15 +146,15 @@ class LinearGate(Gate):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave converted weights out of copies and pickles, which convert their own."""
-        return {**self.__dict__, "kept": {}}
+        return {**self.__dict__, "converted": {}}
 
     def release(self) -> None:
         """Free the converted weights."""
-        self.kept = {}
+        self.converted = {}
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
-        if not all(kept.is_of(self._weight, sampled=True) for kept in self.kept.values()):
+        if not all(weight.is_of(self._weight, sampled=True) for weight in self.converted.values()):
             self.release()
 
 
@@ -168,7 +167,7 @@ class SingleLayoutGate(LinearGate):
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout:
         """Convert the weights to that layout, for any number of rows."""
-        return self.keep(self.layout)
+        return self.convert(self.layout)
 
 
 @contextmanager
@@ -176,9 +175,6 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
     """Run a base model's own passes with another weight layout, on a CPU that is clearly faster with it.
 
     A layout that copies the weights is used only if the copy takes at most a quarter of the free memory.
-
-    Args:
-        structure: The base model's structure.
     """
     linears, may_copy = linears_to_gate(structure, "auto")
     layouts = {linear: clearly_faster_layout(linear.weight.dtype) for linear in linears}

@@ -15,13 +15,12 @@ from ..base_model.structure import CACHE, has_windows, last_position, may_replac
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
 from ..depth.block_drafting import block_run
-from ..depth.cache_slots import CacheSlots
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
-from ..depth.kv_cache import cache_is_returned, crop, last_slot, start_recording, stop_recording
+from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, last_slot, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import is_loaded
 from ..speculation.attachment import Attachment
-from ..speculation.costs import CostTable
-from ..speculation.prompt_groups import read_prompts
+from ..speculation.policy import CostTable
+from ..speculation.prefill import read_prompts
 from ..speculation.ranks import ranks_of
 from .gqa_attention import gqa_attention
 
@@ -230,7 +229,7 @@ class EagerEngine:
         accepted = [len(tokens) for tokens in new_tokens]
         self._slots.commit(self._width, accepted)
         if self.block is not None:
-            self.block.keep(accepted)
+            self.block.commit(accepted)
         if self.positions is not None:
             self.positions += self.positions.new_tensor(accepted)
         self.newest = [tokens[-1] if tokens else newest for newest, tokens in zip(self.newest, new_tokens, strict=True)]
@@ -238,11 +237,11 @@ class EagerEngine:
         self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
         self._logits = None
 
-    def select(self, kept: list[int]) -> None:
-        """Keep only these rows of the batch."""
-        self.rows = [self.rows[place] for place in kept]
-        self.newest = [self.newest[place] for place in kept]
-        index = self._slots.select(kept)
+    def select(self, rows: list[int]) -> None:
+        """Drop all other rows of the batch."""
+        self.rows = [self.rows[row] for row in rows]
+        self.newest = [self.newest[row] for row in rows]
+        index = self._slots.select(rows)
         if self.block is not None:
             self.block.select(index)
         if self.positions is not None:

@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache
 from ..depth.linear_gate import KERNEL_LAYOUTS, allowed_layouts
 from ..kernels.cpu.attention import MIN_QUERIES, is_faster
 from ..kernels.cpu.cpp_kernels import load_op
-from ..speculation.costs import CostTable, step_width
 from ..speculation.engine import Engine
+from ..speculation.policy import CostTable, step_width
 from .capturable import why_not_after_prefill
 from .eager import EagerEngine
 from .gqa_attention import gqa_attention
@@ -221,17 +221,17 @@ class StaticEngine:
             self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
         self._made_before = self.steps.warm_up.num_made
 
-    def select(self, kept: list[int]) -> None:
+    def select(self, rows: list[int]) -> None:
         """Drop finished sequences: move to smaller buffers if there are some, else ignore their rows."""
         if self._buffers is None:
-            self.prompt.select(kept)
+            self.prompt.select(rows)
             return
-        self._rows.keep(kept)
-        self.newest = [self.newest[place] for place in kept]
-        self._positions = [self._positions[place] for place in kept]
-        self._added = [self._added[place] for place in kept]
-        self._kept = None if self._kept is None else [self._kept[place] for place in kept]
-        smaller = self.steps.smaller(self.buffers, len(kept))
+        self._rows.keep(rows)
+        self.newest = [self.newest[row] for row in rows]
+        self._positions = [self._positions[row] for row in rows]
+        self._added = [self._added[row] for row in rows]
+        self._kept = None if self._kept is None else [self._kept[row] for row in rows]
+        smaller = self.steps.smaller(self.buffers, len(rows))
         if smaller is not None:
             self._move_to(smaller)
         else:
@@ -244,7 +244,7 @@ class StaticEngine:
             self._slots.settle()
             give_back(self.buffers.cache, prompt._slots.cache, self._slots.length)
             if prompt.block is not None and self._kept is not None:
-                prompt.block.keep_state(self.buffers.last_hidden_states, self._kept)
+                prompt.block.continue_from(self.buffers.last_hidden_states, self._kept)
         return prompt.finish(settle)
 
     @property

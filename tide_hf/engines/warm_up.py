@@ -14,10 +14,8 @@ from ..common.errors import ConfigurationError, describe, short
 from ..depth.linear_gate import weight_dtypes
 from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
 from ..speculation.attachment import Attachment, head_priors
-from ..speculation.costs import CostTable
-from ..speculation.drafters import UNREAD, Draft, Drafter
-from ..speculation.engine import DraftEngine
-from ..speculation.policy import Option, choose
+from ..speculation.engine import UNREAD, Draft, DraftEngine, Drafter
+from ..speculation.policy import CostTable, Option, choose
 from ..speculation.rows import RowCriterion
 from .steps.progress import WarmUp
 from .steps.step_buffers import WIDTHS

@@ -24,7 +24,7 @@ from ..common.stats import ExitStats
 from ..model import TIDEModelForCausalLM
 from ..routers.config import NEVER_EXIT, check_exit_threshold
 from ..routers.routers import TIDERouters
-from ..speculation.prefix_cache import num_shared
+from ..speculation.prefill import num_shared
 
 MAX_WARM_UPS = 6  # repeats of a run that compiles, since other tokens take other pass widths
 DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold never exits

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .drafters import Draft
+from .call import Call
+from .engine import Draft
 from .ranks import Ranks
 from .rows import Row, Stopping
 
-# Processors that look at each row by itself, and keep nothing of it; all others get to see whole batches.
+# Processors without state that look at each row by itself; all others are called with whole batches.
 BY_ROW = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
@@ -45,44 +46,34 @@ class AcceptanceRule:
     """Chooses the tokens of one call, and ends its rows.
 
     The rows of a batch accept drafts each by itself where all processors and criteria look at each row by itself.
-    Where one of them is not known to, or rows have to stay level, they go on `together`: each position is asked about
-    once, in order, and for all rows at once, as plain decoding asks, and a row's wrong draft stops them all.
+    Where one of them is not known to, or rows have to stay level, they advance `together`: processors and criteria are
+    called once for each position, in order, with all rows, as in plain decoding, and one rejected draft stops them all.
 
     Args:
-        rows: All rows of the call.
-        logits_processor: What `generate` prepared.
-        stopping: When rows end.
-        generation_config: Of this call.
-        streamer: Gets a single row's tokens one by one.
-        ranks: Processes that have to draw the same.
-        pads_are_seen: Whether the caller gets to see what the model makes of the padding behind rows that ended.
-        stay_level: Whether the rows have to keep one length, since the model looks at slots.
+        call: The call.
+        ranks: Processes that have to draw the same tokens.
+        padding_is_returned: Whether the caller gets scores, or K/V, of the padding after rows that ended.
+        stay_level: Whether the rows have to have the same length, since the model's attention counts slots.
 
     Attributes:
+        rows: All rows of the call.
         together: See above.
-        keeps_scores: Whether processed scores are kept in the rows.
-        keeps_logits: Whether raw logits are.
+        returns_scores: Whether the rows store processed scores.
+        returns_logits: Whether they store raw logits.
     """
 
-    def __init__(
-        self,
-        rows: list[Row],
-        logits_processor: Any,
-        stopping: Stopping,
-        generation_config: Any,
-        streamer: Any,
-        ranks: Ranks,
-        pads_are_seen: bool,
-        stay_level: bool = False,
-    ) -> None:
-        self.rows, self.stopping, self.config = rows, stopping, generation_config
-        self.streamer, self.ranks, self.pads_are_seen = streamer, ranks, pads_are_seen
-        returned = generation_config.return_dict_in_generate
-        self.keeps_scores = bool(returned and generation_config.output_scores)
-        self.keeps_logits = bool(returned and generation_config.output_logits)
-        by_row = not stay_level and stopping.by_row and all(type(processor) in BY_ROW for processor in logits_processor)
-        self.together = len(rows) > 1 and not by_row
-        self.processors_of = [_of_row(logits_processor, row.index) if by_row else logits_processor for row in rows]
+    def __init__(self, call: Call, ranks: Ranks, padding_is_returned: bool, stay_level: bool = False) -> None:
+        self.config, self.streamer, self.ranks = call.generation_config, call.streamer, ranks
+        self.padding_is_returned = padding_is_returned
+        self.stopping = Stopping(call.stopping_criteria, self.config)
+        self.rows = [Row(index, prompt[None]) for index, prompt in enumerate(call.input_ids)]
+        is_returned = self.config.return_dict_in_generate
+        self.returns_scores = bool(is_returned and self.config.output_scores)
+        self.returns_logits = bool(is_returned and self.config.output_logits)
+        processors = call.logits_processor
+        by_row = not stay_level and self.stopping.by_row and all(type(one) in BY_ROW for one in processors)
+        self.together = len(self.rows) > 1 and not by_row
+        self.processors_of = [_of_row(processors, row.index) if by_row else processors for row in self.rows]
 
     @property
     def needs_logits(self) -> bool:
@@ -90,21 +81,21 @@ class AcceptanceRule:
         return bool(
             self.config.do_sample
             or len(self.processors_of[0])
-            or self.keeps_scores
-            or self.keeps_logits
-            or self.together  # their criteria may want scores
+            or self.returns_scores
+            or self.returns_logits
+            or self.together  # their criteria may read scores
         )
 
     @property
     def length(self) -> int:
-        """New tokens of the answer, as far as it is clear."""
+        """New tokens of the longest row that has stopped."""
         return max(row.stopped_at or 0 for row in self.rows)
 
     def room(self, row: Row) -> int:
-        """How many tokens `row` may still add: a stopped one that is kept only keeps pace with the others."""
+        """How many tokens `row` may still add; a stopped one that stays in the batch only follows the others."""
         if row.stopped_at is not None and not self.together:
             return max(len(other.tokens) for other in self.rows) - len(row.tokens)
-        # One comes behind any prompt, as in plain decoding, which asks no criterion before.
+        # At least one, as in plain decoding, which checks no criterion before the first token.
         return max(1, self.config.max_length - row.prompt.shape[1] - len(row.tokens))
 
     def accept(
@@ -119,9 +110,9 @@ class AcceptanceRule:
 
         Args:
             batch: The rows that still decode.
-            logits: (rows, width, vocabulary) of the full-depth pass; not needed where there are top tokens.
+            logits: (rows, width, vocabulary) of the full-depth pass; `None` with top tokens.
             drafts: The draft of each row.
-            top_tokens: The top token at each position of each row, where nothing else matters.
+            top_tokens: The top-1 token at each position of each row, unless `needs_logits`.
             depth: Layers of a full-depth pass.
 
         Returns:
@@ -145,9 +136,9 @@ class AcceptanceRule:
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         scores = self.processors_of[rows[0].index](ids, logits)
         for position, row in enumerate(rows):
-            if self.keeps_scores:
+            if self.returns_scores:
                 row.scores.append(scores[position : position + 1])
-            if self.keeps_logits:
+            if self.returns_logits:
                 row.logits.append(logits[position : position + 1])
         if self.config.do_sample:
             drawn = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
@@ -161,7 +152,7 @@ class AcceptanceRule:
             stops = row.stopped_at is None and self.stopping(row)
             if stops:
                 row.stopped_at = len(row.tokens)
-            if self.streamer is not None:  # behind the criteria, as in plain decoding
+            if self.streamer is not None:  # after the criteria, as in plain decoding
                 self.streamer.put(torch.tensor([token]))
             if stops or not matched:
                 break
@@ -180,7 +171,7 @@ class AcceptanceRule:
                 break
 
     def _add(self, row: Row, token: int, draft: Draft, position: int, depth: int) -> bool:
-        """Add a token, or padding behind a row that ended; return whether it was drafted."""
+        """Add a token, or padding to a row that ended; return whether it was drafted."""
         if row.stopped_at is not None and self.stopping.pads:
             token = self.stopping.pad_token_id
         matched = position < len(draft.tokens) and token == draft.tokens[position]
@@ -189,12 +180,12 @@ class AcceptanceRule:
         return matched
 
     def _may_differ(self, row: Row) -> bool:
-        """Whether nobody looks at what the model makes of the tokens that `row` was fed."""
-        return row.stopped_at is not None and self.stopping.pads and not self.pads_are_seen
+        """Whether `row` has ended and no one reads the model's output for its padding."""
+        return row.stopped_at is not None and self.stopping.pads and not self.padding_is_returned
 
 
 def _of_row(processors: Any, index: int) -> LogitsProcessorList:
-    """The same processors for one row; transformers 5.23 tells one of them where the text of each row starts."""
+    """The processors of one row; from transformers 5.23 on one of them has the prompt length of each row."""
     found = LogitsProcessorList()
     for processor in processors:
         lengths = getattr(processor, "prompt_ignore_length", None)

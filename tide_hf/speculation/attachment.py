@@ -1,4 +1,4 @@
-"""What TIDE adds to a model, and the drafter that it decodes with unless told otherwise."""
+"""What TIDE adds to a model, and the drafter of `self_speculative`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
-from .costs import CostTable
-from .drafters import Drafter, HybridDrafter
-from .engine import DraftEngine, EngineKind
+from .drafters import HybridDrafter
+from .engine import DraftEngine, Drafter, EngineKind
+from .policy import CostTable
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,13 @@ class Attachment:
         structure: Its layers, norm and head.
         unembed: Its unembedding.
         routers: Routers and exit heads; `None` where drafts come from n-grams alone.
-        mode: The mode of a call that names none.
-        exit_threshold: The threshold of a call that names none.
+        mode: The mode of a call that names none; `exit_threshold` and `engine` likewise.
         make_drafter: Builds the drafter of a call from the attachment, the prompts and the engine.
         engines: The engines, by name.
-        engine: The engine of a call that names none.
         use_kernels: Whether eager calls may use kernels.
-        strict: Whether calls that `self_speculative` cannot have raise, instead of decoding plainly.
+        strict: Whether calls that `self_speculative` does not support raise, instead of decoding plainly.
         costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
-        acceptances: How often each source's drafts were right in earlier calls, by temperature (0: greedy).
+        acceptances: The acceptance rate of each source in earlier calls, by temperature (0: greedy).
     """
 
     base_class: type
@@ -70,22 +68,20 @@ class Attachment:
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
-    _fallbacks: set[str] = field(default_factory=set, repr=False)  # the problems that have been warned of
+    _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings
 
     @property
     def compaction_threshold(self) -> float:
         """Share of holes in a batch's cache above which it is compacted."""
-        config = self.routers.config if self.routers is not None else TIDEConfig()
-        return float(config.compaction_threshold)
+        return float(self.config.compaction_threshold)
+
+    @property
+    def config(self) -> TIDEConfig:
+        """The routers' config, or the default one."""
+        return self.routers.config if self.routers is not None else TIDEConfig()
 
     def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
-        """Measured costs of a batch of `num_rows`; those of the next larger one known are the first guess.
-
-        Args:
-            num_rows: Sequences.
-            engine: Of the call.
-            widths: Of verify passes, where the call runs on steps.
-        """
+        """Measured costs of a batch of `num_rows`, at first those of the next larger batch that is known."""
         key = (engine, widths, num_rows)
         if key not in self.costs:
             larger = [rows for *known, rows in list(self.costs) if known == [engine, widths] and rows > num_rows]
@@ -97,25 +93,22 @@ class Attachment:
         return self.costs[key]
 
     @contextmanager
-    def running(self, engine: str, gates: list[LinearGate]) -> Iterator[None]:
-        """What a call is decoded inside of.
-
-        Args:
-            engine: Of the call.
-            gates: Those of the model.
-        """
+    def running(self, engine: str) -> Iterator[None]:
+        """What a call on an engine is decoded inside of."""
+        gates = self.gates()
+        for gate in gates:
+            gate.release_if_changed()
         with self.engines[engine].showing_warm_up(), allowed_layouts(self._eager_layouts(gates), cache_choice=True):
             yield
 
     def gates(self) -> list[LinearGate]:
-        """Those in front of linear layers."""
+        """The gates of linear layers."""
         return list(linear_gates(self.structure, self.block_head))
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
-        """Those in which eager calls may read weights: as they are stored, unless they would wait for a compiler."""
-        may_use_kernels = self.use_kernels is not False and all(
-            is_loaded("skinny_gemm", dtype) for dtype in weight_dtypes(gates)
-        )
+        """The layouts that eager calls may read; those of kernels only where these are compiled already."""
+        is_ready = all(is_loaded("skinny_gemm", dtype) for dtype in weight_dtypes(gates))
+        may_use_kernels = self.use_kernels is not False and is_ready
         return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
 
     def exit_point(self, exit_layer: int) -> ExitPoint:
@@ -124,11 +117,11 @@ class Attachment:
 
     @property
     def block_head(self) -> BlockHead | None:
-        """The block, if there is one."""
+        """The block head, if there is one."""
         return self.routers.block_head if self.routers is not None else None
 
     def draft_unembed(self) -> DraftUnembed:
-        """What the heads draft with; its copy of the draft vocabulary's rows is kept while the head stays the same."""
+        """The unembedding of drafts, whose copy of the draft vocabulary's rows lasts until the head changes."""
         vocab = self.routers.draft_vocab if self.routers is not None else None
         if not is_plain_linear(self.structure.head):
             return DraftUnembed(self.unembed)
@@ -140,7 +133,7 @@ class Attachment:
         return self._draft_unembed
 
     def release(self) -> None:
-        """Give back the memory that is kept between calls."""
+        """Free the memory that is retained between calls."""
         self._draft_unembed = None
         for gate in self.gates():
             gate.release()
@@ -211,7 +204,7 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: Dra
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
     priors, known = head_priors(attachment, engine), attachment.structure.vocab_size
     return HybridDrafter(
-        # What stands for an image may be no token that the model can read, let alone write.
+        # A placeholder of an image may be no token of the model's vocabulary.
         [[token if token < known else 0 for token in prompt] for prompt in prompts],
         engine.costs_of,
         priors,
@@ -222,7 +215,7 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: Dra
 
 def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]:
     """The exit layers at which a head drafts, and how often it agreed when it was calibrated."""
-    config = attachment.routers.config if attachment.routers is not None else TIDEConfig()
+    config = attachment.config
     record = config.calibration or {}
     measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
     priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}

@@ -1,47 +1,58 @@
-"""The seam between the speculative loop and whatever runs its passes."""
+"""What the speculative loop is composed of, as protocols: the engine that runs its passes, and the drafter."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from .costs import CostTable
+from .policy import CostTable
+
+UNREAD = -1  # stands for a draft token that is still on the device
 
 
-class EngineKind(Protocol):
-    """An engine as users name it, with what it keeps from call to call.
+@dataclass(frozen=True)
+class Piece:
+    """A part of a draft that one source wrote; `exit_layer` is 0 where no layer ran."""
 
-    Attributes:
-        warm_up_seconds: What making it ready has taken so far.
-    """
+    source: str
+    length: int
+    exit_layer: int = 0
 
-    @property
-    def warm_up_seconds(self) -> float:
-        """See above."""
 
-    def showing_warm_up(self) -> AbstractContextManager[None]:
-        """Show on a terminal that it is made ready, while it is."""
+@dataclass
+class Draft:
+    """Draft tokens of one row in one round, possibly none, and the sources that took turns to write them."""
 
-    def engine(
-        self, model: Any, attachment: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> Engine:
-        """The engine of one call.
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
-        Args:
-            model: The attached model.
-            attachment: What TIDE added to it.
-            input_ids: (rows, prompt length).
-            generation_config: Of this call.
-            model_kwargs: What `generate` prepared.
-        """
+    def add(self, tokens: list[int], source: str, exit_layer: int = 0) -> Draft:
+        """Append what `source` drafted; return self."""
+        if tokens:
+            self.tokens = [*self.tokens, *tokens]
+            self.pieces.append(Piece(source, len(tokens), exit_layer))
+        return self
 
-    def log_eager(self, reason: str) -> None:
-        """Log that a call which asked for this engine runs eagerly, as a warning at the first of each reason."""
+    def exit_layer_of(self, position: int) -> int:
+        """The layer that drafted the token at `position`, 0 where no layer ran."""
+        for piece in self.pieces:
+            if position < piece.length:
+                return piece.exit_layer
+            position -= piece.length
+        return 0
 
-    def release(self) -> None:
-        """Give back the memory that is kept between calls."""
+
+class Drafter(Protocol):
+    """Where the drafts of one call come from."""
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        """Draft at most `limits[i]` tokens for each row `rows[i]` that still decodes."""
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        """Learn how many tokens of a row's draft were accepted; `new_tokens` were added to its sequence."""
 
 
 class DraftEngine(Protocol):
@@ -49,10 +60,9 @@ class DraftEngine(Protocol):
 
     Attributes:
         temperature: Of the call's sampling; 0 for greedy decoding.
-        block_layer: The exit layer at which the block head drafts; `None` where it does not. It cannot go on behind the
-            tokens of another source.
-        reads_drafts: Whether each draft token is read by the host. Where it is not, `draft_unread` takes the place of
-            `draft`.
+        block_layer: The exit layer at which the block head drafts; `None` where it does not. It cannot continue after
+            the tokens of another source.
+        reads_drafts: Whether the host reads each draft token. If not, `draft_unread` replaces `draft`.
     """
 
     temperature: float
@@ -63,18 +73,15 @@ class DraftEngine(Protocol):
         """See above."""
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row by the head at an exit layer.
+        """Decode one token for each row by the head at an exit layer; return the tokens and their exit scores.
 
         Args:
             exit_layer: The exit layer.
             drafted: The tokens that each row has drafted in this round, as many for all rows.
-
-        Returns:
-            Each row's token, and its exit score.
         """
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
-        """Decode so many tokens for each row, which nobody reads before they are verified."""
+        """Decode so many tokens for each row, which the host does not read before they are verified."""
 
     def rollback(self) -> None:
         """Forget the draft steps since the last rollback, and their K/V."""
@@ -84,14 +91,15 @@ class DraftEngine(Protocol):
 
 
 class Engine(DraftEngine, Protocol):
-    """Runs the passes of one call of `generate`, and keeps their K/V.
+    """Runs the passes of one call of `generate`, and stores their K/V.
 
     A call is `prefill`, `begin`, and rounds of any number of `draft` steps, `verify` and `commit`; then `finish`. The
-    rows of the batch keep their order; `select` drops some of them.
+    rows of the batch stay in order; `select` drops some of them.
 
     Attributes:
         name: As users name it.
         layers_executed: Decoder layers that ran to their end, each counted once per row and pass.
+        free_slots: Tokens that the cache has room for after the last ones; `None` for a cache that grows.
     """
 
     name: str
@@ -100,54 +108,84 @@ class Engine(DraftEngine, Protocol):
     def layers_executed(self) -> int:
         """See above."""
 
+    @property
+    def free_slots(self) -> int | None:
+        """See above."""
+
     def running(self) -> AbstractContextManager[None]:
-        """What all other methods are called inside of; an error leaves a cache that the caller can go on with."""
+        """What all other methods are called inside of; after an error the caller's cache can still be used."""
 
     def decoding(self) -> AbstractContextManager[None]:
         """What rounds are run inside of."""
 
     def prefill(self) -> Tensor:
-        """Read the prompts; return the logits behind them, (rows, 1, vocabulary)."""
+        """Run prefill; return the logits of the last prompt tokens, (rows, 1, vocabulary)."""
 
     def begin(self, tokens: list[int]) -> None:
-        """Take each row's first token."""
+        """Set each row's first generated token."""
 
     def decoder(self, room: int) -> Engine:
-        """The engine that runs the rounds: this one, or the one that takes over behind the prompt.
-
-        Args:
-            room: Most tokens that a row may still add.
-        """
-
-    @property
-    def free_slots(self) -> int | None:
-        """Tokens that the cache has room for behind the newest ones; `None` for a cache that grows."""
+        """The engine that runs the rounds, in which a row may generate `room` tokens: this one, or another."""
 
     def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass over each row's newest token and what it has drafted."""
+        """Run one full-depth pass over each row's last token and what it has drafted."""
 
     def drafted(self) -> list[list[int]] | None:
-        """What the last pass verified, where that was not read before; else `None`."""
+        """The draft tokens of the last pass, where they were not read before; else `None`."""
 
     def logits(self) -> Tensor:
-        """(rows, width, vocabulary) of the last pass; what stands behind a row's last draft token is of no account."""
+        """(rows, width, vocabulary) of the last pass; those after a row's last draft token are arbitrary."""
 
     def top_tokens(self) -> list[list[int]]:
-        """The most likely token at each position of the last pass."""
+        """The top-1 token at each position of the last pass."""
 
     def commit(self, new_tokens: list[list[int]]) -> None:
-        """Keep the K/V of the tokens that the last pass has verified.
+        """Retain the K/V of the tokens that the last pass has verified, and roll back the rest.
 
         Args:
             new_tokens: Of each row, the accepted draft tokens and one more, whose K/V the next pass stores.
         """
 
-    def select(self, kept: list[int]) -> None:
-        """Go on with these rows of the batch alone."""
+    def select(self, rows: list[int]) -> None:
+        """Drop all other rows of the batch."""
 
     def finish(self, settle: bool) -> Any:
-        """Return the cache as plain decoding would leave it, if the caller gets to see it.
+        """Return the cache as plain decoding would leave it, if the caller receives it.
 
         Args:
-            settle: Whether the rows are to end at the same slot.
+            settle: Whether the rows have to end at the same slot.
         """
+
+
+class EngineKind(Protocol):
+    """An engine as users name it, with what it retains from call to call.
+
+    Attributes:
+        warm_up_seconds: Seconds that its warm-up has taken so far.
+    """
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """See above."""
+
+    def showing_warm_up(self) -> AbstractContextManager[None]:
+        """Show on a terminal that it warms up, while it does."""
+
+    def engine(
+        self, model: Any, attachment: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Engine:
+        """The engine of one call.
+
+        Args:
+            model: The attached model.
+            attachment: TIDE's state of the model.
+            input_ids: (rows, prompt length).
+            generation_config: Of this call.
+            model_kwargs: What `generate` prepared.
+        """
+
+    def log_eager(self, reason: str) -> None:
+        """Log that a call which asked for this engine runs eagerly, as a warning at the first of each reason."""
+
+    def release(self) -> None:
+        """Free the memory that is retained between calls."""

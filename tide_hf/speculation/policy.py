@@ -1,30 +1,173 @@
-"""What to draft next: costs and acceptances in, a decision out. Knows no model and no tensor."""
+"""What to draft next: measured costs and acceptances in, a decision out. Knows no model and no tensor."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from .costs import CostTable
+from statistics import median
+from threading import Lock
 
 MAX_DRAFT = 15
 DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # verify widths one more than these, to learn few costs well
 MIN_GAIN = 1.05  # a draft must promise this much over plain decoding, since the figures are noisy
+
+PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
+TRUSTED_SAMPLES = 4
+SAMPLES = 15
+FORGET_AFTER = 50  # plain passes, after which every other cost loses its oldest sample
+PACE_SAMPLES = 3  # plain passes that tell how fast the machine is at the moment
+COMPARABLE = 16  # passes after a plain one, as long as they are taken to be run at its pace
+STALE = 128  # passes after a plain one, when another one has to be run
+
+CostKey = tuple[str, int]
+PLAIN: CostKey = ("verify", 1)
+
+_lock = Lock()  # of all tables, since a table with one of its own could not be copied
+
+
+class CostTable:
+    """Running costs of passes on this machine, in milliseconds. Calls in several threads may share a table.
+
+    Keys are `("verify", width)` for a full-depth pass over `width` tokens (width 1 is plain decoding) and
+    `("draft", exit_layer)` for one draft token. The speed of a machine changes by the second with what else it does, so
+    other costs are stored as multiples of what plain passes cost just before them. Until a key has a few samples its
+    estimate leans on an optimistic prior, so that it gets tried; samples of what is not used are forgotten over time,
+    so that it is tried again.
+
+    Args:
+        num_layers: Decoder layers of the base model, for the prior of a draft step.
+        head_share: Share of the output head in a pass's weights, likewise.
+        widths: Those of verify passes, where others are padded to them; empty where a pass may have any width.
+    """
+
+    def __init__(self, num_layers: int, head_share: float = 0.0, widths: Sequence[int] = ()) -> None:
+        self.num_layers, self.head_share, self.widths = num_layers, head_share, tuple(widths)
+        self._samples: dict[CostKey, deque[float]] = {}  # in plain passes
+        self._medians: dict[CostKey, float] = {}
+        self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
+        self._plain_ms: deque[float] = deque(maxlen=SAMPLES)
+        self._pace = 1.0  # milliseconds of a plain pass at present
+        self._plain_passes = 0
+        self._since_plain = 0
+
+    def resized(self) -> CostTable:
+        """A table for a batch of another size, which takes these costs for a first guess."""
+        table = CostTable(self.num_layers, self.head_share, self.widths)
+        with _lock:
+            if self._plain_ms:
+                table._plain_ms.append(self._pace)
+                table._pace, table._plain_passes = self._pace, 1
+            for key, value in self._medians.items():
+                table._samples[key] = deque([value], maxlen=SAMPLES)
+                table._medians[key] = value
+        return table
+
+    def record(self, key: CostKey, milliseconds: float) -> None:
+        """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
+        with _lock:
+            if key == PLAIN:
+                self._record_plain(milliseconds)
+                return
+            self._since_plain += key[0] == "verify"
+            if key not in self._samples:
+                self._samples[key] = deque(maxlen=SAMPLES)
+            elif self.ready and self._since_plain <= COMPARABLE:
+                self._samples[key].append(milliseconds / self._pace)
+                self._update(key)
+
+    @property
+    def ready(self) -> bool:
+        """Whether plain decoding, against which everything is compared, has been measured, and not too long ago."""
+        return bool(self._plain_ms) and self._since_plain < STALE
+
+    def verify(self, width: int) -> float:
+        """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
+        if self.widths:
+            if width > self.widths[-1]:
+                return math.inf
+            width = step_width(width, self.widths)
+        key = ("verify", width)
+        with _lock:
+            if key not in self._estimates:
+                wider = [known for kind, known in self._medians if kind == "verify" and known > width > 1]
+                self._estimates[key] = min(self._verify(known) for known in (width, *wider))
+            return self._estimates[key] * self._pace
+
+    def draft(self, exit_layer: int) -> float:
+        """Expected milliseconds of one draft token from `exit_layer`."""
+        key = ("draft", exit_layer)
+        with _lock:
+            if key not in self._estimates:
+                share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
+                self._estimates[key] = self._blend(key, share)
+            return self._estimates[key] * self._pace
+
+    def _record_plain(self, milliseconds: float) -> None:
+        self._since_plain = 0
+        self._plain_passes += 1
+        if self._plain_passes == 1:
+            return
+        self._plain_ms.append(milliseconds)
+        self._pace = median(list(self._plain_ms)[-PACE_SAMPLES:])
+        if self._plain_passes % FORGET_AFTER == 0:
+            for key, samples in self._samples.items():
+                if samples:
+                    samples.popleft()
+                self._update(key)
+
+    def _update(self, key: CostKey) -> None:
+        self._estimates.clear()
+        if self._samples[key]:
+            self._medians[key] = median(self._samples[key])
+        else:
+            self._medians.pop(key, None)
+
+    def _verify(self, width: int) -> float:
+        return self._blend(("verify", width), self._interpolate(width))
+
+    def _blend(self, key: CostKey, prior: float) -> float:
+        """The measured cost; with few samples, their mean with the prior where that is lower."""
+        measured, count = self._medians.get(key), len(self._samples.get(key, ()))
+        if measured is None:
+            return prior
+        if count >= TRUSTED_SAMPLES:
+            return measured
+        return (measured * count + min(prior, measured)) / (count + 1)
+
+    def _interpolate(self, width: int) -> float:
+        """Cost of an unmeasured width between, or beyond, the trusted ones."""
+        known = [(1, 1.0)]
+        for (kind, measured_width), value in self._medians.items():
+            if kind == "verify" and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
+                known.append((measured_width, value))
+        known.sort()
+        below = [point for point in known if point[0] <= width][-1]
+        above = next((point for point in known if point[0] > width), None)
+        if above is None:
+            return below[1] + PRIOR_SLOPE * (width - below[0])
+        share = (width - below[0]) / (above[0] - below[0])
+        return below[1] + share * (above[1] - below[1])
+
+
+def step_width(num_tokens: int, widths: Sequence[int]) -> int:
+    """The least of the available `widths` of verify passes that holds so many tokens."""
+    return next(width for width in widths if width >= num_tokens)
 
 
 class AcceptanceTable:
     """Running probability that the next draft token of a source is accepted, forgetting slowly.
 
     Args:
-        priors: Probability per source before anything was seen.
+        priors: Probability per source before anything was observed.
         weight: How many observations a prior counts for, at any time.
-        decay: What earlier observations keep of their weight at each new one.
+        decay: The weight that earlier observations retain at each new one.
     """
 
     def __init__(self, priors: dict[str, float], weight: float = 4.0, decay: float = 0.97) -> None:
-        self._priors = priors
+        self._priors, self._weight, self._decay = priors, weight, decay
         self._counts = {source: [0.0, 0.0] for source in priors}
-        self._weight, self._decay = weight, decay
 
     def record(self, source: str, num_drafted: int, n_matches: int) -> None:
         """Add one verified draft. Tokens after the first rejected one say nothing."""
@@ -34,9 +177,9 @@ class AcceptanceTable:
         counts[0] += n_matches
         counts[1] += trials
 
-    def forget(self, source: str, keep: float) -> None:
-        """Let what was observed of a source keep only a share of its weight."""
-        self._counts[source] = [keep * count for count in self._counts[source]]
+    def forget(self, source: str, share: float) -> None:
+        """Reduce the weight of a source's observations to this share of it."""
+        self._counts[source] = [share * count for count in self._counts[source]]
 
     def probability(self, source: str) -> float:
         """Probability that the next draft token of `source` is accepted."""
@@ -65,16 +208,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do in one round.
-
-    Attributes:
-        option: The source; `None` for plain decoding.
-        num_assistant_tokens: Draft tokens per row to ask for.
-        ms_per_token: What a new token is then expected to cost.
-    """
+    """The source of a round's drafts (`None`: plain decoding), its length, and the expected cost of a new token."""
 
     option: Option | None = None
-    num_assistant_tokens: int = 0
+    num_draft_tokens: int = 0
     ms_per_token: float = math.inf
 
 
@@ -89,13 +226,6 @@ def choose(options: list[Option], costs: CostTable) -> Choice:
     """Pick the source and draft length with the best expected tokens per millisecond.
 
     Plain decoding is always an option, and the choice until it has been measured.
-
-    Args:
-        options: The sources on offer.
-        costs: Measured costs of a batch of this size.
-
-    Returns:
-        The choice.
     """
     best = Choice()
     if not costs.ready or not options:
@@ -120,7 +250,7 @@ def worth_another_draft(
     ms_per_token: float,
     catch_up: bool = False,
 ) -> bool:
-    """Whether one more draft token for each row pays for itself, given how sure the ones so far are.
+    """Whether one more draft token for each row pays for itself.
 
     Args:
         survivals: For each row the probability that all tokens drafted so far are accepted (the product of their exit
@@ -129,9 +259,9 @@ def worth_another_draft(
         drafted: Tokens drafted so far.
         exit_layer: The layer that drafts.
         costs: Measured costs of a batch of this size.
-        ms_per_token: What a token costs in rounds like this one: so much time may be spent on one more, and no more,
-            since the rounds to come give tokens at that price.
-        catch_up: Whether that layer has yet to see the tokens drafted so far, which another source wrote.
+        ms_per_token: What a token costs in rounds like this one: no more time may be spent on one more, since later
+            rounds give tokens at that price.
+        catch_up: Whether that layer has yet to process the tokens drafted so far, which another source wrote.
     """
     draft = costs.draft(exit_layer)
     if catch_up:
@@ -140,19 +270,14 @@ def worth_another_draft(
     return sum(survivals) * acceptance * ms_per_token > extra
 
 
-def choose_continuation(
-    offers: tuple[tuple[float, int], ...], survivals: list[float], drafted: int, costs: CostTable
-) -> int:
-    """How many tokens that cost nothing to draft are worth their share of a wider verify pass.
+def choose_continuation(offers: list[tuple[float, int]], survivals: list[float], drafted: int, costs: CostTable) -> int:
+    """How many tokens per row that cost nothing to draft are worth a wider verify pass; 0 where none is.
 
     Args:
         offers: For each row the probability that such a token is accepted and the most tokens on offer.
         survivals: For each row the probability that all tokens drafted so far are accepted.
         drafted: Tokens drafted so far, in the longest row.
         costs: Measured costs of a batch of this size.
-
-    Returns:
-        Tokens per row, 0 where none pays.
     """
     best, best_gain = 0, 0.0
     most = max(limit for _, limit in offers)

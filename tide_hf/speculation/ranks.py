@@ -1,4 +1,4 @@
-"""Processes that share one model by tensor parallelism, and so have to take the same decisions."""
+"""Processes that share one model by tensor parallelism, which have to take the same decisions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import distributed
 
 
 class Ranks:
-    """The processes of a model. What one of them measures or draws would be its own: the first one's counts.
+    """The processes of a model, whose measurements and random draws are those of the first one.
 
     Args:
         group: Of the processes; `None` for a process alone.
-        device: Where their messages have to be.
+        device: Of their messages.
     """
 
     def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
@@ -25,7 +25,7 @@ class Ranks:
         return self.group is not None
 
     def agree(self, value: float) -> float:
-        """The first process's value; all have to ask, in the same order."""
+        """The first process's value; all have to call this in the same order."""
         if self.group is None:
             return value
         message = torch.tensor([value], dtype=torch.float64, device=self.device)

@@ -9,13 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-# Other criteria that look at each row by itself. Time is none of them: it ends all rows with the same token.
+# Other criteria that look at each row by itself. Time is not one of them: it ends all rows with the same token.
 BY_ROW = (StopStringCriteria,)
 
 
@@ -24,14 +20,14 @@ class Row:
     """One sequence of the call.
 
     Attributes:
-        index: Its place in the output.
+        index: Its number in the output.
         prompt: (1, length), padding included.
+        last: The last token, which the next pass processes.
         tokens: The new tokens.
-        last: The last token, which the next pass feeds.
         stopped_at: Number of new tokens with which a criterion stopped it; `None` before.
         depths: The layer that each new token was read from.
-        scores: Processed scores of each new token, (1, vocabulary), where asked for.
-        logits: Its raw logits, where asked for.
+        scores: Processed scores of each new token, (1, vocabulary), where they are returned.
+        logits: Its raw logits, where they are returned.
     """
 
     index: int
@@ -51,32 +47,32 @@ class Row:
         return torch.cat([self.prompt, torch.tensor([self.tokens], device=self.prompt.device)], dim=-1)
 
 
-def by_step(kept: Iterable[list[Tensor]]) -> tuple[Tensor, ...]:
+def by_step(by_row: Iterable[list[Tensor]]) -> tuple[Tensor, ...]:
     """(rows, vocabulary) of each step, from as many (1, vocabulary) of each row."""
-    return tuple(torch.cat(step) for step in zip(*kept, strict=True))
+    return tuple(torch.cat(step) for step in zip(*by_row, strict=True))
 
 
 class RowCriterion(StoppingCriteria):
-    """Sees every new token of every row as soon as it is final, and may end the row: for streaming and cancelling.
+    """Receives every new token of every row as soon as it is final, and may end the row: for streaming and cancelling.
 
     Pass it in `generate(stopping_criteria=[...])`, with a `pad_token_id` in the generation config. In
-    `self_speculative` a row that it ends costs nothing from then on, and it is not asked about rows that have ended.
-    The other modes keep such rows in the batch, and ask about their padding as well.
+    `self_speculative` a row that it ends costs nothing from then on, and it is not called for rows that have ended.
+    In the other modes such rows stay in the batch, and it is called for their padding as well.
     """
 
-    eos_token_id = None  # by this name transformers knows the criteria behind which a row is padded
+    eos_token_id = None  # transformers pads the rows that end by a criterion with this attribute
 
     def stops_row(self, index: int, token: int) -> bool:
         """Whether a row ends with this token.
 
         Args:
-            index: The row's place in the batch.
-            token: Its newest token.
+            index: The row's number in the batch.
+            token: Its last token.
         """
         raise NotImplementedError
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Ask about every row of a batch, (rows, length); return (rows,) bool."""
+        """Call `stops_row` for every row of a batch, (rows, length); return (rows,) bool."""
         stops = [self.stops_row(index, token) for index, token in enumerate(input_ids[:, -1].tolist())]
         return torch.tensor(stops, device=input_ids.device)
 
@@ -88,23 +84,18 @@ def max_length_of(criteria: Iterable[Any]) -> int | None:
 
 
 class Stopping:
-    """The call's stopping criteria, the common ones of them without a tensor.
-
-    Args:
-        criteria: What `generate` prepared.
-        generation_config: Of this call.
-    """
+    """The stopping criteria that `generate` prepared for a call; the common ones are checked without a tensor."""
 
     def __init__(self, criteria: Any, generation_config: Any) -> None:
         self.eos_tokens: set[int] = set()
         self.max_length = max_length_of(criteria)
-        self.of_rows: list[RowCriterion] = []
+        self.row_criteria: list[RowCriterion] = []
         self.others = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_tokens |= set(criterion.eos_token_id.reshape(-1).tolist())
             elif isinstance(criterion, RowCriterion):
-                self.of_rows.append(criterion)
+                self.row_criteria.append(criterion)
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
@@ -121,14 +112,14 @@ class Stopping:
         return self.together([row])[0]
 
     def together(self, rows: list[Row]) -> list[bool]:
-        """Whether each row ends with its last token; criteria that see batches are asked about all of them at once."""
+        """Whether each row ends with its last token; criteria on whole batches are called for all of them at once."""
         stops = [row.stopped_at is not None or self._ends(row) for row in rows]
         if not self.others:
             return stops
         ids = torch.cat([row.ids for row in rows])
         scores = by_step(row.scores for row in rows) or None
         found = torch.tensor(stops, device=ids.device)
-        for criterion in self.others:  # all are asked, whatever the first says, as plain decoding does
+        for criterion in self.others:  # all of them, whatever the first returns, as in plain decoding
             answer = criterion(ids, scores)
             if isinstance(answer, Tensor) and answer.shape == (len(rows), 1):  # as StoppingCriteria documents it
                 answer = answer[:, 0]
@@ -138,6 +129,6 @@ class Stopping:
     def _ends(self, row: Row) -> bool:
         stops = row.tokens[-1] in self.eos_tokens
         stops |= self.max_length is not None and row.prompt.shape[1] + len(row.tokens) >= self.max_length
-        for of_rows in self.of_rows:
-            stops |= of_rows.stops_row(row.index, row.tokens[-1])
+        for criterion in self.row_criteria:
+            stops |= criterion.stops_row(row.index, row.tokens[-1])
         return stops

@@ -200,7 +200,7 @@ class CompiledSteps(StepStore):
 
     def refresh(self, parts: Callable[[], Parts]) -> None:
         """As `StepStore.refresh`; also drops graphs whose converted weights have changed."""
-        if any(gate.kept.get(layout) is not kept for (gate, layout), kept in self._kept.items()):
+        if any(gate.converted.get(layout) is not kept for (gate, layout), kept in self._kept.items()):
             self.release()
         super().refresh(parts)
 
@@ -214,7 +214,7 @@ class CompiledSteps(StepStore):
         layouts = DRAFT_LAYOUTS if kind == "draft" and self.layers.graphs.has_room else KERNEL_LAYOUTS
         with gqa_attention(parts.model, block), allowed_layouts(layouts):
             replay = self.layers.replay_of(function, buffers.state())
-        self._kept = {(gate, layout): kept for gate in gates for layout, kept in gate.kept.items()}
+        self._kept = {(gate, layout): kept for gate in gates for layout, kept in gate.converted.items()}
         return replay
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...depth.cache_slots import CacheSlots
+from ...depth.kv_cache import CacheSlots
 from ...kernels.reference import kv_compact
 
 

@@ -1,10 +1,11 @@
-"""Prompts of a batch, each read once, in groups of about one length: padding costs a CPU as much time as text does."""
+"""How prompts are read: what the last call's K/V have of them, and the rest of a batch in groups of similar length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,13 +17,56 @@ from ..base_model.inputs import is_absent
 from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_limits
 from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
+from ..depth.kv_cache import crop
 
-# One more pass costs a CPU what so many tokens in it do: it reads all weights again. A GPU reads thousands in that
-# time, and there the whole batch is read at once.
+# One more pass costs a CPU as much as so many tokens do: it reads all weights again. A GPU reads thousands of tokens in
+# that time, and there the whole batch is read at once.
 PASS_TOKENS = 40
 _BY_ROW = ("attention_mask", "position_ids")
-_SHARED = (bool, int, float, str, type(None))  # what else `generate` hands to the model, if it is the same for all rows
-_STORED = ("keys", "values")
+_SHARED = (bool, int, float, str, type(None))  # other inputs of the model, if they are the same for all rows
+
+
+class PrefixCache:
+    """The K/V cache of the last call with a single sequence, for a prompt that begins with the same tokens.
+
+    Args:
+        config: The model's config.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config.get_text_config(decoder=True)
+        self._tokens: list[int] = []
+        self._cache: DynamicCache | None = None
+
+    def take(self, prompt: Sequence[int]) -> DynamicCache:
+        """A cache with the K/V of the tokens that the prompt shares with the last text; empty where there are none.
+
+        The call may write to it. If the call succeeds, pass the cache to [`PrefixCache.store`]; if not, drop it.
+
+        Args:
+            prompt: All of its tokens; at least the last is left to process.
+        """
+        shared = num_shared(self._tokens, prompt[:-1])
+        surplus = len(self._tokens) - shared
+        cache, self._cache, self._tokens = self._cache, None, []
+        # K/V of rotary embeddings that change with the length are not those of a longer text.
+        rope_changes = any(limit < len(prompt) for limit in rope_limits(self.config).values())
+        if cache is None or shared == 0 or rope_changes:
+            return DynamicCache(config=self.config)
+        if surplus and any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return DynamicCache(config=self.config)  # a sliding window cannot be cropped
+        for layer in cache.layers if surplus else ():
+            crop(layer, surplus)
+        return cache
+
+    def store(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
+        """Store a call's cache for the next one, with the tokens of prompt and answer; the last may have no K/V."""
+        self._cache, self._tokens = cache, list(tokens)[: cache.get_seq_length()]
+
+
+def num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -30,9 +74,9 @@ class Group:
     """Rows of a batch whose prompts are read in one pass.
 
     Attributes:
-        read: Those that the pass reads.
-        rows: Those that get what it leaves: these, and rows with the same prompt.
-        own: For each of `rows` the place of its prompt in `read`.
+        read: The rows that the pass reads.
+        rows: Those that get its K/V: these, and rows with the same prompt.
+        own: For each of `rows` the index of its prompt in `read`.
         length: Tokens of the longest, which the others are padded to.
     """
 
@@ -71,17 +115,10 @@ def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]
 def read_prompts(
     model: Any, run: LayerRun, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> tuple[Cache, Tensor]:
-    """Read the prompts of a call.
-
-    Args:
-        model: The attached model.
-        run: The active run, with the call's cache.
-        input_ids: (rows, length).
-        generation_config: Of this call.
-        model_kwargs: What `generate` prepared.
+    """Read the prompts of a call, (rows, length), under its active run.
 
     Returns:
-        The filled cache, and (rows, 1, vocabulary) logits behind the prompts.
+        The filled cache, and (rows, 1, vocabulary) logits of the last prompt tokens.
     """
     config = model.config.get_text_config()
     as_one = may_replace_cache(config, input_ids.shape[1]) or counts_slots(config, generation_config.max_length)
@@ -91,7 +128,7 @@ def read_prompts(
         return outputs[CACHE], outputs.logits[:, -1:]
     whole, length = model_kwargs[CACHE], input_ids.shape[1]
     by_row = {name: model_kwargs[name] for name in _BY_ROW if model_kwargs.get(name) is not None}
-    empty, caches, logits, deep = deepcopy(whole), [], [], []
+    empty, caches, logits, prev_hidden_states = deepcopy(whole), [], [], []
     for group in groups:
         cache, columns = deepcopy(empty), slice(length - group.length, None)
         own = {name: value[..., group.read, columns] for name, value in by_row.items()}
@@ -101,34 +138,28 @@ def read_prompts(
         caches.append(cache)
         logits.append(outputs.logits[group.own, -1:])
         if isinstance(run, BlockRun) and run.prev_hidden_state is not None:
-            deep.append(run.prev_hidden_state[group.own])
+            prev_hidden_states.append(run.prev_hidden_state[group.own])
     _fill(whole, caches, groups, length)
     order = torch.tensor([row for group in groups for row in group.rows]).argsort().tolist()
     if isinstance(run, BlockRun):
-        run.prev_hidden_state = torch.cat(deep)[order]
+        run.prev_hidden_state = torch.cat(prev_hidden_states)[order]
     return whole, torch.cat(logits)[order]
 
 
 def groups_of(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[Group] | None:
-    """How the prompts of a call are best read; `None` for all of them as they are, in one pass.
-
-    Args:
-        model: The attached model.
-        input_ids: (rows, length).
-        model_kwargs: What `generate` prepared.
-    """
+    """How the prompts of a call, (rows, length), are best read; `None` for all of them as they are, in one pass."""
     if len(input_ids) == 1 or not _can_be_read_apart(model, input_ids, model_kwargs):
         return None
     own = [value.movedim(-2, 0).flatten(1) for name in _BY_ROW if (value := model_kwargs.get(name)) is not None]
-    first: dict[tuple[int, ...], int] = {}  # of the rows that are alike
+    first: dict[tuple[int, ...], int] = {}  # the first row with each prompt
     prompts = torch.cat([input_ids, *own], dim=1).tolist()
     firsts = [first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)]
-    read, of_all = list(first.values()), _lengths(model, input_ids, model_kwargs)
-    lengths = [of_all[row] for row in read]
+    read, all_lengths = list(first.values()), _lengths(model, input_ids, model_kwargs)
+    lengths = [all_lengths[row] for row in read]
     groups = groups_by_length(lengths, PASS_TOKENS)
     if len(read) == len(input_ids) and len(groups) == 1:
         return None
-    return [_group([read[place] for place in group], firsts, lengths[group[-1]]) for group in groups]
+    return [_group([read[index] for index in group], firsts, lengths[group[-1]]) for group in groups]
 
 
 def _group(read: list[int], firsts: list[int], length: int) -> Group:
@@ -154,7 +185,7 @@ def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> lis
 
 
 def _can_be_read_apart(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether nothing but tokens, mask and positions tells the rows of a batch from each other."""
+    """Whether the rows of a batch differ in nothing but tokens, mask and positions."""
     cache: Any = model_kwargs.get(CACHE)
     by_row = [model_kwargs.get(name) for name in _BY_ROW]
     others = [value for name, value in model_kwargs.items() if name not in _BY_ROW and value is not cache]
@@ -171,19 +202,20 @@ def _can_be_read_apart(model: Any, input_ids: Tensor, model_kwargs: dict[str, An
 
 def _fill(whole: Cache, caches: list[DynamicCache], groups: list[Group], length: int) -> None:
     """Store the K/V of all groups, with zeros for the padding in front."""
-    for number in range(len(caches[0].layers)):
-        parts: list[Any] = [cache.layers[number] for cache in caches]
-        if parts[0].is_initialized:
-            keys, values = (_laid_out([getattr(part, name) for part in parts], groups, length) for name in _STORED)
-            whole.update(keys, values, number)
-            for part in parts:
-                part.keys = part.values = None  # gives back the memory
+    for layer_idx in range(len(caches[0].layers)):
+        layers: list[Any] = [cache.layers[layer_idx] for cache in caches]
+        if layers[0].is_initialized:
+            keys = _padded([layer.keys for layer in layers], groups, length)
+            values = _padded([layer.values for layer in layers], groups, length)
+            whole.update(keys, values, layer_idx)
+            for layer in layers:
+                layer.keys = layer.values = None  # frees the memory
 
 
-def _laid_out(parts: list[Tensor], groups: list[Group], length: int) -> Tensor:
+def _padded(states: list[Tensor], groups: list[Group], length: int) -> Tensor:
     """(rows, heads, length, D) of the groups' (read, heads, up to length, D), which all end at the last token."""
-    _, heads, _, size = parts[0].shape
-    laid_out = parts[0].new_zeros((sum(len(group.rows) for group in groups), heads, length, size))
-    for part, group in zip(parts, groups, strict=True):
-        laid_out[group.rows, :, length - part.shape[2] :] = part[group.own]
-    return laid_out
+    _, heads, _, size = states[0].shape
+    padded = states[0].new_zeros((sum(len(group.rows) for group in groups), heads, length, size))
+    for state, group in zip(states, groups, strict=True):
+        padded[group.rows, :, length - state.shape[2] :] = state[group.own]
+    return padded

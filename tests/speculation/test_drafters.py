@@ -1,0 +1,240 @@
+"""N-grams and the hybrid drafter, without a model; and a head that drafts after tokens of another source."""
+
+import pytest
+import torch
+from families import VOCAB, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.speculation.drafters import MAX_NGRAM, HybridDrafter, NgramIndex
+from tide_hf.speculation.engine import UNREAD, Draft, Piece
+from tide_hf.speculation.policy import AcceptanceTable, CostTable
+
+
+def test_the_longest_and_latest_match_is_found():
+    index = NgramIndex([1, 2, 3, 9, 2, 3, 7, 1, 2, 3])
+    assert index.match() == (3, 3)
+    assert index.continuation(3, 2) == [9, 2]
+    index.extend([9, 8, 3])
+    assert index.match() == (1, 10)
+    assert NgramIndex([1, 2, 3]).match() == (0, 0)
+
+
+def test_a_repeating_text_is_continued_past_its_end():
+    index = NgramIndex([4, 5, 4, 5, 4, 5])
+    length, position = index.match()
+    assert length == 4
+    assert index.continuation(position, 5) == [4, 5, 4, 5, 4]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40))
+def test_the_index_finds_what_a_scan_finds(tokens, cut):
+    index = NgramIndex(tokens[:cut])
+    index.extend(tokens[cut:])
+    expected = (0, 0)
+    for length in range(1, min(MAX_NGRAM, len(tokens)) + 1):
+        for position in range(length, len(tokens)):
+            if tokens[position - length : position] == tokens[-length:]:
+                expected = (length, position)
+    assert index.match() == expected
+
+
+class CountingEngine:
+    """An engine whose head counts on from the last token, or from 3, with the same scores in every round."""
+
+    def __init__(self, *scores, block_layer=None, reads_drafts=True):
+        self.scores, self.block_layer, self.reads_drafts = scores, block_layer, reads_drafts
+        self.fed, self.unread, self.rolled_back = [], [], False
+
+    def draft(self, exit_layer, drafted):
+        assert exit_layer == 2
+        self.fed.append([len(row) for row in drafted])
+        score = self.scores[min(len(self.fed), len(self.scores)) - 1]
+        return [row[-1] + 1 if row else 3 for row in drafted], [score] * len(drafted)
+
+    def draft_unread(self, exit_layer, num_tokens):
+        self.unread.append((exit_layer, num_tokens))
+
+    def rollback(self):
+        self.rolled_back = True
+
+
+CHEAP = {("verify", 1): 10.0, ("verify", 16): 10.0, ("draft", 2): 1.0}
+# A pass over five tokens costs as much as one over four, and one over six three times as much.
+FIVE_AT_ONCE = {("verify", 1): 10.0, ("verify", 5): 10.0, ("verify", 6): 30.0, ("draft", 2): 0.5}
+
+
+def drafter(prompts, prior=None, engine=None, milliseconds=CHEAP, **acceptances) -> HybridDrafter:
+    """A drafter with a head at exit layer 2 if it has a prior, and the given acceptances (`ngram`, `head`)."""
+    table = CostTable(10)
+    for key, cost in milliseconds.items():
+        for _ in range(6):
+            table.record(key, cost)
+    one = HybridDrafter(prompts, lambda _: table, {2: prior} if prior else {}, engine)
+    if acceptances:
+        ngrams = {f"{length}-gram": acceptances["ngram"] for length in range(1, MAX_NGRAM + 1)}
+        one.acceptances = AcceptanceTable({**ngrams, "exit layer 2": acceptances["head"]})
+    return one
+
+
+def test_no_draft_without_room_or_match():
+    assert drafter([[1, 2, 3, 4]]).draft([0], [5])[0].tokens == []
+    assert drafter([[1, 2, 1, 2, 1, 2]]).draft([0], [0])[0].tokens == []
+
+
+def test_n_grams_draft_and_learn():
+    one = drafter([[1, 2, 3, 1, 2, 3, 1, 2, 3]])
+    (draft,) = one.draft([0], [4])
+    assert draft.tokens == [1, 2, 3, 1]
+    assert draft.pieces == [Piece("5-gram", 4)]
+    before = one.acceptances.probability("5-gram")
+    one.observe(0, draft, [7], 0)
+    assert one.acceptances.probability("5-gram") < before
+    assert one.indexes[0].tokens[-1] == 7
+
+
+def test_rows_draft_from_their_own_text():
+    one = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4])
+    assert [draft.tokens for draft in one.draft([0, 1, 2], [3, 3, 2])] == [[1, 2, 3], [], [7, 8]]
+    assert [draft.tokens for draft in one.draft([2], [2])] == [[7, 8]]
+
+
+@pytest.mark.parametrize(("scores", "expected"), [([0.99], 5), ([0.99, 0.02, 0.9], 2)])
+def test_a_low_exit_score_ends_the_drafts_of_a_head(scores, expected):
+    engine = CountingEngine(*scores)
+    first, second = drafter([[101, 102, 103], [104, 105, 106]], 0.9, engine).draft([0, 1], [5, 1])
+    assert first.tokens == list(range(3, 3 + expected))
+    assert second.tokens == [3]
+    assert first.exit_layer_of(0) == 2
+    assert engine.rolled_back
+
+
+@pytest.mark.parametrize(("ngram", "by_head"), [(0.1, 3), (0.9, 1)])
+def test_n_grams_continue_after_a_head_where_they_are_likelier_accepted(ngram, by_head):
+    """The head leads from an end without a match back into known text."""
+    prompt = [2, 3, 4, 5, 6, 7, 8, 9, 10, 99]
+    (draft,) = drafter([prompt], 0.6, CountingEngine(0.9), ngram=ngram, head=0.6).draft([0], [7])
+    assert draft.tokens == [3, 4, 5, 6, 7, 8, 9]
+    assert draft.pieces[0] == Piece("exit layer 2", by_head, 2)
+    assert [draft.exit_layer_of(position) for position in range(7)] == [2] * by_head + [0] * (7 - by_head)
+
+
+REPEATED = [1, 2, 3, 4] * 3
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (CountingEngine(0.6), [Piece("5-gram", 3), Piece("exit layer 2", 1, 2)]),
+        (CountingEngine(0.6, reads_drafts=False), [Piece("5-gram", 3)]),
+        (CountingEngine(0.6, block_layer=2), [Piece("5-gram", 3)]),  # it needs the token's last hidden state
+    ],
+    ids=["read", "unread", "block head"],
+)
+def test_a_head_continues_after_n_grams_while_the_pass_has_room(engine, expected):
+    (draft,) = drafter([REPEATED], 0.5, engine, FIVE_AT_ONCE, ngram=0.8, head=0.5).draft([0], [15])
+    assert draft.pieces == expected
+    assert engine.fed == [[3]] * (len(expected) - 1)
+
+
+@pytest.mark.parametrize(("second", "limits"), [(REPEATED, [3, 15]), ([1, 2, 3], [15, 15])], ids=["no room", "apart"])
+def test_a_head_does_not_continue_without_room_or_after_drafts_of_unequal_lengths(second, limits):
+    engine = CountingEngine(1.0)
+    drafts = drafter([REPEATED, second], 0.5, engine, FIVE_AT_ONCE, ngram=0.99, head=0.3).draft([0, 1], limits)
+    assert drafts[0].pieces[0].source == "5-gram"
+    assert engine.fed == []
+
+
+def test_a_head_whose_drafts_are_not_read_runs_once():
+    engine = CountingEngine(0.9, reads_drafts=False)
+    drafts = drafter([[1, 2, 3], [4, 5, 6]], 0.9, engine).draft([0, 1], [5, 1])
+    assert [draft.tokens for draft in drafts] == [[UNREAD] * 5, [UNREAD]]
+    assert drafts[0].pieces == [Piece("exit layer 2", 5, 2)]
+    assert (engine.unread, engine.fed) == ([(2, 5)], [])
+
+
+@pytest.mark.parametrize(
+    ("n_matches", "expected"),
+    [(0, {"5-gram": False, "exit layer 2": None}), (2, {"5-gram": True, "exit layer 2": False})],
+)
+def test_each_source_is_judged_by_its_own_piece(n_matches, expected):
+    one = drafter([[1, 2, 3]], 0.5, CountingEngine(1.0))
+    draft = Draft().add([4, 5], "5-gram").add([6], "exit layer 2", 2)
+    before = {source: one.acceptances.probability(source) for source in expected}
+    one.observe(0, draft, [4, 5, 7][: n_matches + 1], n_matches)
+    for source, rises in expected.items():
+        after = one.acceptances.probability(source)
+        assert (after == before[source]) if rises is None else ((after > before[source]) == rises)
+
+
+def test_acceptances_carry_over_to_later_calls_and_return_to_the_prior():
+    learned: dict[str, float] = {}
+
+    def new_call():
+        return HybridDrafter([[1, 2, 3]], lambda _: CostTable(10), {2: 0.5}, None, learned)
+
+    one = new_call()
+    assert learned["exit layer 2"] == 0.5
+    for _ in range(20):
+        one.observe(0, Draft().add([9], "exit layer 2", 2), [8], 0)
+    found = learned["exit layer 2"]
+    assert found < 0.2
+    assert new_call().acceptances.probability("exit layer 2") == pytest.approx(found + 0.05 * (0.5 - found))
+    for _ in range(40):
+        one = new_call()
+    assert learned["exit layer 2"] > 0.4
+    one.observe(0, Draft().add([9], "exit layer 2", 2), [9, 8], 1)
+    assert learned["exit layer 2"] > 0.45
+
+
+def test_a_rejected_head_is_tried_again_in_the_same_answer():
+    one, drafts = drafter([[5]], 0.3, CountingEngine(0.9)), []
+    for token in range(100, 200):
+        (draft,) = one.draft([0], [15])
+        one.observe(0, draft, [token], 0)
+        drafts.append(bool(draft.tokens))
+    assert not all(drafts)
+    assert any(drafts[drafts.index(False) :])  # nothing is observed where nothing is drafted
+    assert sum(drafts) < 60
+
+
+class TwoWays:
+    """Has a head draft after two tokens of another source, processed together or one by one, and rolls back."""
+
+    def __init__(self, engine):
+        self.engine, self.found = engine, []
+
+    def draft(self, rows, limits):
+        if min(limits) > 1:
+            others, before = [[5 + row, 9] for row in rows], self.engine.layers_executed
+            together = self.engine.draft(2, others)
+            assert self.engine.layers_executed - before == 2 * len(rows)
+            self.engine.rollback()
+            for length in range(3):
+                one_by_one = self.engine.draft(2, [tokens[:length] for tokens in others])
+            self.engine.rollback()
+            self.found.append((together, one_by_one))
+        return [Draft() for _ in rows]
+
+    def observe(self, row, draft, new_tokens, n_matches):
+        pass
+
+
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gemma3_text", 2)])
+def test_a_head_processes_tokens_of_another_source_together_as_one_by_one(family, rows):
+    model = tiny_model(family)
+    ids = torch.randint(3, VOCAB, (rows, 8), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    torch.nn.init.normal_(routers[2].router.up.weight)  # so that scores depend on the hidden state
+    TIDEModelForCausalLM.attach(model, routers)
+    drafters = []
+    model._tide.make_drafter = lambda _attachment, _prompts, engine: drafters.append(TwoWays(engine)) or drafters[0]
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert len(drafters[0].found) > 2
+    for together, one_by_one in drafters[0].found:
+        assert together[0] == one_by_one[0]
+        assert together[1] == pytest.approx(one_by_one[1], abs=1e-4)

@@ -1,0 +1,117 @@
+"""One call of `generate`, and what `self_speculative` requires of it so that the output can be the base model's own.
+
+Each check raises a typed error. `generation` turns it into plain decoding, by transformers' own loop at full depth,
+unless TIDE was attached with `strict=True`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+
+from ..base_model.inputs import check_no_cross_attention
+from ..base_model.structure import CACHE, check_rope, rope_limits
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..depth.kv_cache import find_cache
+from ..depth.multi_token_passes import check_multi_token_passes, multi_token_limit
+from .rows import max_length_of
+
+# Methods that transformers' loop calls at each token, and the speculative loop does not. The models named here override
+# them in ways that the speculative loop need not follow: tests compare their tokens with plain decoding's.
+LOOP_METHODS: dict[str, frozenset[str]] = {
+    "_sample": frozenset(),
+    "_has_unfinished_sequences": frozenset(),
+    "_update_model_kwargs_for_generation": frozenset({"mllama", "paligemma"}),
+}
+
+
+@dataclass
+class Call:
+    """What `generate` passes to `_sample`, with model inputs in `model_kwargs` and `input_ids` of (rows, length)."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All but `input_ids`, as keyword arguments of `_sample`."""
+        names = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+        return {**{name: getattr(self, name) for name in names}, **self.model_kwargs}
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer; a caller's MaxLengthCriteria replaces what the config says."""
+        return max_length_of(self.stopping_criteria) or self.generation_config.max_length
+
+
+def check_call(model: Any, call: Call) -> None:
+    """Refuse a call whose output, or whose cache, rounds of drafts and verify passes cannot give.
+
+    Raises:
+        UnsupportedModelError, UnsupportedOptionError: It is such a call.
+    """
+    mode, rows = "tide_mode='self_speculative'", call.input_ids.shape[0]
+    config = model.config.get_text_config()
+    _check_loop(model._tide.base_class, model.config.model_type)
+    check_no_cross_attention(mode, call.model_kwargs)
+    refused = {
+        f"a streamer with a batch of {rows}": call.streamer is not None and rows != 1,
+        "synced_gpus=True": call.synced_gpus,
+        "output_attentions=True": call.generation_config.output_attentions,
+        "output_hidden_states=True": call.generation_config.output_hidden_states,
+    }
+    for got, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedOptionError(
+                describe(
+                    f"{mode} cannot give what this call asks for",
+                    got=got,
+                    expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
+                    do="Leave it out, or attach without strict=True: such calls decode plainly. A "
+                    "tide_hf.speculation.rows.RowCriterion sees the tokens of every row of a batch.",
+                )
+            )
+    _check_length(config, call)
+    user = mode + (" in a batch" if rows > 1 else "")
+    find_cache(call.model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
+
+
+def _check_loop(base_class: Any, model_type: str) -> None:
+    """Refuse a model whose class decodes by a loop of its own, or holds state between the tokens."""
+    for name, known in LOOP_METHODS.items():
+        if getattr(base_class, name, None) is not getattr(GenerationMixin, name) and model_type not in known:
+            raise UnsupportedModelError(
+                describe(
+                    "tide_mode='self_speculative' would pass over code that the model runs at each token",
+                    got=f"{base_class.__name__} with its own {name}",
+                    expected=f"a model that decodes by GenerationMixin.{name}",
+                    do="Attach without strict=True: such models decode plainly.",
+                )
+            )
+
+
+def _check_length(config: Any, call: Call) -> None:
+    """Refuse an answer in which multi-token passes attend to other keys, or within which rotary embeddings change.
+
+    The latter go by positions: `input_ids` may be padded, or a part of the prompt.
+    """
+    limits = rope_limits(config)
+    if not limits and multi_token_limit(config) is None:
+        return
+    positions, cache, embeds = (call.model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
+    length = (embeds if embeds is not None else call.input_ids).shape[1]
+    length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    new = call.max_length - call.input_ids.shape[1]
+    check_multi_token_passes(config, length + new)
+    if limits:
+        length = length if positions is None else int(positions.max()) + 1
+        check_rope(config, length, length + new)
