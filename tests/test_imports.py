@@ -54,7 +54,7 @@ IMPORTS = {module: set(imports_of(module)) - {module, "tide_hf"} for module in M
 def test_rooms_import_one_way():
     room = {module: module.split(".")[1] for module in IMPORTS}
     pairs = [(module, need) for module, needed in IMPORTS.items() for need in needed]
-    assert len(pairs) > 500  # they are found at all
+    assert len(pairs) > 300  # they are found at all
     assert set(room.values()) == set(ORDER)
     assert [pair for pair in pairs if ORDER.index(room[pair[1]]) > ORDER.index(room[pair[0]])] == []
 
