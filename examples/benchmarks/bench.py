@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tide_hf import TIDERouters
-from tide_hf.calibration.documents import Document
-from tide_hf.calibration.sources import describe_source
+from tide_hf.calibration.documents import Document, describe_source
 from tide_hf.calibration.text import plan_writing, write_documents
 from tide_hf.common.token_ids import encode_prompt, prompt_tokens
 from tide_hf.evaluation.quality import read_texts

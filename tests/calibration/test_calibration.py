@@ -1,58 +1,53 @@
-"""Calibration on tiny models: each step against what it should compute, and the whole in one call."""
+"""`calibrate` as a whole, on tiny models: what one call gives, in one process or several, and what it refuses."""
 
+import copy
 import json
-import random
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from families import VOCAB, tiny_model
+from accelerate import cpu_offload
+from calibrations import OPTIONS, PackedHead, assert_same, small, texts
+from families import tiny_model
+from repository import ROOT
+from torch import nn
 from transformers import AutoTokenizer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
-from tide_hf.base_model.structure import find_structure
-from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.documents import Document, split_documents
-from tide_hf.calibration.heads import Moments, round_weights
-from tide_hf.calibration.routers import area_under_curve, expected_calibration_error, platt_scaling
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.calibration import work_folder
+from tide_hf.calibration.documents import read_documents, split_documents
 from tide_hf.calibration.states import StateReader
-from tide_hf.calibration.text import draw_prompts
-from tide_hf.common.errors import CalibrationError, ConfigurationError
+from tide_hf.common.errors import CalibrationError, ConfigurationError, UnsupportedModelError
 from tide_hf.routers.config import NEVER_EXIT
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-LAYERS = [1, 2, 3]
+from tide_hf.speculation.ranks import Ranks
 
 
-def texts(count=40):
-    words = [
-        "the", "river", "runs", "to", "the", "sea", "and", "the", "sea", "is", "wide", "and", "cold", "in", "spring",
-    ]  # fmt: skip
-    chance = random.Random(0)
-    return [" ".join(chance.choices(words, k=chance.randint(4, 9))) + f" {number}" for number in range(count)]
+@pytest.fixture(scope="module")
+def made(parts):
+    """Routers from text that the model wrote."""
+    before = copy.deepcopy(parts[0].state_dict())
+    routers = small(*parts, notes={"command": "python make.py", "num_documents": -1})
+    assert all(torch.equal(parts[0].state_dict()[name], value) for name, value in before.items())
+    return routers
 
 
-def small(model, tokenizer, dataset=None, **options):
-    options = {"samples": 24, "max_length": 10, "exit_layers": LAYERS, "batch_size": 8, "progress": False} | options
-    return calibrate(model, tokenizer, dataset, **options)
-
-
-def test_one_call_makes_routers_that_work(parts, tmp_path):
+def test_one_call_makes_routers_that_work(parts, made, tmp_path):
     model, tokenizer = parts
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    routers = small(model, tokenizer, notes={"command": "python make.py", "num_documents": -1})
-    assert routers.exit_layers == LAYERS
-    record = json.loads(json.dumps(routers.config.calibration))
+    assert made.exit_layers == [1, 2]
+    record = json.loads(json.dumps(made.config.calibration))
     assert record["command"] == "python make.py"
-    assert sorted(record["exit_layers"]) == ["1", "2", "3"]
+    assert sorted(record["exit_layers"]) == ["1", "2"]
     for row in record["exit_layers"].values():
         assert 0 <= row["agreement"] <= 1
         assert set(row) >= {"agreement", "router_auc", "expected_calibration_error", "exit_rate", "coverage", "cost"}
-    assert sum(part["documents"] for part in record["splits"].values()) == record["num_documents"] == 24
-    assert routers.config.exit_threshold == record["threshold"]["chosen"]
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert sum(part["documents"] for part in record["splits"].values()) == record["num_documents"] == 20
+    # far too few documents for a tolerance of 2%
+    assert made.config.exit_threshold == record["threshold"]["chosen"] == NEVER_EXIT
     assert not any(module._forward_hooks for module in model.modules())
-    routers.save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
     attached = TIDEModelForCausalLM.attach(model, tmp_path)
     try:
         inputs = tokenizer("the river", return_tensors="pt")
@@ -62,181 +57,259 @@ def test_one_call_makes_routers_that_work(parts, tmp_path):
         TIDEModelForCausalLM.detach(model)
 
 
-def test_the_same_seed_gives_the_same_routers_attached_or_not(parts):
+def test_the_same_seed_gives_the_same_routers_attached_or_not(parts, made):
     model, tokenizer = parts
-    first = small(model, tokenizer, seed=3)
-    TIDEModelForCausalLM.attach(model, first, mode="early_exit", exit_threshold=0.0)
+    TIDEModelForCausalLM.attach(model, copy.deepcopy(made), mode="early_exit", exit_threshold=0.0)
     try:
-        second = small(model, tokenizer, seed=3)
+        again = small(model, tokenizer)
         assert isinstance(model, TIDEModelForCausalLM)
     finally:
         TIDEModelForCausalLM.detach(model)
     other = small(model, tokenizer, seed=4)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(made.parameters(), other.parameters(), strict=True))
 
 
-def test_what_was_in_training_and_what_was_not_stay_so(tiny_llama, tiny_tokenizer):
+def test_modules_in_training_mode_stay_so(tiny_llama, tiny_tokenizer):
     model = tiny_llama().train()
     model.model.layers[0].eval()
-    small(model, tiny_tokenizer, texts())
+    small(model, tiny_tokenizer, texts(9), exit_layers=[1])
     assert model.training
     assert model.model.layers[1].mlp.training
     assert not model.model.layers[0].mlp.training
 
 
-def test_a_head_learns_what_can_be_learnt(parts):
-    """Fitted to texts of few words, a linear head agrees more often than the identity on texts it has not seen."""
-    model, tokenizer = parts
+def test_a_linear_head_agrees_more_often_than_the_identity(parts):
+    """On texts of the same few words that it has not seen."""
     agreement = {}
     for strategy in ("identity", "linear"):
-        routers = small(model, tokenizer, texts(160), samples=160, max_length=40, exit_strategy=strategy)
+        options = {"samples": 100, "max_length": 30, "exit_layers": [2], "exit_strategy": strategy}
+        routers = small(*parts, texts(100), **options)
         agreement[strategy] = routers.config.calibration["exit_layers"]["2"]["agreement"]
     assert agreement["linear"] > agreement["identity"] + 0.1
 
 
-def test_ridge_from_moments_is_the_weighted_least_squares_solution():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(400, 6, generator=generator) * 3 + 5
-    translation = torch.randn(6, 6, generator=generator)
-    y = x + x @ translation.T + torch.arange(6.0) + 0.1 * torch.randn(400, 6, generator=generator)
-    weights = torch.rand(400, generator=generator) + 0.1
-    moments = Moments(6)
-    for start in range(0, 400, 150):  # whatever the batches are
-        part = slice(start, start + 150)
-        moments.add(x[part], y[part], weights[part])
-    solved, bias = moments.solve(penalty=0.0)
-    ones = torch.cat([x, torch.ones(400, 1)], dim=1).double()
-    root = weights.double().sqrt()[:, None]
-    expected = torch.linalg.lstsq(ones * root, (y - x).double() * root).solution
-    torch.testing.assert_close(solved, expected[:6].T.float(), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(bias, expected[6].float(), atol=1e-3, rtol=1e-3)
-    shrunk, _ = moments.solve(penalty=100.0)
-    assert shrunk.norm() < 0.1 * solved.norm()
+def test_labels_change_the_routers_but_not_the_heads_or_what_is_certified(parts):
+    options = {"samples": 12, "max_length": 10, "exit_layers": [2, 3]}
+    made = [small(*parts, texts(12), labels=labels, **options) for labels in ("agreement", "cosine", "kl")]
+    assert [routers.config.calibration["labels"] for routers in made] == ["agreement", "cosine", "kl"]
+    for layer in (2, 3):
+        weights = [routers[layer].head.translator.weight for routers in made]
+        assert torch.equal(weights[0], weights[1])
+        assert torch.equal(weights[0], weights[2])
+    agreement, reliability = (
+        [[row[figure] for row in routers.config.calibration["exit_layers"].values()] for routers in made]
+        for figure in ("agreement", "reliability")
+    )
+    assert agreement[0] == agreement[1] == agreement[2]
+    assert reliability[0] != reliability[1] != reliability[2]
 
 
-def test_states_are_those_before_the_final_norm(parts):
-    model, _ = parts
-    structure = find_structure(model)
-    reader = StateReader(model, structure, Unembed(model, structure), [1, 3])
-    documents = [Document([5, 6, 7, 8], first=1), Document([9, 10], first=0)]
-    batch = reader.read(documents, [0, 1])
-    with torch.no_grad():
-        output = model(input_ids=torch.tensor([[5, 6, 7, 8]]), output_hidden_states=True)
-    rows = batch.document_ids == 0
-    torch.testing.assert_close(batch.hidden_states[1][rows], output.hidden_states[1][0])
-    torch.testing.assert_close(batch.hidden_states[3][rows], output.hidden_states[3][0])
-    assert batch.top_tokens[rows].tolist() == output.logits[0].argmax(-1).tolist()
-    assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 10]
-    assert batch.counted.tolist() == [False, True, True, True, True, True]
-    assert batch.document_ids.tolist() == [0, 0, 0, 0, 1, 1]
-    torch.testing.assert_close(Unembed(model, structure)(batch.final_states[rows]), output.logits[0])
-    assert batch.only_counted().tokens.tolist() == [6, 7, 8, 9, 10]
+def test_time_runs_out_but_certification_does_not(parts):
+    options = {"samples": 48, "confidence": 0.5}
+    record = small(*parts, max_minutes=1e-4, **options).config.calibration
+    assert record["cut_short"] == ["6 of 8 batches of text", "distillation at layer 1", "distillation at layer 2"]
+    assert record["max_minutes"] == 1e-4
+    assert {row["method"] for row in record["heads"].values()} == {"ridge"}
+    assert len(record["threshold"]["table"]) > 50
+    assert small(*parts, max_minutes=60).config.calibration["cut_short"] == []
 
 
-def test_splits_are_disjoint_and_complete():
-    documents = [Document([number, 1], first=0) for number in range(50)]
-    splits = split_documents(documents, seed=0)
-    seen = [document.tokens[0] for part in splits.values() for document in part]
-    assert sorted(seen) == list(range(50))
-    assert {name: len(part) for name, part in splits.items()} == {"fit": 25, "tune": 5, "certify": 20}
+def test_useful_layers_are_chosen_if_none_are_named(tiny_llama, tiny_tokenizer):
+    routers = small(tiny_llama(num_hidden_layers=13), tiny_tokenizer, exit_layers=None)
+    record = routers.config.calibration
+    kept, dropped = routers.exit_layers, sorted(map(int, record["dropped_exit_layers"]))
+    assert sorted(kept + dropped) == [4, 8, 12]
+    assert kept == sorted(map(int, record["exit_layers"])) == sorted(map(int, routers.exits))
+    assert dropped  # of three heads on noise not all can be of use
+    for row in record["dropped_exit_layers"].values():
+        assert set(row) <= set(record["exit_layers"][str(kept[0])])
 
 
-def test_prompts_are_many_and_differ():
-    prompts = draw_prompts(1500, seed=0)
-    assert len(set(prompts)) == 1500
-    assert prompts == draw_prompts(1500, seed=0)
-    assert not any("{" in prompt and "}" in prompt and "slot" in prompt for prompt in prompts)
+def test_the_draft_vocabulary_holds_the_most_frequent_tokens(parts, made):
+    model, tokenizer = parts
+    dataset = texts(30)
+    options = {"samples": 30, "max_length": 40, "exit_layers": [1]}
+    routers = small(model, tokenizer, dataset, **options, draft_vocab_size=20)
+    counts = torch.zeros(260)
+    documents, _ = read_documents(dataset, tokenizer, samples=30, max_length=40, seed=0)
+    for document in split_documents(documents, 0)["fit"]:
+        with torch.no_grad():
+            top = model(torch.tensor([document.tokens])).logits[0].argmax(-1)
+        counts += torch.bincount(torch.tensor(document.tokens), minlength=260)
+        counts += torch.bincount(top[document.first :], minlength=260)
+    vocab = routers.draft_vocab.tolist()
+    assert len(vocab) == routers.config.draft_vocab_size == 20
+    assert vocab == sorted(set(vocab))
+    others = [token for token in range(260) if token not in vocab]
+    assert counts[vocab].min() >= counts[others].max()
+    assert made.draft_vocab.tolist() == list(range(260))  # the model has fewer than the default size
+    without = small(model, tokenizer, dataset, **options, draft_vocab_size=None)
+    assert without.draft_vocab is without.config.draft_vocab_size is None
 
 
-def test_router_figures():
-    labels = torch.tensor([True, True, False, False])
-    assert area_under_curve(torch.tensor([0.9, 0.8, 0.2, 0.1]), labels) == 1.0
-    assert area_under_curve(torch.tensor([0.1, 0.2, 0.8, 0.9]), labels) == 0.0
-    assert area_under_curve(torch.tensor([0.5] * 4), labels) == 0.5
-    assert expected_calibration_error(torch.tensor([0.5] * 4), labels) == pytest.approx(0.0)
-    assert expected_calibration_error(torch.tensor([0.99] * 4), labels) == pytest.approx(0.49)
-
-
-def test_scores_become_probabilities():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(20_000, generator=generator)
-    labels = torch.rand(20_000, generator=generator) < torch.sigmoid(0.5 * logits - 1.0)
-    scale, shift = platt_scaling(logits, labels)
-    assert scale == pytest.approx(0.5, abs=0.05)
-    assert shift == pytest.approx(-1.0, abs=0.05)
-
-
-def test_where_nothing_can_be_certified_nothing_leaves(parts):
-    routers = small(*parts)  # far too few documents for 2%
-    assert routers.config.exit_threshold == NEVER_EXIT
-
-
-def test_other_labels_change_the_routers_and_not_the_heads_or_what_is_certified(parts):
-    made = {labels: small(*parts, texts(12), samples=12, labels=labels) for labels in ("agreement", "cosine", "kl")}
-    records = {labels: routers.config.calibration for labels, routers in made.items()}
-    for labels, record in records.items():
-        assert record["labels"] == labels
-        for layer in LAYERS:
-            assert torch.equal(made[labels][layer].head.translator.weight, made["kl"][layer].head.translator.weight)
-            assert (
-                record["exit_layers"][str(layer)]["agreement"] == records["kl"]["exit_layers"][str(layer)]["agreement"]
-            )
-    scores = [[row["reliability"] for row in record["exit_layers"].values()] for record in records.values()]
-    assert scores[0] != scores[1] != scores[2]
-
-
-def test_a_tokenizer_without_pad_or_template(parts, tiny_model_folder):
-    model, _ = parts
+def test_a_tokenizer_without_special_tokens_and_template(parts, tiny_model_folder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
-    tokenizer.pad_token = tokenizer.chat_template = None
-    assert small(model, tokenizer).config.calibration["num_documents"] > 0
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.chat_template = None
+    assert small(parts[0], tokenizer, exit_layers=[1]).config.calibration["num_documents"] > 0
+
+
+# Several processes
+
+SCRIPT = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from tide_hf import calibrate
+from tide_hf.calibration import work_folder
+
+folder, output, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+torch.set_num_threads(1)
+written = []
+write = work_folder.WorkFolder.write
+def noted(self, name, *args):
+    written.append(name)
+    write(self, name, *args)
+work_folder.WorkFolder.write = noted
+model = AutoModelForCausalLM.from_pretrained(folder)
+routers = calibrate(model, AutoTokenizer.from_pretrained(folder), output_dir=output, **options)
+rank = torch.distributed.get_rank()
+torch.save([written, routers.state_dict(), routers.config.calibration], f"{output}/rank{rank}.pt")
+torch.distributed.destroy_process_group()
+"""
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+# With --cpu in place of --multi_gpu accelerate starts one process, unless MPI starts more.
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"),
+    "launcher",
     [
-        ([], r"the dataset is empty .*: got no texts\. Expected texts or chats"),
-        (
-            ["a river runs", "x", "to the sea"],
-            r"too few documents .*: got 2\. Expected at least 3",
-        ),
-        (["a river", "runs on"], r"too few documents .*: got 2\. Expected at least 3"),
-        ("wikitext", r"the dataset cannot be found: got 'wikitext'\. Expected a file or folder that exists, or a Hub"),
-        (7, r"cannot read this kind of dataset: got int\. Expected None, texts"),
-        ([1, 2, 3], r"cannot read this kind of row \(rows given by the caller\): got int"),
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.slow),  # which calls torch.distributed.run
     ],
 )
-def test_data_that_cannot_be_used(parts, dataset, message):
-    with pytest.raises(CalibrationError, match=message):
+def test_two_processes_make_the_routers_of_one(parts, made, tiny_model_folder, tmp_path, launcher):
+    (tmp_path / "share.py").write_text(SCRIPT)
+    output = tmp_path / "routers"
+    options = json.dumps(OPTIONS | {"notes": {"command": "python make.py"}})
+    command = [sys.executable, "-m", *launcher, "share.py", str(tiny_model_folder), str(output), options]
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(output / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    first, second = set(ranks[0][0]), set(ranks[1][0])
+    assert not first & second
+    for stage in ("documents/0", "states/", "heads/", "routers/", "decisions/"):
+        assert any(name.startswith(stage) for name in first), stage
+        assert stage == "decisions/" or any(name.startswith(stage) for name in second), stage
+    for _, state, record in ranks:
+        assert record["num_processes"] == 2
+        for name, value in made.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-4, rtol=0)
+    assert_same(TIDERouters.from_pretrained(output), made)
+
+
+# What is refused before any work
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Reading states is where the work begins."""
+    monkeypatch.setattr(StateReader, "read", lambda *_: pytest.fail("states were read"))
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"labels": "euclid"}, r"unknown labels: got 'euclid'\. Expected one of 'agreement', 'cosine', 'kl'"),
+        ({"exit_strategy": "magic"}, r"unknown exit_strategy.*'identity', 'linear', 'block'"),
+        ({"tolerance": 0}, r"tolerance makes no sense: got .*Expected a number between 0 and 1"),
+        ({"tolerance": "low"}, r"tolerance makes no sense: got .*Expected a number between 0 and 1"),
+        ({"confidence": 1.5}, r"confidence makes no sense: got .*Expected a number between 0 and 1"),
+        ({"max_minutes": 0}, "max_minutes makes no sense: got .*Expected a"),
+        ({"batch_size": 0}, "batch_size makes no sense: got .*Expected a"),
+        ({"samples": 2.5}, "samples makes no sense: got .*Expected a"),
+        ({"max_length": -1}, "max_length makes no sense: got .*Expected a"),
+        ({"exit_layers": [9]}, "exit layer out of range"),
+        ({"exit_layers": 2}, "exit_layers makes no sense: got 2. Expected a list"),
+        ({"exit_layers": "12"}, "exit_layers makes no sense: got '12'"),
+        ({"draft_vocab_size": "all"}, "draft_vocab_size makes no sense: got 'all'"),
+        ({"translator_rank": 0}, "translator_rank makes no sense: got 0"),
+        ({"translator_rank": 33}, "translator_rank makes no sense: got 33. Expected at most 32"),
+        ({"seed": None}, "seed makes no sense: got None"),
+        ({"seed": 2**70}, "seed makes no sense: got a number beyond 64 bits"),
+        ({"notes": {"x": object()}}, "notes makes no sense: got Object of type object is not JSON serializable"),
+        ({"output_dir": __file__}, r"output_dir makes no sense: got .*test_calibration.*Expected a folder"),
+    ],
+)
+def test_invalid_arguments(parts, changed, message):
+    with pytest.raises(ConfigurationError, match=message):
+        small(*parts, texts(9), **changed)
+
+
+@pytest.mark.parametrize("dataset", [["a river runs", "x", "to the sea"], ["a river", "runs on"]])
+def test_too_few_documents(parts, dataset):
+    with pytest.raises(CalibrationError, match=r"too few documents .*: got 2\. Expected at least 3"):
         small(*parts, dataset)
 
 
-def test_nan_states(tiny_llama, tiny_tokenizer):
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("dataset", [None, [f"a river that runs and runs to the sea {i}" for i in range(9)]])
+def test_more_tokens_than_the_model_has_positions(tiny_tokenizer, dataset):
+    model = tiny_model("gpt2", vocab_size=260, max_position_embeddings=24)
+    with pytest.raises(ConfigurationError, match=r"than the model has positions for: got up to \d+ .*at most 24"):
+        small(model, tiny_tokenizer, dataset, max_length=64)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_processes_that_share_a_tensor_parallel_model(parts, monkeypatch):
+    monkeypatch.setattr(work_folder, "ranks_of", lambda _: Ranks(group=SimpleNamespace()))
+    with pytest.raises(UnsupportedModelError, match=r"got a model that was loaded with tp_plan"):
+        small(*parts, texts(9))
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('a system message comes first') }}", "{% if %}", {"tool_use": "x", "rag": "y"}]
+)
+def test_a_template_that_refuses_a_message_that_stands_alone(parts, template):
+    model, tokenizer = parts
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(CalibrationError, match="refuses a user's message that stands alone: got '"):
+        small(model, tokenizer)
+
+
+def test_an_8_bit_head_that_dequantises_itself_gets_heads_in_closed_form(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
-    structure = find_structure(model)
-    reader = StateReader(model, structure, Unembed(model, structure), [2])
-    with pytest.raises(CalibrationError, match=r"after layer 2 cannot be used: got NaN.*Expected finite"):
-        reader.read([Document([3, 4, 5], 0)], [0])
-    assert not any(module._forward_hooks for module in model.modules())
+    model.lm_head = PackedHead(model.lm_head.weight.detach())
+    record = small(model, tiny_tokenizer).config.calibration
+    assert {row["method"] for row in record["heads"].values()} == {"ridge"}
+    with pytest.raises(UnsupportedModelError, match=r"a block head cannot be trained here: .*'linear'"):
+        small(model, tiny_tokenizer, exit_strategy="block")
 
 
-def test_options_that_make_no_sense(parts):
-    with pytest.raises(ConfigurationError, match=r"unknown labels: got 'euclid'\. Expected one of 'agreement'"):
-        small(*parts, labels="euclid")
-    for options in ({"tolerance": 0}, {"tolerance": "low"}, {"confidence": 1.5}):
-        with pytest.raises(ConfigurationError, match=r"makes no sense: got .*Expected a number between 0 and 1"):
-            small(*parts, **options)
-    with pytest.raises(ConfigurationError, match="exit layer out of range"):
-        small(*parts, exit_layers=[9])
+@pytest.mark.usefixtures("no_work")
+def test_a_block_head_cannot_be_trained_through_an_offloaded_head(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match=r"a block head cannot be trained here: .*'linear'"):
+        small(model, tiny_tokenizer, texts(20), exit_strategy="block")
 
 
-def test_weights_are_rounded_to_what_is_stored():
-    routers = TIDERouters.for_model(tiny_model("llama"), exit_layers=[1], exit_strategy="linear")
-    torch.nn.init.normal_(routers[1].head.translator.weight)
-    round_weights(routers)
-    for parameter in routers.parameters():
-        assert torch.equal(parameter, parameter.to(torch.bfloat16).float())
-    assert routers.config.vocab_size == VOCAB
+@pytest.mark.usefixtures("no_work")
+def test_8_bit_weights_that_nothing_dequantises(tiny_llama, tiny_tokenizer):
+    model = tiny_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(
+        CalibrationError, match=r"in this precision: got Linear with torch.int8 weights .*Expected float"
+    ):
+        small(model, tiny_tokenizer)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(torch.uint8)
+    with pytest.raises(CalibrationError, match=r"got nothing but torch.uint8 weights"):
+        small(model, tiny_tokenizer)

@@ -1,4 +1,4 @@
-"""The rule that chooses a threshold: what leaves, p-values and intervals, and the promise that it keeps."""
+"""The choice of the threshold and of exit layers, the guarantee that it keeps, and bootstrap intervals."""
 
 import math
 
@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, kl_divergence
 
-from tide_hf.calibration.threshold import Decisions, choose_threshold, clopper_pearson, hoeffding_bentkus_p_value
+from tide_hf.calibration.threshold import (
+    MIN_EXIT_RATE,
+    RESAMPLES,
+    Bootstrap,
+    Candidate,
+    Decisions,
+    choose_threshold,
+    clopper_pearson,
+    draft_cost,
+    exit_rates_within,
+    hoeffding_bentkus_p_value,
+    mean_interval,
+    resampled_sums,
+    useful_exit_layers,
+)
 from tide_hf.routers.config import NEVER_EXIT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -16,12 +30,15 @@ def decisions(scores, agrees, documents):
     return Decisions([1, 3], 4, torch.tensor(scores), torch.tensor(agrees), torch.tensor(documents))
 
 
-def test_a_token_leaves_at_the_earliest_layer_that_is_sure():
+def test_a_token_exits_at_the_first_layer_whose_score_reaches_the_threshold():
     made = decisions([[0.9, 0.2], [0.1, 0.95], [0.1, 0.2]], [[False, True], [True, True], [False, False]], [0, 0, 1])
     assert made.disagreement_per_document(0.5).tolist() == [0.5, 0.0]
     assert made.depth_fraction(0.5) == pytest.approx((1 + 3 + 4) / 3 / 4)
     assert made.exit_rates(0.5) == {1: pytest.approx(1 / 3), 3: pytest.approx(1 / 3)}
     assert made.disagreement_per_document(0.99).tolist() == [0.0, 0.0]
+
+
+# The guarantee
 
 
 def test_p_values_against_a_simulation():
@@ -35,38 +52,15 @@ def test_p_values_against_a_simulation():
     assert hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)
 
 
-@pytest.mark.parametrize(("mean", "count"), [(0.05, 20), (0.02, 50), (0.0, 20), (0.09, 300)])
+@pytest.mark.parametrize(("mean", "count"), [(0.05, 20), (0.0, 20), (0.09, 300)])
 def test_p_values_where_hoeffding_s_bound_is_the_smaller(mean, count):
     coins = (Bernoulli(torch.tensor(share, dtype=torch.float64)) for share in (mean, 0.1))
     expected = math.exp(-count * float(kl_divergence(*coins)))
     assert hoeffding_bentkus_p_value(mean, count, 0.1) == pytest.approx(expected)
 
 
-def test_exact_interval_of_a_probability():
-    # 5 of 100 at 95%: 1.64% to 11.28%, as tables of Clopper and Pearson's interval have it
-    assert clopper_pearson(5, 100, 0.95) == pytest.approx((0.016432, 0.112835), abs=1e-6)
-    assert clopper_pearson(0, 100, 0.95) == (0.0, pytest.approx(1 - 0.025**0.01))
-    assert clopper_pearson(100, 100, 0.95) == (pytest.approx(0.025**0.01), 1.0)
-
-
-def simulated_risk(rule, trials=1500) -> float:
-    """How often a rule chooses a threshold whose true disagreement exceeds the tolerance.
-
-    Every document is one token; it disagrees with a probability that grows as the threshold falls.
-    """
-    generator = torch.Generator().manual_seed(1)
-    grid = (0.9, 0.8, 0.7, 0.6, 0.5)
-    true_risk = dict(zip(grid, (0.02, 0.05, 0.101, 0.2, 0.3), strict=True))
-    exceeded = 0
-    for _ in range(trials):
-        draws = torch.rand(150, generator=generator)
-        losses = {t: (draws < risk).double() for t, risk in true_risk.items()}
-        exceeded += true_risk.get(rule(losses, grid), 0.0) > 0.1
-    return exceeded / trials
-
-
-def chosen(losses, grid, behind=0):
-    """Run the real procedure on given losses, `behind` places past what it says."""
+def chosen(losses, grid, offset=0):
+    """The threshold that the real procedure chooses for given losses, or one `offset` places further down the grid."""
 
     class Fixed(Decisions):
         def disagreement_per_document(self, t):
@@ -77,18 +71,145 @@ def chosen(losses, grid, behind=0):
 
     made = Fixed([1], 2, torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1))
     choice = choose_threshold(made, tolerance=0.1, confidence=0.9, grid=grid).chosen
-    return grid[min(grid.index(choice) + behind, len(grid) - 1)] if choice in grid else choice
+    return grid[min(grid.index(choice) + offset, len(grid) - 1)] if choice in grid else choice
 
 
-def test_the_promised_risk_is_kept():
-    assert simulated_risk(chosen) <= 0.1
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_promised_risk_is_kept_and_an_off_by_one_would_break_it(offset):
+    """How often the true disagreement at the chosen threshold exceeds the tolerance.
+
+    Every document is one token; it disagrees with a probability that grows as the threshold falls.
+    """
+    generator = torch.Generator().manual_seed(1)
+    grid = (0.9, 0.8, 0.7, 0.6, 0.5)
+    true_risk = dict(zip(grid, (0.02, 0.05, 0.101, 0.2, 0.3), strict=True))
+    exceeded = 0
+    for _ in range(1500):
+        draws = torch.rand(150, generator=generator)
+        losses = {t: (draws < risk).double() for t, risk in true_risk.items()}
+        exceeded += true_risk.get(chosen(losses, grid, offset), 0.0) > 0.1
+    assert (exceeded / 1500 <= 0.1) == (offset == 0)
 
 
-def test_an_off_by_one_in_the_rule_breaks_the_promise():
-    assert simulated_risk(lambda losses, grid: chosen(losses, grid, behind=1)) > 0.1
-
-
-def test_nothing_behind_the_first_failure_is_certified():
+def test_nothing_after_the_first_failure_is_certified():
     losses = {0.9: torch.zeros(150).double(), 0.8: torch.ones(150).double(), 0.7: torch.zeros(150).double()}
     assert chosen(losses, (0.9, 0.8, 0.7)) == 0.9
     assert chosen(losses, (0.8, 0.7)) == NEVER_EXIT
+
+
+# Intervals
+
+
+def test_exact_interval_of_a_probability():
+    # 5 of 100 at 95%: 1.64% to 11.28%, as tables of Clopper and Pearson's interval have it
+    assert clopper_pearson(5, 100, 0.95) == pytest.approx((0.016432, 0.112835), abs=1e-6)
+    assert clopper_pearson(0, 100, 0.95) == (0.0, pytest.approx(1 - 0.025**0.01))
+    assert clopper_pearson(100, 100, 0.95) == (pytest.approx(0.025**0.01), 1.0)
+
+
+def test_the_bootstrap_gives_binomial_intervals_and_pairs_items():
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(400, generator=generator) < 0.3
+    other = right.clone()
+    other[:8] = ~other[:8]
+    bootstrap = Bootstrap({"items": torch.ones(400), "right": right, "other": other}, confidence=0.95)
+    share = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=(0.0, 1.0))
+    deviation = math.sqrt(share["value"] * (1 - share["value"]) / 400)
+    for end, sign in zip(share["interval"], (-1, 1), strict=True):
+        assert end == pytest.approx(share["value"] + sign * 1.96 * deviation, abs=0.35 * deviation)
+    low, high = bootstrap.figure(lambda sums: (sums["other"] - sums["right"]) / sums["items"])["interval"]
+    assert high - low < 0.5 * (share["interval"][1] - share["interval"][0])
+
+
+def test_an_interval_covers_as_often_as_it_says(monkeypatch):
+    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLES", 200)
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(300):
+        rate = 0.2 * torch.rand(200, 1, generator=generator).double()  # documents differ
+        losses = (torch.rand(200, 20, generator=generator) < rate).double().mean(dim=1)
+        lower, upper = mean_interval(losses, 0.9)
+        covered += lower <= 0.1 <= upper
+    assert 0.84 <= covered / 300 <= 0.96
+
+
+@pytest.mark.parametrize("at_once", [21, 20, 1])
+def test_many_items_are_resampled_in_slices(monkeypatch, at_once):
+    values = torch.rand(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, sizes, randint = resampled_sums(values), [], torch.randint
+
+    def drawn(high, size, **options):
+        sizes.append(math.prod(size))
+        return randint(high, size, **options)
+
+    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLED_AT_ONCE", at_once)
+    monkeypatch.setattr(torch, "randint", drawn)
+    assert torch.equal(resampled_sums(values), whole)
+    assert sum(sizes) == 7 * RESAMPLES
+    assert max(sizes) <= max(7, at_once)
+
+
+@pytest.mark.parametrize(("share", "limits"), [(0.0, (0.0, 1.0)), (1.0, (0.0, 1.0)), (0.0, (-1.0, 1.0))])
+@pytest.mark.parametrize("count", [1, 20])
+def test_items_that_do_not_vary_have_the_interval_of_zero_successes(share, limits, count):
+    bootstrap = Bootstrap({"items": torch.ones(count), "right": torch.full((count,), share)}, confidence=0.95)
+    slack = 1 - 0.025 ** (1 / count)
+    found = bootstrap.figure(lambda sums: sums["right"] / sums["items"], limits=limits)
+    expected = [max(limits[0], share - slack), min(limits[1], share + slack)]
+    assert found == {"value": share, "interval": pytest.approx(expected)}
+    assert bootstrap.figure(lambda sums: sums["right"] / sums["items"])["interval"] is None
+    assert mean_interval(torch.full((count,), share).double(), 0.95) == pytest.approx(
+        (max(0.0, share - slack), min(1.0, share + slack))
+    )
+
+
+@pytest.mark.parametrize(("layer", "num_layers"), [(4, 30), (12, 28)])
+def test_rounding_errors_are_no_variation(layer, num_layers):
+    tokens = torch.randint(5, 60, (40,), generator=torch.Generator().manual_seed(0))
+    depth = torch.stack([torch.full((int(count),), layer).double().div(num_layers).sum() for count in tokens])
+    bootstrap = Bootstrap({"tokens": tokens, "depth": depth}, confidence=0.95)
+    low, high = bootstrap.figure(lambda sums: sums["depth"] / sums["tokens"], limits=(0.0, 1.0))["interval"]
+    assert high - low > 0.1
+    assert bootstrap.figure(lambda sums: (sums["depth"] / sums["tokens"]).exp())["interval"] is None
+
+
+# Exit layers
+
+
+@pytest.mark.parametrize(
+    ("candidates", "kept"),
+    [
+        # layer of 32: (agreement, exit rate)
+        ({4: (0.4, 0.0), 8: (0.4, 0.0), 12: (0.39, 0.0)}, [4]),  # the others cost more and are no better
+        ({4: (0.62, 0.0), 8: (0.8, 0.0), 28: (0.81, 0.0)}, [4, 8]),  # each is the fastest on some machine
+        ({4: (0.3, 0.0), 20: (0.9, 0.0)}, [4, 20]),  # one for short drafts, one for long ones
+        ({4: (0.5, 0.0), 28: (0.5, MIN_EXIT_RATE)}, [4, 28]),  # tokens exit there
+        ({4: (0.5, 0.0), 28: (0.5, MIN_EXIT_RATE / 2)}, [4]),
+        ({4: (0.03, 0.0), 28: (0.5, MIN_EXIT_RATE)}, [4, 28]),  # it pays on easier text
+        ({4: (0.0001, 0.0), 28: (0.5, MIN_EXIT_RATE)}, [28]),
+        ({20: (0.0, 0.0), 28: (0.01, 0.0)}, [28]),  # none pays: the nearest to plain decoding
+        ({8: (0.0, 0.0), 12: (0.001, 0.0), 28: (0.001, 0.0)}, [12]),
+        ({28: (0.0, 0.0)}, [28]),
+    ],
+)
+def test_layers_that_are_useful_on_some_machine_and_text_are_kept(candidates, kept):
+    figures = {
+        layer: Candidate(agreement, draft_cost(layer, 32, 0.2, 0.2), exit_rate)
+        for layer, (agreement, exit_rate) in candidates.items()
+    }
+    assert useful_exit_layers(figures) == kept
+
+
+def test_draft_costs_are_proportional_to_the_weights_read():
+    assert draft_cost(8, 32, head_share=0.0, vocab_share=1.0) == 0.25
+    assert draft_cost(32, 32, head_share=0.3, vocab_share=1.0) == pytest.approx(1.0)
+    assert draft_cost(8, 32, head_share=0.5, vocab_share=0.1) == pytest.approx(0.125 + 0.05)
+
+
+def test_exit_rates_are_those_of_the_lowest_threshold_within_the_tolerance():
+    scores = [[0.99, 0.2], [0.3, 0.8], [0.6, 0.9], [0.1, 0.2]]
+    made = decisions(scores, [[True, True], [True, True], [False, True], [False, False]], [0, 1, 2, 3])
+    assert exit_rates_within(made, 0.1) == {1: 0.25, 3: 0.5}  # at 0.61: one more would be wrong
+    assert exit_rates_within(made, 0.9) == {1: 0.5, 3: 0.25}
+    wrong = Decisions([1], 4, torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool), torch.tensor([0, 1]))
+    assert exit_rates_within(wrong, 0.1) == {1: 0.0}

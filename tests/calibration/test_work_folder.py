@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from calibrations import OPTIONS, assert_same, texts
+from calibrations import assert_same, small, texts
 
-from tide_hf import TIDERouters, calibrate
+from tide_hf import TIDERouters
 from tide_hf.calibration import work_folder
+from tide_hf.calibration.work_folder import Processes
 from tide_hf.common import files as folders
 from tide_hf.common.errors import CalibrationError
 from tide_hf.routers import card as model_card
@@ -23,7 +24,7 @@ class Killed(BaseException):
 
 
 def kill_at_write(monkeypatch, number):
-    """Kill the process just before its `number`-th unit would be in place; return what counts the writes."""
+    """Kill the process just before its `number`-th unit would be in place; return the list of units written."""
     written = []
     replace = os.replace
 
@@ -38,94 +39,90 @@ def kill_at_write(monkeypatch, number):
     return written
 
 
-@pytest.mark.parametrize("exit_layers", [[1, 2], None])
-def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, tmp_path, monkeypatch, exit_layers):
+@pytest.fixture(scope="module")
+def whole(parts, tmp_path_factory):
+    """Routers of a calibration that nothing stops, and their folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return small(*parts, output_dir=folder, exit_layers=None), folder
+
+
+def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, whole, tmp_path, monkeypatch):
     """Each call gets one unit further than the one before."""
-    options = OPTIONS | {"exit_layers": exit_layers}
-    expected = calibrate(*parts, output_dir=tmp_path / "whole", **options)
-    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "plots",
-    ]
-    folder, kills = tmp_path / "killed", 0
+    expected, folder = whole
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors", "plots"}
+    kills = 0
     for call in range(100):
-        torch.manual_seed(call)  # what the caller drew before is of no account
+        torch.manual_seed(call)  # the state of the caller's generator does not matter
         with monkeypatch.context() as patch:
             written = kill_at_write(patch, 1)
             try:
-                routers = calibrate(*parts, output_dir=folder, **options)
+                routers = small(*parts, output_dir=tmp_path, exit_layers=None)
                 break
             except Killed:
                 kills += 1
                 assert len(written) == 1
-    assert kills == (12 if exit_layers else 11)  # a unit for each batch, shard, head, router, and the list of batches
+    assert kills == 11  # a unit for each batch, shard, head, router, and the list of batches
     assert routers.config.calibration["resumed_units"] >= kills - 1
     assert_same(routers, expected)
-    assert_same(TIDERouters.from_pretrained(folder), expected)
-    assert not (folder / work_folder.NAME).exists()
+    assert_same(TIDERouters.from_pretrained(tmp_path), expected)
+    assert not (tmp_path / work_folder.NAME).exists()
 
 
-def test_killed_while_saving(parts, tmp_path, monkeypatch):
+def test_killed_while_saving(parts, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(model_card, "write_model_card", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
-            calibrate(*parts, output_dir=tmp_path, **OPTIONS)
+            small(*parts, output_dir=tmp_path, exit_layers=None)
     written = kill_at_write(monkeypatch, 0)
-    assert_same(calibrate(*parts, output_dir=tmp_path, **OPTIONS), calibrate(*parts, **OPTIONS | {}))
+    assert_same(small(*parts, output_dir=tmp_path, exit_layers=None), whole[0])
     assert not written
 
 
-def killed_in(parts, folder, monkeypatch, number=3, **options):
-    with monkeypatch.context() as patch:
-        kill_at_write(patch, number)
+@pytest.fixture(scope="module")
+def unfinished(parts, tmp_path_factory):
+    """The folder of a calibration that was killed after eight units, which only refused calibrations may share."""
+    folder = tmp_path_factory.mktemp("unfinished")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at_write(patch, 8)
         with pytest.raises(Killed):
-            calibrate(*parts, output_dir=folder, **OPTIONS | options)
+            small(*parts, output_dir=folder)
+    return folder
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"seed": 1}, r"seed=0 \(now 1\)"),
-        ({"max_length": 9}, r"max_length=8 \(now 9\)"),
         ({"dataset": texts(9)}, r"data_hash="),
         ({"exit_layers": [1, 3]}, r"exit_layers=\[1, 2\] \(now \[1, 3\]\)"),
         ({"draft_vocab_size": 8}, r"draft_vocab_size=8192 \(now 8\)"),
+        ({"model": 5}, r"unembed_hash='\w+' \(now '\w+'\)"),
     ],
 )
-def test_the_unfinished_work_of_another_calibration(parts, tmp_path, monkeypatch, changed, message):
-    killed_in(parts, tmp_path, monkeypatch)
+def test_the_unfinished_work_of_another_calibration(parts, tiny_llama, unfinished, changed, message):
+    model = tiny_llama(seed=changed.pop("model")) if "model" in changed else parts[0]
     with pytest.raises(CalibrationError, match=message) as caught:
-        calibrate(*parts, output_dir=tmp_path, **OPTIONS | changed)
-    assert f"{tmp_path / work_folder.NAME} holds the work of another calibration, or one by other settings" in str(
-        caught.value
-    )
-    assert f"or delete {tmp_path / work_folder.NAME}" in str(caught.value)
+        small(model, parts[1], output_dir=unfinished, **changed)
+    folder = unfinished / work_folder.NAME
+    assert f"{folder} holds the work of another calibration, or one by other settings" in str(caught.value)
+    assert f"or delete {folder}" in str(caught.value)
 
 
-def test_the_unfinished_work_on_another_model(parts, tiny_llama, tmp_path, monkeypatch):
-    killed_in(parts, tmp_path, monkeypatch)
-    with pytest.raises(CalibrationError, match=r"unembed_hash='\w+' \(now '\w+'\)"):
-        calibrate(tiny_llama(seed=5), parts[1], output_dir=tmp_path, **OPTIONS)
-
-
-def test_a_damaged_unit_is_named(parts, tmp_path, monkeypatch):
-    killed_in(parts, tmp_path, monkeypatch, number=8)
-    shard = next((tmp_path / work_folder.NAME / "states").glob("fit-*"))
+def test_a_damaged_unit_is_named(parts, unfinished):
+    shard = next((unfinished / work_folder.NAME / "states").glob("fit-*"))
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(CalibrationError, match=rf"{shard.name} cannot be read.*Delete that file"):
-        calibrate(*parts, output_dir=tmp_path, **OPTIONS)
+        small(*parts, output_dir=unfinished)
 
 
 def test_a_disk_too_small_is_refused_before_states_are_read(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CalibrationError, match=r"do not fit on the disk: got 1000 bytes free .*Expected \d+ bytes"):
-        calibrate(*parts, output_dir=tmp_path, **OPTIONS)
+        small(*parts, output_dir=tmp_path)
     assert not list(tmp_path.glob("**/states/*"))
 
 
-def test_a_disk_that_fills_up(parts, tmp_path, monkeypatch):
+def test_a_disk_that_fills_up(parts, whole, tmp_path, monkeypatch):
     real, calls = os.fsync, []
 
     def full(descriptor):
@@ -137,8 +134,19 @@ def test_a_disk_that_fills_up(parts, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(folders.os, "fsync", full)
         with pytest.raises(CalibrationError, match=r"the disk is full: .*states.* could not be written: got \d+ bytes"):
-            calibrate(*parts, output_dir=tmp_path, **OPTIONS)
+            small(*parts, output_dir=tmp_path, exit_layers=None)
     assert not list(tmp_path.glob(f"**/*{folders.UNFINISHED}"))
-    routers = calibrate(*parts, output_dir=tmp_path, **OPTIONS)
+    routers = small(*parts, output_dir=tmp_path, exit_layers=None)
     assert routers.config.calibration["resumed_units"] > 0
-    assert_same(routers, calibrate(*parts, **OPTIONS))
+    assert_same(routers, whole[0])
+
+
+def test_busy_processes_get_the_threads_of_idle_ones(monkeypatch):
+    four = Processes(0, 4)
+    for units, threads in ((1, 4), (2, 2), (3, 1), (8, 1), (0, 4)):
+        with four.threads_for(units):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the others are on another machine
+    with four.threads_for(1):
+        assert torch.get_num_threads() == 2

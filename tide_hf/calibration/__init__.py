@@ -1,10 +1,9 @@
 """Calibration: fit exit heads, routers and a threshold for a frozen model. [`calibrate`] holds the steps in order.
 
-`text` gives the documents: the user's (`sources`) or what the model writes; `documents` splits and batches them.
-`states` reads and stores the base model's hidden states. `heads` fits exit heads, `block_head` the block head,
-`routers` the routers. `threshold` certifies the exit threshold, `selection` keeps the useful exit layers, `record` is
-the calibration record. `arguments` are checked first; `pipeline` runs the stages in a resumable `work_folder`, which
-processes may share.
+`text` gives the documents, the user's or what the model writes; `documents` reads, splits and batches them. `states`
+reads and stores the base model's hidden states. `heads` fits exit heads, `block_head` the block head, `routers` the
+routers. `threshold` keeps the useful exit layers and certifies the exit threshold, `record` is the calibration record.
+`arguments` are checked first; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from .block_head import block_start, place_block
 from .heads import frequent_tokens
 from .pipeline import Pipeline, Settings
 from .record import calibration_record, layer_figures, print_report
-from .selection import candidates_on, useful_exit_layers
 from .states import StateStore, full_depth
 from .text import Text, load_documents
-from .threshold import choose_threshold
+from .threshold import candidates_on, choose_threshold, useful_exit_layers
 from .work_folder import Processes, open_work_folder
 
 __all__ = ["calibrate"]

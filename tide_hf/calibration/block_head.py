@@ -83,26 +83,21 @@ class DocumentBatch:
 
 
 class BlockTrainer:
-    """Trains one block head in place.
+    """Trains one block head, in float32, in place; it drafts after `block_layer` layers of the model at full depth.
 
-    Args:
-        model: The base model, at full depth.
-        unembed: Its unembedding, for the final norm.
-        taught: Frozen map of final states to float32 log-probabilities of the draft vocabulary.
-        head: The block head, in float32.
-        block_layer: Layers executed before it drafts.
+    `log_probs` is a frozen map of final states to float32 log-probabilities of the draft vocabulary.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         unembed: Unembed,
-        taught: Callable[[Tensor], Tensor],
+        log_probs: Callable[[Tensor], Tensor],
         head: BlockHead,
         block_layer: int,
     ) -> None:
         self.model, self.structure, self.block_layer = model, unembed.structure, block_layer
-        self.unembed, self.taught, self.head = unembed, taught, head
+        self.unembed, self.log_probs, self.head = unembed, log_probs, head
         self.gate = Gate(head.layer)
         head.use_attention_of(model.config.get_text_config())
 
@@ -177,14 +172,14 @@ class BlockTrainer:
         counted = batch.counted.to(batch.final.device)
         with mixed_precision(batch.final.device):
             states = self.states(batch)
-            student = self.taught(states[counted])
+            student = self.log_probs(states[counted])
         with torch.no_grad():
-            teacher = self.taught(batch.final[counted].float())
+            teacher = self.log_probs(batch.final[counted].float())
         loss = total = distillation_loss(student, teacher, teacher.argmax(dim=-1))
         second = _after_right_tokens(counted, student, teacher)
         if second.any():
             with mixed_precision(batch.final.device):
-                student = self.taught(self.states(batch, states.detach())[second])
+                student = self.log_probs(self.states(batch, states.detach())[second])
             teacher = teacher[second[counted]]
             total = loss + SECOND_SHARE * distillation_loss(student, teacher, teacher.argmax(dim=-1))
         optimizer.zero_grad()
@@ -302,16 +297,9 @@ def block_start(
 
 
 class BlockStage:
-    """The stage that trains and measures one block head.
+    """The stage that trains and measures one block head, from states in `store`.
 
-    Args:
-        model: The base model, at full depth.
-        unembed: Its unembedding.
-        store: The states of the documents, with those at `block_layer`.
-        point: The block head, in float32.
-        block_layer: Layers executed before it drafts.
-        tokens: (V,) the draft vocabulary, ascending.
-        seed: Seed of the order of documents.
+    `tokens` (V,) is the draft vocabulary, ascending; `seed` that of the order of documents.
     """
 
     def __init__(

@@ -1,20 +1,39 @@
-"""Documents as token ids: splits, and batches for the forward pass."""
+"""Documents as token ids: read from lists, local files or a data set on the Hub, split, and batched."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import HTTPError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
-from ..common.errors import CalibrationError, describe
+from ..common.errors import CalibrationError, ChatTemplateError, describe
+from ..common.rows import FORMATS, import_extra, read_rows
+from ..common.token_ids import message_tokens
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
 MOST = {"tune": 150, "certify": 500}  # documents; beyond these the heads profit more from further text
 TOKENS_PER_BATCH = 16_384  # padding included
+MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length; a batch is padded to its longest row
+SHOWN = 80  # characters of a text in an error
+logger = logging.getLogger(__name__)
+# "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
+HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
+POOL = 10_000  # rows to draw from, plus ten for each wanted document
+SHOWN_KEYS = 10  # keys in an error
+SHUFFLE_BUFFER = 2_000  # rows
 
 
 @dataclass(frozen=True)
@@ -103,3 +122,263 @@ def token_batch(documents: Sequence[Document], rows: Sequence[int]) -> TokenBatc
     is_token = positions < torch.tensor([len(document.tokens) for document in chosen])[:, None]
     counted = is_token & (positions >= torch.tensor([document.first for document in chosen])[:, None])
     return TokenBatch(input_ids, is_token.long(), counted)
+
+
+class UnusableRowError(CalibrationError):
+    """One row cannot be used; it is skipped."""
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Tokenises rows of a dataset, texts or chats, to documents; `source` is its name, for errors.
+
+    A text, or the last answer of a chat, is truncated to `max_length` tokens.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    source: str
+
+    def __call__(self, row: object) -> Document:
+        """Encode a text, a chat (a list of messages), or a mapping that has one under "text" or "messages".
+
+        Raises:
+            UnusableRowError: This row is too short or too long, or the chat template refuses it.
+            CalibrationError: Rows of this kind cannot be read.
+        """
+        if isinstance(row, Mapping):
+            row = self._column(row)
+        if isinstance(row, str):
+            return self._text(self.tokenizer(row, truncation=True, max_length=self.max_length)["input_ids"], row)
+        if isinstance(row, (list, tuple)):
+            return self._chat(row)
+        if row is None:
+            raise self._unusable("a row is empty", got="None", expected="a text or a chat")
+        raise CalibrationError(
+            describe(
+                f"cannot read this kind of row ({self.source})",
+                got=type(row).__name__,
+                expected="a str, a chat (a list of messages), or a mapping with a text or a messages column",
+                do="Turn the rows into texts, say [row['question'] for row in dataset].",
+            )
+        )
+
+    def _column(self, row: Mapping[str, object]) -> object:
+        # A text column next to messages is usually the chat in another model's template.
+        chats_first = self.tokenizer.chat_template is not None
+        values = [row[name] for name in (("messages", "text") if chats_first else ("text", "messages")) if name in row]
+        if not values:
+            raise CalibrationError(
+                describe(
+                    f"no column to read ({self.source})",
+                    got=f"the columns {', '.join(map(str, row))}",
+                    expected="a column named text or messages",
+                    do="Rename the column that holds the text, or pass a list of texts.",
+                )
+            )
+        return next((value for value in values if value is not None), None)
+
+    def _text(self, tokens: list[int], text: object) -> Document:
+        if len(tokens) < 2:
+            got = f"{len(tokens)} tokens for {str(text)[:SHOWN]!r}"
+            raise self._unusable("a text is too short", got=got, expected="at least 2 tokens")
+        return Document(tokens, first=1)
+
+    def _chat(self, chat: Sequence[object]) -> Document:
+        """Count the last answer, or the whole chat if the template's prompt is no prefix of it."""
+        if self.tokenizer.chat_template is None:
+            raise CalibrationError(
+                describe(
+                    f"a chat needs a chat template ({self.source})",
+                    got="a tokenizer without one",
+                    expected="a tokenizer with a chat_template",
+                    do="Pass the tokenizer of an instruction-tuned model, or plain texts.",
+                )
+            )
+        messages = [self._message(message) for message in chat]
+        if not messages:
+            raise self._unusable("a chat is empty", got="no messages", expected="at least one")
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+        read = messages[: last + 1] if last > 0 else messages
+        try:
+            whole = message_tokens(self.tokenizer, read, add_generation_prompt=False)
+            prompt = message_tokens(self.tokenizer, messages[:last]) if last > 0 else None
+        except ChatTemplateError as error:
+            expected = "roles in the order that it knows"
+            raise self._unusable("the chat template refuses a chat", got=error.reason, expected=expected) from error
+        if prompt is None or whole[: len(prompt)] != prompt:
+            return self._text(whole[: self.max_length], chat)
+        return self._answer(prompt, whole[len(prompt) :])
+
+    def _message(self, message: object) -> dict[str, str]:
+        if isinstance(message, Mapping):
+            role, content = message.get("role"), message.get("content")
+            if isinstance(role, str) and isinstance(content, str):
+                return {"role": role, "content": content}  # chat templates react to further keys, even if None
+        expected = 'a mapping whose "role" and "content" are strings'
+        raise self._unusable("a message cannot be read", got=str(message)[:SHOWN], expected=expected)
+
+    def _answer(self, prompt: list[int], answer: list[int]) -> Document:
+        """Truncate the answer at end-of-sequence, and count from the position that predicts its first token."""
+        end = self.tokenizer.eos_token_id
+        answer = answer[: answer.index(end)] if end in answer else answer
+        longest = MAX_PROMPT * self.max_length
+        if not answer or len(prompt) > longest:
+            raise self._unusable(
+                "a chat cannot be used",
+                got=f"a prompt of {len(prompt)} tokens and an answer of {len(answer)}",
+                expected=f"a prompt of at most {longest} ({MAX_PROMPT} x max_length) and an answer of at least 1",
+            )
+        return Document(prompt + answer[: self.max_length], first=max(len(prompt) - 1, 0))
+
+    def _unusable(self, problem: str, *, got: str, expected: str) -> UnusableRowError:
+        do = "Leave such rows out of the dataset, or raise max_length."
+        return UnusableRowError(describe(f"{problem} ({self.source})", got=got, expected=expected, do=do))
+
+
+def read_documents(
+    dataset: object, tokenizer: PreTrainedTokenizerBase, *, samples: int, max_length: int, seed: int
+) -> tuple[list[Document], int]:
+    """Draw at most `samples` distinct documents from a dataset; see `calibrate` for the kinds of dataset.
+
+    A text, or the last answer of a chat, is truncated to `max_length` tokens. Duplicates are dropped, so that no text
+    is in two splits.
+
+    Returns:
+        The documents, and the number of skipped rows: those of fewer than two tokens, and chats that the template
+        refuses or whose prompt is too long. A warning gives their number and the last reason.
+
+    Raises:
+        CalibrationError: The dataset cannot be found or read, or holds nothing that can be used.
+        MissingPackageError: A package that reads this kind of data is not installed.
+    """
+    source = describe_source(dataset)
+    encode = RowEncoder(tokenizer, max_length, source)
+    documents: dict[tuple[int, ...], Document] = {}
+    num_skipped, last = 0, ""
+    for row in random_rows(dataset, POOL + 10 * samples, seed):
+        if len(documents) >= samples:
+            break
+        try:
+            document = encode(row)
+        except UnusableRowError as error:
+            num_skipped, last = num_skipped + 1, str(error)
+            continue
+        documents.setdefault(tuple(document.tokens), document)
+    if not documents:
+        raise CalibrationError(
+            describe(
+                f"the dataset is empty ({source})",
+                got=f"{num_skipped} rows, of which none can be used; of the last: {last}" if last else "no texts",
+                expected="texts or chats",
+                do="Pass other data; calibrate() without any lets the model write its own text.",
+            )
+        )
+    if num_skipped:
+        logger.warning("rows that cannot be used and were skipped: %d; of the last: %s", num_skipped, last)
+    return list(documents.values()), num_skipped
+
+
+def describe_source(dataset: object) -> str:
+    """Short name of a dataset for the calibration record; paths are reduced to their last part."""
+    if dataset is None:
+        return "the model's own answers to the package's prompts"
+    path = _local_path(dataset)
+    if path is not None:
+        return path.absolute().name
+    if isinstance(dataset, (str, os.PathLike)):
+        match = _match_hub_name(dataset)
+        config = f":{match['config']}" if match and match["config"] else ""
+        return f"{match['name']}{config} ({match['split'] or 'train'})" if match else repr(dataset)
+    if isinstance(dataset, (list, tuple)) and dataset:
+        kind = "texts" if isinstance(dataset[0], str) else "chats" if isinstance(dataset[0], (list, tuple)) else "rows"
+        return f"{kind} given by the caller"
+    return "rows given by the caller"
+
+
+def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
+    """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`.
+
+    Raises:
+        CalibrationError: The dataset cannot be found or read.
+        MissingPackageError: A package that reads this kind of data is not installed.
+    """
+    rng = random.Random(seed)
+    path = _local_path(dataset)
+    if path is not None:
+        return iter(_draw(read_rows(path), size, rng))
+    datasets = sys.modules.get("datasets")  # imported already if this is one of its objects
+    if isinstance(dataset, (str, os.PathLike)) or (datasets and isinstance(dataset, datasets.IterableDataset)):
+        return islice(_stream_rows(dataset, seed), size)
+    has_keys = hasattr(dataset, "keys")  # a DatasetDict or a table
+    if not has_keys and not isinstance(dataset, (bytes, bytearray)):
+        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+            return (dataset[i] for i in rng.sample(range(len(dataset)), min(len(dataset), size)))
+        if isinstance(dataset, Iterable):
+            return iter(_draw(islice(dataset, size), size, rng))
+    keys = f" with the keys {', '.join(map(str, islice(dataset.keys(), SHOWN_KEYS)))}" if has_keys else ""
+    raise CalibrationError(
+        describe(
+            "cannot read this kind of dataset",
+            got=type(dataset).__name__ + keys,
+            expected="None, texts, chats, a file, a folder, the name of a Hub data set, or one split of a data set",
+            do="Choose a split, say dataset['train'], or turn the data into a list of texts.",
+        )
+    )
+
+
+def _draw(rows: Iterable[object], size: int, rng: random.Random) -> list[object]:
+    """Reservoir sampling of `size` rows, in random order."""
+    drawn: list[object] = []
+    for count, row in enumerate(rows):
+        if count < size:
+            drawn.append(row)
+        elif (place := rng.randrange(count + 1)) < size:
+            drawn[place] = row
+    rng.shuffle(drawn)
+    return drawn
+
+
+def _local_path(dataset: object) -> Path | None:
+    if not isinstance(dataset, (str, os.PathLike)):
+        return None
+    path = os.path.expanduser(dataset)
+    return Path(path) if os.path.exists(path) else None  # Path.exists raises for a very long name
+
+
+def _match_hub_name(dataset: str | os.PathLike[str]) -> re.Match[str] | None:
+    if not isinstance(dataset, str) or dataset.lower().endswith(tuple(FORMATS)):
+        return None
+    return HUB_NAME.fullmatch(dataset)
+
+
+def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
+    """Yield rows of a stream of the datasets library, or of a Hub data set by its name, shuffled in a buffer."""
+    source = describe_source(dataset)
+    match = _match_hub_name(dataset)
+    if match is None and isinstance(dataset, (str, os.PathLike)):
+        raise CalibrationError(
+            describe(
+                "the dataset cannot be found",
+                got=repr(os.fspath(dataset)),
+                expected='a file or folder that exists, or a Hub data set as "org/name", "org/name:config" or '
+                '"org/name:config[split]"',
+                do="Check the spelling; texts themselves go into a list.",
+            )
+        )
+    datasets = import_extra("datasets", f"read {source}")
+    try:
+        if match is not None:
+            split = match["split"] or "train"
+            dataset = datasets.load_dataset(match["name"], match["config"], split=split, streaming=True)
+        yield from dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
+        raise CalibrationError(
+            describe(
+                f"the data set cannot be read ({source})",
+                got=f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}",
+                expected="a data set that exists, can be reached, and that you may read",
+                do='Check the name ("org/name:config[split]") and the connection; where access has to be granted, '
+                "run `hf auth login`. Or pass a local file.",
+            )
+        ) from error

@@ -95,17 +95,10 @@ def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torc
 
 
 def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, drafts: DraftUnembed) -> float:
-    """Set a linear head's translator to the ridge solution whose penalty gives most agreement on the tune split.
+    """Set a linear head's translator to the ridge solution whose penalty gives most agreement; return the penalty.
 
-    Args:
-        head: The head.
-        moments: Moments of the fit split.
-        tune_states: (N, D) states of the tune split at this exit layer, in the model's dtype.
-        tune_tokens: (N,) the full model's top tokens there.
-        drafts: Unembedding to the compared tokens.
-
-    Returns:
-        The penalty.
+    Moments are those of the fit split. Agreement is measured on (N, D) states of the tune split, in the model's dtype,
+    with the full model's top tokens (N,), among the tokens of `drafts`.
     """
     rank = head.translator[0].out_features if isinstance(head.translator, nn.Sequential) else None
     best, best_penalty, best_weights = -1.0, 0.0, head.state_dict()
@@ -203,7 +196,7 @@ def distil_head(
         unembed: The base model's unembedding; see [`can_distil`].
         tokens: (V,) tokens of the compared distributions.
         seed: Seed of the order of positions.
-        deadline: `time.perf_counter()` at which to stop.
+        deadline: When to stop (of `perf_counter`).
 
     Returns:
         Finished `epochs`, `best_epoch` (0 is the closed form), and whether the deadline `stopped` it.
@@ -299,12 +292,9 @@ def _agreement(head: ExitHead, exit_layer: int, tune: StateBatch, frequent: Freq
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-    """Mean of KL(teacher || student) and the cross-entropy of the teacher's top token.
+    """Mean of KL(teacher || student), both (N, V) log-probabilities, and the cross-entropy of `targets` (N,).
 
-    Args:
-        student: (N, V) log-probabilities.
-        teacher: (N, V) log-probabilities.
-        targets: (N,) the teacher's top tokens; `IGNORED` if outside the V tokens.
+    Targets are the teacher's top tokens, `IGNORED` if outside the V tokens.
     """
     divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
     cross_entropy = nn.functional.nll_loss(student, targets, ignore_index=IGNORED, reduction="sum") / len(targets)

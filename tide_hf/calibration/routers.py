@@ -31,13 +31,7 @@ def router_labels(
     similarity above `CONVERGENCE_THRESHOLD` with the final one (the published rule; the head plays no part). `"kl"`:
     KL(full model || exit head) of the next token's distributions is below `KL_THRESHOLD`.
 
-    Args:
-        kind: One of these.
-        unembed: The base model's unembedding.
-        head: The exit head of the layer that the states come from.
-        hidden_states: (N, hidden_size) of that layer, before the final norm, in the model's dtype.
-        final_states: (N, hidden_size) of the last layer, likewise.
-        top_tokens: (N,) the full model's top tokens.
+    States (N, hidden_size) are before the final norm, in the model's dtype; `top_tokens` (N,) are the full model's.
     """
     if kind == "agreement":
         return agreement_labels(unembed, head, hidden_states, top_tokens)

@@ -90,14 +90,7 @@ class StateBatch:
 
 
 class StateReader:
-    """Runs a base model, at full depth and in evaluation mode, on documents and gives its hidden states.
-
-    Args:
-        model: The base model.
-        structure: Its structure.
-        unembed: Its unembedding.
-        exit_layers: Layers executed before each wanted state.
-    """
+    """Runs a base model, at full depth and in evaluation mode, and gives its states after each of `exit_layers`."""
 
     def __init__(
         self, model: PreTrainedModel, structure: DecoderStructure, unembed: Unembed, exit_layers: Sequence[int]
@@ -194,13 +187,6 @@ class StateStore:
     """The hidden states of all documents, as shards in a work folder.
 
     States of a float32 model are stored in bfloat16, except in the certify split. Labels come from unrounded states.
-
-    Args:
-        work: The folder.
-        splits: The documents, by name of the split.
-        batch_size: Most documents per shard.
-        exit_layers: Layers whose states are stored.
-        dtype: The model's dtype.
     """
 
     def __init__(

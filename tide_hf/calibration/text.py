@@ -31,8 +31,7 @@ from ..base_model.structure import input_device
 from ..common.errors import CalibrationError, ChatTemplateError, describe
 from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 from ..engines.gqa_attention import gqa_attention
-from .documents import Document
-from .sources import describe_source, read_documents
+from .documents import Document, describe_source, read_documents
 
 TOP_K = 50
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -74,16 +73,8 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Continue prompts in one batch, independently of the model's generation config.
 
-    Args:
-        model: The base model, at full depth.
-        prompts: Token ids of each prompt.
-        max_new_tokens: Most tokens per continuation.
-        temperature: Sampling temperature; `None` decodes greedily.
-        ends: End-of-sequence tokens.
-        pad: Padding token.
-
-    Returns:
-        The new tokens of each prompt, without the end-of-sequence token.
+    A temperature of `None` decodes greedily. Returns the new tokens of each prompt, without the end-of-sequence token,
+    which is one of `ends`.
     """
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
     options = {"max_new_tokens": max_new_tokens, "eos_token_id": sorted(ends) or None, "logits_processor": sampling}
@@ -111,19 +102,8 @@ def without_generation_defaults(model: Any) -> Iterator[None]:
 def generate_batch(
     model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
 ) -> list[list[int]]:
-    """Run `model.generate` on prompts in one left-padded batch.
-
-    Args:
-        model: The model, attached or not.
-        prompts: Token ids of each prompt.
-        ends: End-of-sequence tokens.
-        pad: Padding token. One outside the model's vocabulary (the tokenizer was extended, the model was not) is
-            replaced, because `generate` feeds padding to rows that have ended.
-        **options: For `generate`.
-
-    Returns:
-        The new tokens of each prompt, without the end-of-sequence token.
-    """
+    """Run `model.generate` on prompts in one left-padded batch; return new tokens as [`continue_prompts`] does."""
+    # generate feeds padding to rows that have ended; the tokenizer's may be outside the model's vocabulary
     pad = pad if pad < model.config.get_text_config().vocab_size else 0
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
     generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
@@ -162,14 +142,9 @@ def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts of similar length that are answered in one batch.
+    """Prompts of similar length that are answered in one batch, or `num_own` that the model writes in a user turn.
 
-    Attributes:
-        prompts: Token ids of each; empty if the model writes the prompts.
-        temperature: Sampling temperature of the answers; `None` decodes greedily.
-        seed: Seed of all sampling in the batch.
-        turn: The user turn for prompts that the model writes.
-        num_own: Number of prompts that the model writes.
+    A temperature of `None` decodes greedily; the seed is that of all sampling in the batch.
     """
 
     prompts: list[list[int]]
@@ -207,14 +182,8 @@ def plan_writing(
 ) -> list[PromptBatch]:
     """Split prompts into batches, half of them answered greedily and half sampled.
 
-    Batches are shuffled, so that a calibration cut short by its time budget still has a random sample.
-
-    Args:
-        prompts: Token ids of each prompt.
-        batch_size: Prompts per batch, sorted by length.
-        seed: Random seed.
-        turn: The user turn for prompts that the model writes.
-        num_own: Number of prompts that the model writes, in addition to `prompts`.
+    Batches are shuffled, so that a calibration cut short by its time budget still has a random sample. To them
+    are added `num_own` prompts that the model writes in a user turn.
     """
     halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
     batches: list[dict[str, Any]] = []

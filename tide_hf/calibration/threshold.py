@@ -1,8 +1,8 @@
-"""Choose the exit threshold so that its disagreement stays below a tolerance with a stated confidence.
+"""Choose the exit layers that are of use, and the exit threshold whose disagreement stays below a tolerance.
 
-Learn then Test (Angelopoulos et al., arXiv 2110.01052) with fixed-sequence testing: the thresholds of a grid fixed in
-advance are tested in descending order, each at the full level, until one fails. Intervals are percentile bootstraps
-over documents or prompts, since tokens of one document are not independent.
+The threshold is chosen by Learn then Test (Angelopoulos et al., arXiv 2110.01052) with fixed-sequence testing: the
+thresholds of a grid fixed in advance are tested in descending order, each at the full level, until one fails. Intervals
+are percentile bootstraps over documents or prompts, since tokens of one document are not independent.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..base_model.structure import DecoderStructure
 from ..routers.config import NEVER_EXIT
+from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
 
 RESAMPLES = 1000
 RESAMPLED_AT_ONCE = 2**20  # items of all resamples in one slice: 8 MB per column
 ROUNDING = 1e-9  # relative difference of sums of the same values in another order
 Sums = Mapping[str, Tensor]
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
+MIN_EXIT_RATE = 0.01  # below this share of tokens a layer is not worth its weights
+# Scenarios of machine and text. Costs are in full-depth passes over one token.
+SLOPES = (0.0, 0.02, 0.05, 0.1, 0.2)  # cost of one more token in a verify pass
+OVERHEADS = (0.0, 0.03, 0.1)  # cost of a draft step beyond its layers and head
+EASE = (1.0, 0.5, 0.25)  # acceptance = agreement ** ease, for text easier than the calibration's
 
 
 def resampled_sums(values: Tensor) -> Tensor:
@@ -37,11 +45,7 @@ def resampled_sums(values: Tensor) -> Tensor:
 class Bootstrap:
     """Percentile bootstrap of figures that are functions of sums over items (documents, prompts).
 
-    All figures use the same resamples, so differences of columns are paired.
-
-    Args:
-        columns: By name, (items,) summands.
-        confidence: In (0, 1).
+    All figures use the same resamples, so differences of columns, (items,) summands by name, are paired.
     """
 
     def __init__(self, columns: Mapping[str, Tensor], confidence: float) -> None:
@@ -165,13 +169,8 @@ def choose_threshold(
 ) -> ThresholdChoice:
     """Find the lowest threshold whose disagreement is below `tolerance` with probability `confidence`.
 
-    Documents are the exchangeable unit. Thresholds below the first that fails stay in the table as uncertified rows.
-
-    Args:
-        decisions: On documents that neither heads nor routers have seen.
-        tolerance: Bound on the expected share of a document's tokens that differ, in (0, 1).
-        confidence: Probability with which the bound holds, in (0, 1).
-        grid: Thresholds, descending, fixed in advance.
+    Documents, which neither heads nor routers have seen, are the exchangeable unit. The grid is descending and fixed in
+    advance; thresholds below the first that fails stay in the table as uncertified rows.
     """
     table: list[ThresholdRow] = []
     certified = True
@@ -197,13 +196,7 @@ def hoeffding_bentkus_p_value(mean_loss: float, count: int, tolerance: float) ->
 
 
 def clopper_pearson(successes: int, count: int, confidence: float) -> tuple[float, float]:
-    """Exact confidence interval of a probability (Clopper and Pearson, Biometrika 26, 1934).
-
-    Args:
-        successes: In 0 ... `count`.
-        count: Number of independent trials.
-        confidence: In (0, 1).
-    """
+    """Exact confidence interval of a probability (Clopper and Pearson, Biometrika 26, 1934)."""
     miss = (1 - confidence) / 2
     lower, upper = 0.0, 1.0
     if successes > 0:
@@ -248,3 +241,76 @@ def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
     bootstrap = Bootstrap({"loss": losses, "documents": torch.ones_like(losses)}, confidence)
     lower, upper = bootstrap.figure(lambda sums: sums["loss"] / sums["documents"], limits=(0.0, 1.0))["interval"]
     return lower, upper
+
+
+class Candidate(NamedTuple):
+    """Figures of a candidate exit layer.
+
+    Attributes:
+        agreement: Share of positions at which its head has the full model's top token, in [0, 1].
+        draft_cost: Cost of one draft step, in full-depth passes over one token.
+        exit_rate: Share of positions that exit there.
+    """
+
+    agreement: float
+    draft_cost: float
+    exit_rate: float
+
+
+def candidates_on(
+    tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
+) -> dict[int, Candidate]:
+    """Figures of each exit layer on the tune split, for the `tolerance` of `calibrate`."""
+    agreements = tune.agrees.double().mean(dim=0).tolist()
+    rates = exit_rates_within(tune, tolerance)
+    vocab_share = draft_vocab_size / structure.vocab_size
+    return {
+        layer: Candidate(agreement, draft_cost(layer, structure.num_layers, structure.head_share, vocab_share), rate)
+        for (layer, rate), agreement in zip(rates.items(), agreements, strict=True)
+    }
+
+
+def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float) -> float:
+    """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
+
+    `head_share` is the output head's in the weights of a full pass, `vocab_share` the draft vocabulary's in its rows.
+    """
+    return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
+
+
+def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float]:
+    """Exit rates by layer at the lowest threshold whose measured disagreement is within `tolerance`.
+
+    Decisions are those on the tune split, because selecting layers on the certify split would void the guarantee.
+    """
+    lowest = NEVER_EXIT
+    for threshold in GRID:
+        if float(decisions.disagreement_per_document(threshold).mean()) > tolerance:
+            break
+        lowest = threshold
+    return decisions.exit_rates(lowest)
+
+
+def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
+    """Keep the layers that are useful on some machine and some text.
+
+    A layer is kept if at least `MIN_EXIT_RATE` of the tokens exit there, or if in any scenario it gives the most tokens
+    per second of all layers and `MIN_GAIN` over plain decoding. If no layer passes, the fastest one is kept.
+    """
+    kept = {layer for layer, candidate in candidates.items() if candidate.exit_rate >= MIN_EXIT_RATE}
+    nearest, nearest_gain = min(candidates), 0.0
+    for slope, overhead, ease in product(SLOPES, OVERHEADS, EASE):
+        gains = {layer: _gain(candidate, slope, overhead, ease) for layer, candidate in candidates.items()}
+        best = max(sorted(gains), key=gains.__getitem__)
+        if gains[best] >= MIN_GAIN:
+            kept.add(best)
+        if gains[best] > nearest_gain:
+            nearest, nearest_gain = best, gains[best]
+    return sorted(kept or {nearest})
+
+
+def _gain(candidate: Candidate, slope: float, overhead: float, ease: float) -> float:
+    """Speed-up over plain decoding at the best draft length."""
+    acceptance = candidate.agreement**ease
+    step = candidate.draft_cost + overhead
+    return max(expected_tokens(acceptance, length) / (step * length + 1 + slope * length) for length in DRAFT_LENGTHS)

@@ -137,9 +137,7 @@ class WorkFolder:
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
         """Write this calibration's fingerprint, or check that the one in the folder is the same.
 
-        Args:
-            fingerprint: Everything that results depend on, ready for JSON.
-            processes: The processes that share the folder.
+        The fingerprint is everything that results depend on, ready for JSON.
 
         Raises:
             CalibrationError: The folder holds another calibration's work, or processes see different folders.

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base_model.structure import find_structure, input_device
 from ..base_model.unembed import Unembed
-from ..calibration.documents import Document, plan_batches
-from ..calibration.sources import describe_source, read_documents
+from ..calibration.documents import Document, describe_source, plan_batches, read_documents
 from ..calibration.states import SLICE_ELEMENTS, StateBatch, StateReader, full_depth
 from ..calibration.threshold import Bootstrap, exit_depths, exit_indices
 from ..common.choices import check_counts, check_share

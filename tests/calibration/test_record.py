@@ -17,10 +17,7 @@ from tide_hf.calibration.record import (
     reliability_bins,
     tolerance_rows,
 )
-from tide_hf.calibration.threshold import choose_threshold, mean_interval
-from tide_hf.common.errors import CalibrationError
-from tide_hf.common.progress import Steps
-from tide_hf.evaluation.inspection import convergence_by_layer
+from tide_hf.calibration.threshold import choose_threshold
 from tide_hf.routers import tables
 
 
@@ -29,7 +26,7 @@ def test_coverage_by_hand():
     agrees = torch.tensor([True, True, True, False, True])
     assert coverage_at(scores, agrees, 0.99) == pytest.approx(2 / 5)
     assert coverage_at(scores, agrees, 0.80) == pytest.approx(1.0)  # beyond the dip to 3/4
-    assert coverage_at(scores[:4], agrees[:4], 0.76) == pytest.approx(2 / 4)  # equal scores leave together
+    assert coverage_at(scores[:4], agrees[:4], 0.76) == pytest.approx(2 / 4)  # equal scores exit together
     assert coverage_at(scores, ~agrees, 0.5) == 0.0
     assert coverage_at(torch.ones(4), torch.ones(4).bool(), 1.0) == 1.0
 
@@ -54,7 +51,8 @@ def test_reliability_by_hand():
 def test_costs_count_the_weights_that_are_read(family, strategy):
     model = tiny_model(family)
     structure = find_structure(model)
-    sizes = layer_sizes(TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy=strategy), structure)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy=strategy)
+    sizes = layer_sizes(routers, structure)
     assert [sizes[layer]["head_parameters"] for layer in ("1", "3")] == [32 * 33 if strategy == "linear" else 0] * 2
     assert sizes["1"]["head_mb"] == round(2e-6 * sizes["1"]["head_parameters"], 3)
 
@@ -62,8 +60,7 @@ def test_costs_count_the_weights_that_are_read(family, strategy):
         return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())
 
     after = count(structure.norm, structure.projection, structure.head)
-    exit_point = TIDERouters.for_model(model, exit_layers=[1], exit_strategy=strategy)[1]
-    expected = (count(*structure.layers[:3], exit_point) + after) / (count(*structure.layers) + after)
+    expected = (count(*structure.layers[:3], routers[3]) + after) / (count(*structure.layers) + after)
     assert sizes["3"]["cost"] == pytest.approx(expected, abs=1e-5)
     assert sizes["1"]["cost"] < sizes["3"]["cost"]
 
@@ -86,26 +83,6 @@ def test_tolerances_are_certified_one_by_one():
         assert row["exit_threshold"] == choose_threshold(made, tolerance=row["tolerance"], confidence=0.9).chosen
         assert row["interval"][0] < row["disagreement"] < row["interval"][1]
         assert row["depth_fraction"] == pytest.approx(made.depth_fraction(row["exit_threshold"]), abs=1e-5)
-    assert [row["depth_fraction"] for row in rows] == sorted((row["depth_fraction"] for row in rows), reverse=True)
-
-
-def test_an_interval_covers_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLES", 200)
-    generator = torch.Generator().manual_seed(0)
-    covered = 0
-    for _ in range(300):
-        rate = 0.2 * torch.rand(200, 1, generator=generator).double()  # documents differ
-        losses = (torch.rand(200, 20, generator=generator) < rate).double().mean(dim=1)
-        lower, upper = mean_interval(losses, 0.9)
-        covered += lower <= 0.1 <= upper
-    assert 0.84 <= covered / 300 <= 0.96
-
-
-def test_an_interval_does_not_depend_on_the_slices(monkeypatch):
-    losses = torch.rand(50, generator=torch.Generator().manual_seed(0)).double()
-    whole = mean_interval(losses, 0.9)
-    monkeypatch.setattr("tide_hf.calibration.threshold.RESAMPLED_AT_ONCE", 130)
-    assert mean_interval(losses, 0.9) == pytest.approx(whole)
 
 
 def test_the_record_is_ready_for_json_and_compact():
@@ -145,72 +122,16 @@ def test_layers_are_sorted_as_numbers():
     assert table.rows == [["4 of 16", "25.0%"], ["12 of 16", "50.0%"]]
 
 
-def test_older_records_have_the_tables_that_they_can():
-    assert [title for title, _, _ in tables.tables_of({"exit_layers": {"2": {}}}, 4)] == ["Exit layers"]
-    assert tables.tables_of({}, 4) == []
-    assert [title for title, _, _ in tables.tables_of(made_up_record(), 16)] == [
-        "Exit layers",
-        "Coverage",
-        "Tolerances",
-    ]
-
-
-def test_convergence_is_that_of_the_states_before_the_final_norm(tiny_llama, tiny_tokenizer):
-    model = tiny_llama()
-    structure = find_structure(model)
-    states = []
-    handles = [layer.register_forward_hook(lambda _m, _a, output: states.append(output)) for layer in structure.layers]
-    texts = ["the river runs", "to the sea, and on"]
-    encoded = [tiny_tokenizer(text, return_tensors="pt").input_ids for text in texts]
-    with torch.no_grad():
-        for ids in encoded:
-            model(input_ids=ids)
-    for handle in handles:
-        handle.remove()
-    by_layer = [torch.cat([states[layer][0], states[4 + layer][0]]) for layer in range(4)]
-    cosine = [torch.cosine_similarity(by_layer[layer], by_layer[3], dim=-1) for layer in range(3)]
-    threshold = float(cosine[1].median())
-    rows = convergence_by_layer(model, tiny_tokenizer, ["", *texts], convergence_threshold=threshold)
-    assert [row.layer for row in rows] == [1, 2, 3]
-    for row, expected in zip(rows, cosine, strict=True):
-        assert row.mean_cosine == pytest.approx(float(expected.mean()), abs=1e-5)
-        assert row.converged == pytest.approx(float((expected > threshold).double().mean()), abs=1.5 / len(expected))
-    assert 0 < rows[1].converged < 1
-    (one,) = {len(convergence_by_layer(model, tiny_tokenizer, texts, batch_size=size)) for size in (1, 2)}
-    assert one == 3
-
-
-def test_convergence_cuts_long_texts_and_wants_some(tiny_llama, tiny_tokenizer):
-    model = tiny_llama()
-    cut = convergence_by_layer(model, tiny_tokenizer, ["abcdefgh" * 9], max_length=8)
-    assert cut == convergence_by_layer(model, tiny_tokenizer, ["abcdefgh"])
-    with pytest.raises(CalibrationError, match=r"convergence cannot be measured: got no text\. Expected at least one"):
-        convergence_by_layer(model, tiny_tokenizer, [""])
-    few = tiny_model("gpt2", vocab_size=260, max_position_embeddings=24)
-    with pytest.raises(CalibrationError, match=r"model has positions for: got 30 tokens\. Expected at most 24"):
-        convergence_by_layer(few, tiny_tokenizer, ["a" * 30])
-
-
-def test_a_block_head_has_a_table_of_its_own():
+def test_records_have_the_tables_whose_figures_they_hold():
     block = {"layer": 1, "agreement": 0.4125, "confidence_auc": 0.8, "expected_calibration_error": 0.01}
     record = made_up_record() | {"block": block | {"parameters": 4_000_000, "epochs": 6}}
+    for given, titles in (
+        ({}, []),
+        ({"exit_layers": {"2": {}}}, ["Exit layers"]),
+        (made_up_record(), ["Exit layers", "Coverage", "Tolerances"]),
+    ):
+        assert [title for title, _, _ in tables.tables_of(given, 16)] == titles
     (table,) = (table for title, table, _ in tables.tables_of(record, 30) if title == "Block head")
     assert table.rows == [["1 of 30", "41.2%", "0.800", "0.010", "4,000,000", "6"]]
     record["block"]["documents_before"] = 600
     assert any("documents before" in table.headings for _, table, _ in tables.tables_of(record, 30))
-    assert all(title != "Block head" for title, _, _ in tables.tables_of(made_up_record(), 30))
-
-
-def test_a_log_is_told_that_a_step_begins_and_how_far_it_is_once_a_minute(capsys, monkeypatch):
-    clock = iter([0, 40, 70, 80, 130])
-    monkeypatch.setattr("tide_hf.common.progress.perf_counter", lambda: next(clock))
-    with Steps(enabled=True) as steps:
-        assert list(steps.track("Writing text", "abcd", 4)) == list("abcd")
-    assert capsys.readouterr().err.splitlines() == [
-        "Writing text: 0 of 4",
-        "Writing text: 2 of 4",
-        "Writing text: 4 of 4",
-    ]
-    with Steps(enabled=False) as steps:
-        list(steps.track("Writing text", "abcd", 4))
-    assert capsys.readouterr().err == ""

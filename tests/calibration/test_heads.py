@@ -1,0 +1,153 @@
+"""Exit heads: the closed form against least squares, and distillation."""
+
+import copy
+import time
+
+import pytest
+import torch
+from families import tiny_model
+
+from tide_hf import TIDERouters
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import DraftUnembed, Unembed
+from tide_hf.calibration.heads import (
+    IGNORED,
+    PATIENCE,
+    FrequentUnembed,
+    Moments,
+    _Student,
+    collect_moments,
+    distil_head,
+    draft_agreement,
+    fit_head,
+    frequent_tokens,
+)
+from tide_hf.calibration.states import StateBatch, top_tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LAYER = 2
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """States whose final ones are a fixed rotation of theirs, with noise, and an unembedding to read them."""
+    model = tiny_model("llama")
+    unembed = Unembed(model, find_structure(model))
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q
+
+    def batch(count):
+        states = torch.randn(count, 32, generator=generator) * torch.linspace(0.2, 3, 32)
+        states[:, 0] = states[:, 0] * 50 + 200  # like the few huge entries of real models
+        noise = torch.randn(count, 32, generator=generator)
+        final = (states * torch.tensor([0.02, *[1.0] * 31])) @ rotation + 0.5 * noise
+        ids = torch.zeros(count, dtype=torch.long)
+        tokens = top_tokens(unembed, final)
+        return StateBatch({LAYER: states}, final, tokens, ids, torch.ones(count, dtype=torch.bool), ids)
+
+    return model, unembed, batch(3000), batch(600)
+
+
+def fitted(problem, rank=None, positions=3000):
+    model, unembed, fit, tune = problem
+    routers = TIDERouters.for_model(model, exit_layers=[LAYER], exit_strategy="linear", translator_rank=rank)
+    head = routers[LAYER].head
+    moments = collect_moments([fit.select(torch.arange(positions))], LAYER, torch.device("cpu"))
+    fit_head(head, moments, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
+    return head
+
+
+def distil(problem, head, **options):
+    _, unembed, fit, tune = problem
+    return distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0, **options)
+
+
+def agreement(problem, head):
+    _, unembed, _, tune = problem
+    return draft_agreement(head, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
+
+
+def test_ridge_from_moments_is_the_weighted_least_squares_solution():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator) * 3 + 5
+    translation = torch.randn(6, 6, generator=generator)
+    y = x + x @ translation.T + torch.arange(6.0) + 0.1 * torch.randn(400, 6, generator=generator)
+    weights = torch.rand(400, generator=generator) + 0.1
+    moments = Moments(6)
+    for part in torch.arange(400).split(150):
+        moments.add(x[part], y[part], weights[part])
+    solved, bias = moments.solve(penalty=0.0)
+    ones = torch.cat([x, torch.ones(400, 1)], dim=1).double()
+    root = weights.double().sqrt()[:, None]
+    expected = torch.linalg.lstsq(ones * root, (y - x).double() * root).solution
+    torch.testing.assert_close(solved, expected[:6].T.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(bias, expected[6].float(), atol=1e-3, rtol=1e-3)
+    shrunk, _ = moments.solve(penalty=100.0)
+    assert shrunk.norm() < 0.1 * solved.norm()
+
+
+def test_a_translator_of_low_rank_is_the_best_of_its_rank():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 6, generator=generator) * torch.tensor([1.0, 2, 3, 1, 1, 1]) + 2
+    strong = torch.randn(6, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
+    y = x + x @ strong.T + 1.5
+    moments = Moments(6)
+    moments.add(x, y, torch.ones(500))
+    down, up, bias = moments.solve(0.0, rank=2)
+    assert (down.shape, up.shape) == ((2, 6), (6, 2))
+    torch.testing.assert_close(x + x @ (up @ down).T + bias, y, atol=1e-3, rtol=1e-3)
+    down, up, bias = moments.solve(0.0, rank=1)
+    ours = (x + x @ (up @ down).T + bias - y).square().mean()
+    singular = torch.linalg.svdvals((x - x.mean(0)) @ strong.T)
+    torch.testing.assert_close(ours, singular[1:].square().sum() / y.numel(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rank", "positions"), [(None, 40), (8, 3000)])
+def test_distillation_raises_agreement(problem, monkeypatch, rank, positions):
+    """A closed form of full rank has seen fewer positions: on as many, least squares is best for such states."""
+    monkeypatch.setattr("tide_hf.calibration.heads.LEARNING_RATE", 1e-2)  # sixty steps are few
+    head = fitted(problem, rank, positions)
+    before = agreement(problem, head)
+    outcome = distil(problem, head)
+    assert agreement(problem, head) > before + 0.05
+    assert outcome["best_epoch"] > 0
+    assert not outcome["stopped"]
+    assert all(torch.equal(value, value.bfloat16().float()) for value in head.state_dict().values())  # as in the file
+
+
+def test_distillation_that_makes_a_head_worse_or_has_no_time_leaves_it_as_it_was(problem, monkeypatch):
+    head = fitted(problem)
+    before = copy.deepcopy(head.state_dict())
+    outcome = distil(problem, head, deadline=time.perf_counter())
+    assert outcome == {"epochs": 0, "best_epoch": 0, "stopped": True}
+    monkeypatch.setattr("tide_hf.calibration.heads.LEARNING_RATE", 10.0)
+    assert distil(problem, head) == {"epochs": PATIENCE, "best_epoch": 0, "stopped": False}
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
+
+
+@pytest.mark.parametrize("rank", [None, 8])
+def test_standardisation_changes_nothing_by_itself(problem, rank, monkeypatch):
+    monkeypatch.setattr("tide_hf.calibration.heads.round_weights", lambda head: None)
+    states = problem[2].hidden_states[LAYER]
+    head = fitted(problem, rank)
+    expected = head(states)
+    student = _Student(head, states, torch.device("cpu"))
+    torch.testing.assert_close(student(states), expected, atol=2e-3, rtol=1e-3)
+    torch.nn.init.zeros_(next(head.parameters()))
+    student.copy_to(head)
+    torch.testing.assert_close(head(states), expected, atol=2e-3, rtol=1e-3)
+
+
+def test_logits_of_frequent_tokens_are_the_model_s_own(problem):
+    _, unembed, fit, _ = problem
+    tokens = torch.tensor([3, 10, 50])
+    frequent = FrequentUnembed(unembed, tokens)
+    expected = unembed(fit.final_states[:5])[:, tokens].log_softmax(-1)
+    torch.testing.assert_close(frequent(fit.final_states[:5]), expected)
+    assert frequent.positions[[3, 10, 50, 4]].tolist() == [0, 1, 2, IGNORED]
+
+
+def test_frequent_tokens_are_ascending_and_ties_go_to_the_lowest():
+    counts = torch.tensor([0, 5, 0, 7, 0, 1])
+    assert frequent_tokens(counts, 2).tolist() == [1, 3]
+    assert frequent_tokens(counts, 4).tolist() == [0, 1, 3, 5]

@@ -1,0 +1,18 @@
+"""Progress of a calibration's steps in a log."""
+
+from tide_hf.common.progress import Steps
+
+
+def test_a_log_gets_the_beginning_of_a_step_and_its_progress_once_a_minute(capsys, monkeypatch):
+    clock = iter([0, 40, 70, 80, 130])
+    monkeypatch.setattr("tide_hf.common.progress.perf_counter", lambda: next(clock))
+    with Steps(enabled=True) as steps:
+        assert list(steps.track("Writing text", "abcd", 4)) == list("abcd")
+    assert capsys.readouterr().err.splitlines() == [
+        "Writing text: 0 of 4",
+        "Writing text: 2 of 4",
+        "Writing text: 4 of 4",
+    ]
+    with Steps(enabled=False) as steps:
+        list(steps.track("Writing text", "abcd", 4))
+    assert capsys.readouterr().err == ""
