@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .base_model.adapters import has_adapters_by_row
-from .base_model.compilation import leave_uncompiled
 from .base_model.inputs import check_no_cross_attention
 from .base_model.structure import CACHE, counts_slots, rope_limits
+from .base_model.wrappers import has_adapters_by_row, leave_uncompiled
 from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .common.stats import ExitStats

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from .base_model.adapters import base_inside, check_wrapper
-from .base_model.hooks import hook_layer
+from .base_model.hooks import hook_layers
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
+from .base_model.wrappers import base_inside, check_wrapper
 from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
 from .depth.gates import on_device
 from .hub.load import DEFAULT_ROUTERS, default_routers
@@ -69,7 +69,7 @@ class TIDELogitsProcessor(LogitsProcessor):
             routers.config.exit_threshold if exit_threshold is None else exit_threshold
         )
         self._states: dict[int, Tensor] = {}
-        self._handles = [hook_layer(structure, exit_layer, self._keep) for exit_layer in routers.exit_layers]
+        self._hooks = hook_layers(structure, routers.exit_layers, self._keep)
 
     def _keep(self, exit_layer: int, output: Any) -> None:
         state = output[0] if isinstance(output, tuple) else output
@@ -103,9 +103,7 @@ class TIDELogitsProcessor(LogitsProcessor):
 
     def close(self) -> None:
         """Remove the hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._states.clear()
 
     def __enter__(self) -> TIDELogitsProcessor:

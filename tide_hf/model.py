@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .base_model.adapters import base_inside, check_wrapper
-from .base_model.compilation import check_uncompiled
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
+from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
 from .common.choices import ENGINES, MODES, check_choice
 from .common.errors import ConfigurationError, UnsupportedModelError, describe
 from .depth.gates import open_gates, remove_gates

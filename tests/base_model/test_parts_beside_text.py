@@ -1,4 +1,4 @@
-"""Models around parts that hear or see, where these parts are in the way."""
+"""Multimodal models: attention is changed in the text model alone, and what does not run on text is refused."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ TEXT = {**_COMMON, "tie_word_embeddings": False}
 
 @pytest.fixture
 def hears():
-    """A model whose encoders know `eager` attention alone."""
+    """A model whose encoders support `eager` attention alone."""
     torch.manual_seed(0)
     config = VibeVoiceAsrConfig(
         text_config={**TEXT, "model_type": "qwen2"},
@@ -79,7 +79,7 @@ def attention_of(model):
 
 
 @pytest.mark.filterwarnings("ignore:.acoustic_tokenizer_chunk_size. is deprecated:FutureWarning")  # 5.17's own call
-def test_a_batch_on_a_cpu_leaves_the_attention_of_encoders_alone(hears):
+def test_a_batch_leaves_the_attention_of_encoders_alone(hears):
     before = attention_of(hears)
     assert {"sdpa", "eager"} == set(before)
     ids = prompt(2)
@@ -96,20 +96,20 @@ def test_a_batch_on_a_cpu_leaves_the_attention_of_encoders_alone(hears):
     assert attention_of(hears) == before
 
 
-@pytest.mark.parametrize("changed", [gqa_attention, lambda model: capturable_forward(model, 1)])
-def test_no_part_of_a_model_stays_changed_after_an_error(hears, changed):
+@pytest.mark.parametrize("change", [gqa_attention, lambda model: capturable_forward(model, 1)])
+def test_the_attention_of_all_parts_is_restored_after_an_error(hears, change):
     before = attention_of(hears)
 
     def fail():
         assert attention_of(hears) != before
         raise RuntimeError("enough")
 
-    with pytest.raises(RuntimeError, match="enough"), changed(hears):
+    with pytest.raises(RuntimeError, match="enough"), change(hears):
         fail()
     assert attention_of(hears) == before
 
 
-def test_a_part_that_was_set_to_attend_otherwise_does_so_afterwards():
+def test_each_parts_own_attention_is_restored():
     model = seeing_model("gemma3")
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager", "": "sdpa"})
     before = attention_of(model)
@@ -119,8 +119,7 @@ def test_a_part_that_was_set_to_attend_otherwise_does_so_afterwards():
     assert "eager" in before
 
 
-def test_an_error_while_the_attention_is_changed_leaves_it_as_it_was(hears, monkeypatch):
-    """Also for the call after it."""
+def test_an_error_while_the_attention_is_being_changed_restores_it(hears):
     before = attention_of(hears)
 
     class Broken:
@@ -136,7 +135,7 @@ def test_an_error_while_the_attention_is_changed_leaves_it_as_it_was(hears, monk
     assert attention_of(hears) == before
 
 
-def test_a_last_layer_that_attends_to_images_alone():
+def test_a_last_layer_that_needs_images_is_refused():
     text = {
         **TEXT,
         "cross_attention_layers": [LAYERS - 1],
@@ -148,8 +147,8 @@ def test_a_last_layer_that_attends_to_images_alone():
     assert type(model) is MllamaForConditionalGeneration
 
 
-@pytest.mark.parametrize("num_codebooks", [2, 7], ids=["another size", "as many as the probe has tokens"])
-def test_a_model_that_takes_tokens_of_sound_beside_those_of_text(num_codebooks):
+@pytest.mark.parametrize("num_codebooks", [2, 7])  # the second makes inputs as long as the probe
+def test_a_model_that_takes_audio_tokens_beside_text_is_refused(num_codebooks):
     settings = {**TEXT, "ffn_dim": 48, "codebook_vocab_size": 17, "audio_pad_token_id": 0, "audio_bos_token_id": 1}
     config = KyutaiSpeechToTextConfig(num_codebooks=num_codebooks, codec_config=CODEC, **settings)
     model = KyutaiSpeechToTextForConditionalGeneration(config).eval()

@@ -1,4 +1,4 @@
-"""Inputs of prefill alone: images and other media, and their places in the prompt."""
+"""Inputs of prefill alone: images and other media, and their positions in the prompt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..common.errors import UnsupportedOptionError, describe
 
 MEDIA = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 TYPES = ("token_type_ids", "mm_token_type_ids")
-# Further inputs of multimodal models; generated text needs positions alone.
-PLACES = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
+# Further inputs of multimodal models, which generated text does not need.
+POSITIONS = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 # Inputs of models with cross-attention layers, whose K/V are those of the images.
 CROSS_ATTENDED = ("cross_attention_mask", "image_attention_mask")
 
@@ -24,7 +24,7 @@ def takes_media(model: Any) -> bool:
 
 def names_of_prompt_inputs(model: Any) -> frozenset[str]:
     """Names of model inputs that only prefill needs."""
-    return MEDIA | PLACES if takes_media(model) else MEDIA
+    return MEDIA | POSITIONS if takes_media(model) else MEDIA
 
 
 def is_absent(value: Any) -> bool:
@@ -40,11 +40,7 @@ def next_token_types(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Tens
 
 
 def check_no_cross_attention(user: str, model_kwargs: dict[str, Any]) -> None:
-    """Refuse images that the model reads by cross-attention.
-
-    Args:
-        user: Name of the feature that does not support it, for the message.
-        model_kwargs: Model inputs that `generate` prepared.
+    """Refuse images that the model reads by cross-attention, on behalf of the feature `user`.
 
     Raises:
         UnsupportedOptionError: The prompt has such images.

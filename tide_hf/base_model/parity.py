@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..common.errors import UnsupportedModelError, describe, quoted
-from .hooks import hook_layer
+from .hooks import hook_layers
 from .structure import CACHE, DecoderStructure, evaluating, input_device
 from .unembed import Unembed
 
@@ -22,23 +22,16 @@ PROBE_LENGTH = 4
 def check_parity(
     model: PreTrainedModel, structure: DecoderStructure, length: int = PROBE_LENGTH, cache: Cache | None = None
 ) -> Tensor:
-    """Check on a tiny probe that `structure` and [`Unembed`] reproduce the model's own logits.
+    """Check on a probe of `length` tokens that `structure` and [`Unembed`] reproduce the model's own logits.
 
-    Args:
-        model: The base model.
-        structure: The result of `find_structure`.
-        length: Length of the probe in tokens.
-        cache: An empty cache for the probe's K/V, if any.
-
-    Returns:
-        The model's logits, (length, vocabulary).
+    An empty `cache` takes the probe's K/V. Returns the model's logits, (length, vocab_size).
 
     Raises:
         UnsupportedModelError: The logits differ, a layer's return type does not match the structure, or the model does
             not run on text alone.
     """
     last: list[Any] = []
-    with hook_layer(structure, structure.num_layers, lambda _, output: last.append(output)):
+    with hook_layers(structure, [structure.num_layers], lambda _, output: last.append(output)):
         expected = probe(model, structure, 0, length, cache)
     if not last:  # Mllama, whose last layer is cross-attention to images
         raise _no_parity(model, "a last layer that does not run on text alone", "one that does")
@@ -59,14 +52,9 @@ def check_parity(
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None) -> Tensor:
-    """Return logits (end - start, vocabulary) of a pass over a range of the probe.
+    """Return logits (end - start, vocab_size) of a pass over the tokens from `start` to `end` of the probe.
 
-    Args:
-        model: The base model.
-        structure: Its structure.
-        start: The first token of the probe to run.
-        end: The end of the range, exclusive.
-        cache: The cache with the tokens before `start`, if any.
+    The `cache`, if any, holds the tokens before `start`.
 
     Raises:
         UnsupportedModelError: The model does not run on text alone.

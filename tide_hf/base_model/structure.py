@@ -1,8 +1,6 @@
-"""Where a causal language model keeps its decoder layers, final norm and head. One table, no guessing.
+"""Where a causal language model keeps its decoder layers, final norm and head, and at which lengths it changes.
 
-To add a model family: if its layers and norm sit at paths that `LAYOUTS` lacks, add a row; if its layers return a
-tuple, add its `model_type` to `TUPLE_LAYERS`; if it does something to the logits after the head, add that to
-`unembed.py`; then add a tiny config to `tests/support/families.py`, which puts it through every test.
+How to add a model family is in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +52,6 @@ class DecoderStructure:
     """The parts of a base model that TIDE uses.
 
     Attributes:
-        layers: The decoder layers, in order.
         mlps: The layers' MLPs, as far as they are modules.
         norm: The final norm, or `None`.
         projection: The projection between norm and head (OPT's `project_out`); usually `None`.
@@ -61,7 +59,6 @@ class DecoderStructure:
         cache_argument: The parameter of a layer's forward that takes the cache.
         returns_tuple: Whether a layer returns `(hidden_states, ...)` instead of `hidden_states`.
         is_recurrent: Whether any layer has a recurrent state, which can neither be skipped nor rolled back.
-        hidden_size: Width of the hidden states between layers.
         vocab_size: Output size of the head.
     """
 
@@ -90,13 +87,7 @@ class DecoderStructure:
 
 
 def find_structure(model: PreTrainedModel) -> DecoderStructure:
-    """Find the decoder layers, final norm and head of `model`.
-
-    Args:
-        model: A causal language model of transformers.
-
-    Returns:
-        Its structure. `parity.check_parity` checks it on a probe.
+    """Find the decoder layers, final norm and head of `model`; `parity.check_parity` checks them on a probe.
 
     Raises:
         UnsupportedModelError: No row of `LAYOUTS` matches, or there is no head. The message lists the rows.
@@ -126,11 +117,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
 
 
 def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a model whose decoder layers have changed since its structure was found.
-
-    Args:
-        model: The model.
-        structure: The structure found earlier. Layers may have been wrapped since then.
+    """Refuse a model whose decoder layers have changed since its structure was found. They may have been wrapped.
 
     Raises:
         UnsupportedModelError: A layer was removed, replaced, moved or added.
@@ -170,11 +157,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device of a model's inputs. `model.device` is `meta` where accelerate offloads weights.
-
-    Args:
-        model: A causal language model, possibly dispatched or offloaded by accelerate.
-    """
+    """The device of a model's inputs. `model.device` is `meta` where accelerate offloads weights."""
     return _device_of(model.get_input_embeddings())
 
 
@@ -195,10 +178,8 @@ def _device_of(module: Any) -> torch.device:
 def rope_limits(config: Any) -> dict[str, int]:
     """The lengths from which rotary angles depend on the longest position of a pass, by RoPE type.
 
-    With `longrope` the angles change once, beyond that length; with `dynamic`, at every longer pass.
-
-    Args:
-        config: The base model's text config, with RoPE parameters for all layers or per layer type.
+    With `longrope` the angles change once, beyond that length; with `dynamic`, at every longer pass. The text config
+    has RoPE parameters for all layers or per layer type.
     """
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
@@ -213,12 +194,7 @@ def rope_limits(config: Any) -> dict[str, int]:
 
 
 def may_replace_cache(config: Any, prompt_length: int) -> bool:
-    """Whether a model may replace the cache it is passed, as Phi-3 does beyond its original context length.
-
-    Args:
-        config: The base model's text config.
-        prompt_length: Tokens of the prompt.
-    """
+    """Whether a model may replace the cache it is passed, as Phi-3 does beyond its original context length."""
     limit = getattr(config, "original_max_position_embeddings", None)
     return limit is not None and prompt_length > limit
 
@@ -226,9 +202,7 @@ def may_replace_cache(config: Any, prompt_length: int) -> bool:
 def counts_slots(config: Any, max_length: int) -> bool:
     """Whether attention depends on the number of cache slots, masked ones included, as Llama 4's does beyond a length.
 
-    Args:
-        config: The base model's text config.
-        max_length: Maximum length of prompt and answer, padding included.
+    `max_length` is that of prompt and answer, padding included.
     """
     return bool(getattr(config, "attn_temperature_tuning", False)) and max_length > getattr(config, "floor_scale", 0)
 
@@ -236,12 +210,8 @@ def counts_slots(config: Any, max_length: int) -> bool:
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
     """Refuse to draft where a model's rotary embedding changes with length.
 
-    A rejected draft token may be the longest position, which decides, so that tokens could differ from plain decoding.
-
-    Args:
-        config: The base model's text config.
-        prompt_length: Tokens of the prompt.
-        max_length: Maximum length of prompt and answer.
+    The embedding depends on the longest position, which may be a rejected draft token's, so that tokens could differ
+    from plain decoding.
 
     Raises:
         UnsupportedOptionError: The answer may reach a length at which the embedding changes.
@@ -262,22 +232,14 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
 
 
 def last_position(config: Any) -> int | None:
-    """The number of learned or tabulated position embeddings; `None` without such a limit.
-
-    Args:
-        config: The base model's text config.
-    """
+    """The number of learned or tabulated position embeddings; `None` without such a limit."""
     if getattr(config, "rope_parameters", None):
         return None
     return getattr(config, "max_position_embeddings", None)
 
 
 def has_windows(config: Any) -> bool:
-    """Whether some layers have windowed attention, which counts cache slots, masked ones included.
-
-    Args:
-        config: The base model's text config.
-    """
+    """Whether some layers have windowed attention, which counts cache slots, masked ones included."""
     kinds = set(getattr(config, "layer_types", None) or [])
     return bool(kinds - {"full_attention"}) or bool(getattr(config, "sliding_window", None))
 
@@ -286,12 +248,10 @@ _ABSENT = object()
 
 
 def _resolve(model: nn.Module, path: str, default: object = None) -> Any:
-    found: Any = model
-    for name in path.split("."):
-        found = getattr(found, name, _ABSENT)
-        if found is _ABSENT:
-            return default
-    return found
+    try:
+        return attrgetter(path)(model)
+    except AttributeError:
+        return default
 
 
 def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:

@@ -45,16 +45,13 @@ class Unembed:
         norm = self.structure.norm
         return hidden_states if norm is None else norm(hidden_states)
 
+    def head_input(self, hidden_states: Tensor) -> Tensor:
+        """Apply the final norm, and OPT's projection."""
+        state, projection = self.normalize(hidden_states), self.structure.projection
+        return state if projection is None else projection(state)
+
     def route(self, router: Any, hidden_states: Tensor) -> Tensor:
-        """Score hidden states before the final norm.
-
-        Args:
-            router: An `ExitRouter`.
-            hidden_states: (..., D).
-
-        Returns:
-            (...) exit scores in float32.
-        """
+        """Score hidden states (..., D) before the final norm by an `ExitRouter`; return (...) float32."""
         norm: Any = self.structure.norm
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         down, up = router.down, router.up
@@ -70,18 +67,8 @@ class Unembed:
         return scores.view(hidden_states.shape[:-1])
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Map hidden states to logits.
-
-        Args:
-            hidden_states: (..., hidden_size), before the final norm, in the model's dtype.
-
-        Returns:
-            (..., vocab_size) logits in the model's dtype.
-        """
-        state = self.normalize(hidden_states)
-        if self.structure.projection is not None:
-            state = self.structure.projection(state)
-        logits = self.structure.head(state)
+        """Map hidden states (..., D) before the final norm to logits (..., V), both in the model's dtype."""
+        logits = self.structure.head(self.head_input(hidden_states))
         if self.divisor is not None:
             logits = logits / self.divisor
         if self.factor is not None:
@@ -112,14 +99,7 @@ class DraftUnembed:
         return self._find_source() == self._source
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Map hidden states to their top tokens.
-
-        Args:
-            hidden_states: (..., hidden_size), before the final norm, in the model's dtype.
-
-        Returns:
-            (...) token ids.
-        """
+        """Map hidden states (..., D) before the final norm to their top-1 tokens (...)."""
         state = self._state(hidden_states)
         if self._is_fused(state):
             return self._fused(state)[0]
@@ -143,9 +123,7 @@ class DraftUnembed:
         return tuple((id(part), part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
 
     def _state(self, hidden_states: Tensor) -> Tensor:
-        state = self.unembed.normalize(hidden_states)
-        projection = self.unembed.structure.projection
-        state = state if projection is None else projection(state)
+        state = self.unembed.head_input(hidden_states)
         # Accelerate's hooks move the head's inputs; a copy of some of its rows has no hooks.
         return state if self.token_ids is None else state.to(next(self.head.parameters()).device)
 
@@ -165,14 +143,7 @@ class DraftUnembed:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return what `argmax` does, which is six times slower in bfloat16 on CPUs.
-
-    Args:
-        logits: (..., V).
-
-    Returns:
-        (...) token ids.
-    """
+    """Return the `argmax` (...) of logits (..., V), whose own op is six times slower in bfloat16 on CPUs."""
     return logits.max(dim=-1).indices
 
 
@@ -194,14 +165,11 @@ def unembed_hash(head: nn.Module) -> str | None:
     Each bit is the sign of one row's projection on a fixed random direction (SimHash, Charikar 2002), so close
     weights give close fingerprints and unrelated weights differ in about half of the bits.
 
-    Args:
-        head: The output head, weight (vocab_size, D).
-
     Returns:
         64 hexadecimal digits; `None` where the weight is offloaded, or packed and does not unpack itself.
     """
     weight: Any = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+    if weight is None or not _is_readable(weight):
         return None
     if _unpacks_itself(weight):
         weight = weight.dequantize()
@@ -218,17 +186,12 @@ def unembed_hash(head: nn.Module) -> str | None:
 def weights_hash(model: nn.Module) -> str:
     """Fingerprint a model by its weights, since models with and without an adapter share a head.
 
-    Args:
-        model: The model, or a part of it. Of each tensor a few values are read; what is offloaded, or packed and
-            does not unpack itself, is left out.
-
-    Returns:
-        64 hexadecimal digits.
+    A few values of each tensor are read; weights that are offloaded, or packed and do not unpack themselves, are left
+    out. Returns 64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        readable = type(weight) is nn.Parameter or _unpacks_itself(weight)
-        if readable and weight.is_floating_point() and weight.device.type != "meta":
+        if (type(weight) is nn.Parameter or _unpacks_itself(weight)) and _is_readable(weight):
             flat = (weight.dequantize() if _unpacks_itself(weight) else weight).detach().reshape(-1)
             digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
     return digest.hexdigest()
@@ -237,18 +200,20 @@ def weights_hash(model: nn.Module) -> str:
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether the head's weight can be read as it is: no packed bits, not offloaded, and not spread over processes."""
     weight: Any = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
-        return False
-    return not (_unpacks_itself(weight) or _is_sharded(weight))
+    return weight is not None and _is_readable(weight) and not (_unpacks_itself(weight) or _is_sharded(weight))
+
+
+def _is_readable(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.device.type != "meta"
 
 
 def _unpacks_itself(weight: Tensor) -> bool:
-    """Whether it is one of the quantised tensors that call themselves floating-point, but can hardly be indexed."""
+    """Whether it is a quantised tensor that reports a floating-point dtype, but can hardly be indexed."""
     return type(weight).dequantize is not Tensor.dequantize
 
 
 def _is_sharded(weight: Tensor) -> bool:
-    """Whether tensor parallelism has left each process a part of it."""
+    """Whether tensor parallelism has left each process a part of the weight."""
     return hasattr(weight, "full_tensor")
 
 

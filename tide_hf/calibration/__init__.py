@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..base_model.adapters import base_inside, check_wrapper
 from ..base_model.parity import check_parity
 from ..base_model.structure import DecoderStructure, find_structure, input_device, output_device
 from ..base_model.unembed import Unembed, weights_hash
+from ..base_model.wrappers import base_inside, check_wrapper
 from ..common.progress import Steps
 from ..depth.linear_gate import faster_passes
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..base_model.hooks import hooked_layers
+from ..base_model.hooks import hook_layers
 from ..base_model.structure import DecoderStructure, evaluating, input_device, last_position
 from ..base_model.unembed import Unembed, greedy_tokens
 from ..common.errors import CalibrationError, describe
@@ -152,7 +152,7 @@ def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator
     def store(depth: int, output: Any) -> None:
         captured[depth] = output[0] if isinstance(output, tuple) else output
 
-    with hooked_layers(structure, (*exit_layers, structure.num_layers), store):
+    with hook_layers(structure, (*exit_layers, structure.num_layers), store):
         yield captured
 
 

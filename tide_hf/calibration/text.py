@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..base_model.adapters import base_inside
 from ..base_model.structure import input_device
+from ..base_model.wrappers import base_inside
 from ..common.errors import CalibrationError, ChatTemplateError, describe
 from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 from ..engines.gqa_attention import gqa_attention

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..base_model.adapters import base_inside
+from ..base_model.wrappers import base_inside
 from ..common.errors import (
     BaseModelMismatchError,
     ModelNotFoundError,

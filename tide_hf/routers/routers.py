@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..base_model.adapters import base_inside
 from ..base_model.structure import find_structure
 from ..base_model.unembed import hash_distance, unembed_hash
+from ..base_model.wrappers import base_inside
 from ..common.errors import BaseModelMismatchError, describe
 from ..common.hub_access import hub_options
 from .block_head import BlockHead

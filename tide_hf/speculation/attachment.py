@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base_model.adapters import check_adapters
-from ..base_model.compilation import check_uncompiled
 from ..base_model.structure import DecoderStructure, check_layers
 from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
+from ..base_model.wrappers import check_adapters, check_uncompiled
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe, problem_of
 from ..depth.linear_gate import (
     KERNEL_LAYOUTS,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..base_model.adapters import has_adapters_by_row
 from ..base_model.inputs import is_absent
 from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_limits
+from ..base_model.wrappers import has_adapters_by_row
 from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
 from ..depth.kv_cache import crop
