@@ -152,15 +152,14 @@ def _headers_in(folder: Path) -> Iterator[None]:
         with config.patch(cpp_cache_precompile_headers=False):
             yield
         return
-    before = [getattr(codecache, name) for name in HEADERS]
     headers = folder / "precompiled_headers"
+    values = (str(headers), str(headers / "locks"), _precompiler(folder))
+    before = {name: getattr(codecache, name) for name in HEADERS}
     try:
-        for name, value in zip(HEADERS, (str(headers), str(headers / "locks"), _precompiler(folder)), strict=True):
-            setattr(codecache, name, value)
+        vars(codecache).update(zip(HEADERS, values, strict=True))
         yield
     finally:
-        for name, value in zip(HEADERS, before, strict=True):
-            setattr(codecache, name, value)
+        vars(codecache).update(before)
 
 
 @cache

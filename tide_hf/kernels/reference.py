@@ -17,19 +17,10 @@ NORMS = ("rms", "rms_float32", "rms_one_plus", "layer")
 def normalize(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, norm: str = "rms"
 ) -> Tensor:
-    """Normalise the last dimension, rounding to the dtype at the point where models with this norm do.
+    """Normalise the last dimension of (..., D), rounding to the dtype at the point where models with this norm do.
 
-    Args:
-        hidden_states: (..., D).
-        weight: (D,).
-        bias: (D,), for `norm="layer"`; `None` for none.
-        eps: Added to the variance.
-        norm: `"rms"` rounds before the multiplication by the weight (Llama and most others); `"rms_float32"` after
-            it (OLMo 2, gpt-oss); `"rms_one_plus"` after it, with a weight of `1 + weight` (Gemma); `"layer"` is
-            LayerNorm.
-
-    Returns:
-        (..., D).
+    `"rms"` rounds before the multiplication by the weight (Llama and most others); `"rms_float32"` after it (OLMo 2,
+    gpt-oss); `"rms_one_plus"` after it, with a weight of `1 + weight` (Gemma); `"layer"` is LayerNorm.
     """
     if norm == "layer":
         return functional.layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps)
@@ -69,11 +60,7 @@ def norm_route(
 
 
 def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the rows stably: those that continue first, then those that exit.
-
-    Args:
-        hidden_states: (N, D).
-        exit_mask: (N,) bool, true where a row exits.
+    """Sort rows (N, D) stably by their exit mask (N,): those that continue first, then those that exit.
 
     Returns:
         (N, D) rows; (N,) int64 source index of each; (2,) int32 counts of continuing and exiting rows, on the device.
@@ -84,16 +71,9 @@ def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tens
 
 
 def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | None = None) -> Tensor:
-    """Write `rows[i]` to `out[indices[i]]`.
+    """Write `rows[i]` (M, D) to `out[indices[i]]` (N, D) in place, and return `out`.
 
-    Args:
-        rows: (M, D).
-        indices: (M,) int64, without duplicates.
-        out: (N, D) of the same dtype; changed in place.
-        limit: (1,) int32 on the device, the number of rows to write; `None` for all.
-
-    Returns:
-        `out`.
+    The indices are int64 without duplicates. `limit`, (1,) int32 on the device, is the number of rows to write.
     """
     if limit is not None:
         within = (torch.arange(rows.shape[0], device=rows.device) < limit)[:, None]
@@ -104,15 +84,8 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
 def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Gather the slots of a KV cache: slot `order[row, i]` of every head becomes slot `i`.
 
-    The kernel moves the slots in place; the reference returns new tensors.
-
-    Args:
-        keys: (rows, heads, slots, key size).
-        values: (rows, heads, slots, value size).
-        order: (rows, kept) int64, ascending along each row; -1 where the slot's contents do not matter.
-
-    Returns:
-        Keys and values of the kept slots.
+    Keys and values are (rows, heads, slots, size), and the order (rows, kept) int64 is ascending along each row; -1
+    where the slot's contents do not matter. The kernel moves the slots in place; the reference returns new tensors.
     """
     index = order.clamp(min=0)[:, None, :, None].to(keys.device)
     return tuple(  # type: ignore[return-value]
@@ -121,16 +94,7 @@ def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Ten
 
 
 def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the head's top-1 token of each row and its log-probability.
-
-    Args:
-        hidden_states: (N, D), after the final norm.
-        head_weight: (V, D).
-        head_bias: (V,) or `None`.
-
-    Returns:
-        (N,) int64 tokens and (N,) log-probabilities, float32.
-    """
+    """Return the head's top-1 tokens (N,) of rows (N, D) after the final norm, and their float32 log-probabilities."""
     logits = functional.linear(hidden_states, head_weight, head_bias)
     top = logits.argmax(dim=-1)
     return top, logits.float().log_softmax(dim=-1).gather(-1, top[:, None]).squeeze(-1)

@@ -31,18 +31,11 @@ _is_faster: dict[tuple[torch.dtype, int], bool] = {}
 def decode_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor, scale: float | None
 ) -> Tensor | None:
-    """softmax(scale * query . key + mask) . value, over the filled slots of a static cache.
+    """softmax(scale * query . key + mask) . value, over the first `end` slots of a static cache.
 
-    Args:
-        query: (rows, heads, queries, size).
-        key: (rows, heads, all slots, size).
-        value: Shaped as `key`.
-        mask: (rows or 1, 1, queries, all slots), added to the scores.
-        end: () int64, the number of filled slots.
-        scale: Defaults to 1 / sqrt(size).
-
-    Returns:
-        Shaped as `query`; `None` where there is no kernel for such tensors.
+    Query (rows, heads, queries, size), key and value (rows, heads, slots, size), additive mask (rows or 1, 1, queries,
+    slots), `end` () int64; the scale defaults to 1 / sqrt(size). Returns a tensor shaped as the query; `None` where
+    there is no kernel for such tensors.
     """
     rows, heads, queries, size = query.shape
     same = all(tensor.dtype is query.dtype and tensor.is_contiguous() for tensor in (key, value, mask))
@@ -52,18 +45,12 @@ def decode_sdpa(
 
 
 def prefill_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
-    """softmax(scale * query . key + mask) . value.
+    """softmax(scale * query . key) . value over the slots that a mask lets queries attend to.
 
-    Args:
-        query: (rows, heads, queries, size).
-        key: (rows, KV heads, slots, size).
-        value: Shaped as `key`.
-        mask: (rows or 1, 1, queries, slots) bool, true where a query attends to a slot; without a mask, attention is
-            causal over as many slots as queries.
-        scale: Defaults to 1 / sqrt(size).
-
-    Returns:
-        (rows, queries, heads, size); `None` where no kernel is loaded, it does not take such tensors, or it is slower.
+    Query (rows, heads, queries, size), key and value (rows, KV heads, slots, size), mask (rows or 1, 1, queries, slots)
+    bool; without a mask, attention is causal over as many slots as queries. The scale defaults to 1 / sqrt(size).
+    Returns (rows, queries, heads, size); `None` where no kernel is loaded, it does not take such tensors, or it is
+    slower than PyTorch's attention.
     """
     rows, heads, queries, size = query.shape
     kv_heads, slots = key.shape[1:3]

@@ -39,8 +39,8 @@ from ..compile_cache import compiling, warn_unused
 CPP_TYPES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
 # File names without .cpp, and for traces an empty result, given the op's arguments; ops.cpp documents these.
 KERNELS: dict[str, Callable[..., Tensor]] = {
-    "skinny_gemm": lambda input, weights, *_: _empty_product(input, weights),
-    "groupwise_gemm": lambda input, weight, *_: _empty_product(input, [weight]),
+    "skinny_gemm": lambda input, weights, *_: empty_product(input, weights),
+    "groupwise_gemm": lambda input, weight, *_: empty_product(input, [weight]),
     "decode_attention": lambda query, *_: query.new_empty(query.shape),
     "prefill_attention": lambda query, *_: query.new_empty(query.transpose(1, 2).shape),
 }
@@ -76,12 +76,7 @@ def load_op(name: str, dtype: torch.dtype) -> OpOverload | None:
 def compile_kernel(name: str, dtype: torch.dtype, others: Iterable[str] = KERNELS) -> bool:
     """Compile and load a kernel; return whether that succeeded.
 
-    Each kernel takes seconds to compile, so several are compiled in parallel. They are loaded one at a time.
-
-    Args:
-        name: One of `KERNELS`.
-        dtype: One of `CPP_TYPES`.
-        others: Kernels to compile alongside, if this one has to be compiled.
+    Each kernel takes seconds to compile, so `others` are compiled in parallel. They are loaded one at a time.
     """
     with _loading:
         is_known = (name, dtype) in _loaded or _load_cached(name, dtype)
@@ -194,7 +189,8 @@ def _compile_missing(names: set[str], dtype: torch.dtype) -> None:
             _inductor_cache().load_async(source, device_type="cpu", submit_fn=pool.submit)
 
 
-def _empty_product(input: Tensor, weights: list[Tensor]) -> Tensor:
+def empty_product(input: Tensor, weights: list[Tensor]) -> Tensor:
+    """An empty result of the input times the concatenated weights, for traces."""
     return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...common.timing import least_seconds
-from .cpp_kernels import load_op
+from .cpp_kernels import empty_product, load_op
 
 MAX_QUANTIZED_ROWS = 8  # of the input of the quantised GEMM
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
@@ -48,16 +48,9 @@ REPEATS = 2
 
 
 class WeightLayout:
-    """A weight in one layout, or the concatenated weights of linear layers that read the same input.
+    """A weight (out, in) in one layout, or the concatenated weights of linear layers that read the same input."""
 
-    Args:
-        *weights: (out, in) each; kept alive.
-
-    Attributes:
-        is_copy: Whether the layout is a copy in memory of its own.
-    """
-
-    is_copy: ClassVar[bool] = True
+    is_copy: ClassVar[bool] = True  # whether the layout takes memory of its own
 
     def __init__(self, *weights: Tensor) -> None:
         self.weights = weights
@@ -131,15 +124,10 @@ class UpcastWeight(WeightLayout):
 
 
 class QuantizedWeight(WeightLayout):
-    """Group-wise quantised to 7 bits, one scale per `GROUP_SIZE` weights. Lossy, so it is for drafts alone.
+    """Group-wise quantised to 7 bits, one scale per `GROUP_SIZE` weights. Lossy, so it is for drafts alone."""
 
-    Attributes:
-        packed: (out, groups, GROUP_SIZE) uint8, the last group padded with zeros.
-        scales: (out, groups) float32.
-    """
-
-    packed: Tensor
-    scales: Tensor
+    packed: Tensor  # (out, groups, GROUP_SIZE) uint8, the last group padded with zeros
+    scales: Tensor  # (out, groups) float32
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
@@ -218,14 +206,8 @@ _ops.define("fused_linear(Tensor input, Tensor[] weights, Tensor? bias, int layo
 _ops.impl("fused_linear", _fused_linear, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tide_hf::linear", lib=_ops)
-def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None, layout: int = 0) -> Tensor:
-    return _fused_linear_fake(input, [weight], bias, layout)
-
-
-@torch.library.register_fake("tide_hf::fused_linear", lib=_ops)
-def _fused_linear_fake(input: Tensor, weights: list[Tensor], _bias: Tensor | None, _layout: int = 0) -> Tensor:
-    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
+torch.library.register_fake("tide_hf::linear", lambda input, weight, *_: empty_product(input, [weight]), lib=_ops)
+torch.library.register_fake("tide_hf::fused_linear", lambda input, weights, *_: empty_product(input, weights), lib=_ops)
 
 
 # Seconds, by layout (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS.
@@ -286,8 +268,8 @@ def clearly_faster_layout(dtype: torch.dtype) -> type[WeightLayout] | None:
     """
     for layout in PYTORCH_LAYOUTS:
         if layout.serves(dtype, MANY_ROWS):
-            plain, other = (_seconds_of(one, dtype, MANY_ROWS) for one in (None, layout))
-            return layout if other * CLEAR_GAIN < plain else None
+            is_faster = _seconds_of(layout, dtype, MANY_ROWS) * CLEAR_GAIN < _seconds_of(None, dtype, MANY_ROWS)
+            return layout if is_faster else None
     return None
 
 
