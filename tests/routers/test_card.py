@@ -32,14 +32,23 @@ def routers_with(model):
 
 def test_what_the_card_of_older_routers_says(routers_with, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    file = write_model_card(routers_with(record()), tmp_path, repo_id="org/base-tide", command="make them")
+    file = write_model_card(routers_with(record() | {"command": "make them"}), tmp_path, repo_id="org/base-tide")
     card = ModelCard.load(file)
     assert card.data.base_model == "org/base"
     assert card.data.base_model_relation == "adapter"
     assert card.data.library_name == "tide_hf"
+    assert {"early-exit", "tide"} <= set(card.data.tags)
     assert card.data.license is None
+    assert {result.dataset_name for result in card.data.eval_results} == {"texts given by the caller"}
+    assert {result.metric_name: result.metric_value for result in card.data.eval_results} == {
+        "Agreement with the full model at exit layer 4": 0.25,
+        "Agreement with the full model at exit layer 12": 0.25,
+        "Disagreement with the full model in early_exit at exit_threshold 0.9": 0.01,
+        "Share of the layers that run in early_exit at exit_threshold 0.9": 0.9,
+    }
     for expected in (
         'from_pretrained(\n    "org/base",\n    routers="org/base-tide",\n)',
+        'pipeline("text-generation", model="org/base-tide")',
         "| exit layer | agreement | router AUC | calibration error | exit rate |\n| ---: |",
         "| 4 of 16 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 12 of 16 |",
         "| 0.9 | 1.00% | 90.0% | yes |",

@@ -44,7 +44,7 @@ def convergence_by_layer(
     max_length: int = 512,
     batch_size: int = 4,
 ) -> list[LayerConvergence]:
-    """Compare the states after each layer with the final one, both before the final norm.
+    """Compare the states after each layer but the last with the final one, both before the final norm.
 
     Args:
         model: A causal language model, attached or not; it is not changed.
@@ -53,9 +53,6 @@ def convergence_by_layer(
         convergence_threshold: Cosine similarity that counts as converged (0.98 in the TIDE paper).
         max_length: Length in tokens at which a text is truncated.
         batch_size: Texts per forward pass.
-
-    Returns:
-        One entry per layer but the last.
 
     Raises:
         CalibrationError: There is no text, or a state is NaN.

@@ -19,6 +19,7 @@ from ..common.errors import ConfigurationError, TIDEError, UnsupportedModelError
 
 # Errors of transformers' constructors for a config that fits no model.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
+JSON_TYPES = (str, int, float, bool, list, dict, type(None))
 PROBE_VOCABULARY = 8  # the layer is taken from a model of two layers and this vocabulary
 
 
@@ -57,12 +58,7 @@ class BlockHead(nn.Module):
 
 
 def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:
-    """The config of a block head for `model`, small enough to store.
-
-    Args:
-        model: The base model.
-        structure: Its structure.
-        block_layer: Layers executed before the block head drafts.
+    """The config of a block head that drafts after `block_layer` layers of `model`, small enough to store.
 
     Raises:
         UnsupportedModelError: The next layer has no full attention, or holds more than weights.
@@ -70,7 +66,11 @@ def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_l
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
     kind = types[block_layer] if types else None
-    sliding = getattr(config, "sliding_window", None) if types is None and _may_slide(config) else None
+    sliding = (
+        getattr(config, "sliding_window", None)
+        if types is None and getattr(config, "use_sliding_window", True)
+        else None
+    )
     if structure.is_recurrent or kind not in (None, "full_attention") or sliding:
         raise _no_block(model, f"layer {block_layer} of kind {kind or 'sliding_attention'}")
     if types and kind not in types[:block_layer]:  # a mask's width follows the first layer of its kind
@@ -85,15 +85,7 @@ def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_l
         name: p.shape for name, p in structure.layers[block_layer].named_parameters()
     } or list(layer.buffers()):
         raise _no_block(model, f"layer {block_layer}, which cannot be built from the model's config alone")
-    return {name: value for name, value in settings.items() if _is_plain(value)}
-
-
-def _may_slide(config: Any) -> bool:
-    return bool(getattr(config, "use_sliding_window", True))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, list, dict, type(None)))
+    return {name: value for name, value in settings.items() if isinstance(value, JSON_TYPES)}
 
 
 def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:

@@ -23,12 +23,7 @@ MAX_CURVES = 8  # in distinguishable colours
 
 
 def write_model_card(
-    routers: PreTrainedModel,
-    folder: str | os.PathLike[str],
-    *,
-    repo_id: str | None = None,
-    command: str | None = None,
-    license: str | None = None,
+    routers: PreTrainedModel, folder: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None
 ) -> Path:
     """Write `README.md` for calibrated routers, and plots in `plots/` if matplotlib is installed.
 
@@ -36,7 +31,6 @@ def write_model_card(
         routers: Routers of `calibrate`.
         folder: Output folder; created if needed.
         repo_id: Hub repository in the card's example; default: `folder`'s name.
-        command: The command that made the routers; default: the one in their record.
         license: Its identifier on the Hub. There is no default, because heads derive from the base model and the
             publisher has to decide about the licence.
 
@@ -60,7 +54,7 @@ def write_model_card(
     file = Path(folder) / "README.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        card = _render(routers, record, repo_id, command, license, file.parent)
+        card = _render(routers, record, repo_id, license, file.parent)
     except (AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigurationError(
             describe(
@@ -76,14 +70,9 @@ def write_model_card(
 
 
 def _render(
-    routers: PreTrainedModel,
-    record: dict[str, Any],
-    repo_id: str,
-    command: str | None,
-    license: str | None,
-    folder: Path,
+    routers: PreTrainedModel, record: dict[str, Any], repo_id: str, license: str | None, folder: Path
 ) -> ModelCard:
-    told = " ".join((command or record.get("command") or "").split()).replace("`", "'")  # the card puts it in backticks
+    command = " ".join((record.get("command") or "").split()).replace("`", "'")  # the card puts it in backticks
     record = _harmless(record)
     base = routers.config.base_model_name_or_path
     data = ModelCardData(
@@ -99,7 +88,7 @@ def _render(
     values = {
         "base": _harmless(base) or "the base model",
         "repo_id": _harmless(repo_id),
-        "command": told,
+        "command": command,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "tables": tables_of(record, routers.config.num_hidden_layers),
         "plots": [file.relative_to(folder) for file in _plots_if_possible(record, folder / "plots")],
@@ -173,14 +162,22 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
     make_figure = figure_maker()
     Path(folder).mkdir(parents=True, exist_ok=True)
     files = []
-    for name, (draw, has_figures) in PLOTS.items():
-        if has_figures(record):
-            figure = make_figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
-            draw(figure.add_subplot(), record)
+    for name, (draw, figure) in PLOTS.items():
+        if _has(record, figure):
+            axes = make_figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained").add_subplot()
+            draw(axes, record)
             files.append(Path(folder) / f"{name}.png")
             files[-1].unlink(missing_ok=True)  # do not write through a link
-            figure.savefig(files[-1])
+            axes.figure.savefig(files[-1])
     return files
+
+
+def _has(record: dict[str, Any], figure: str) -> bool:
+    """Whether a record has the table of thresholds, or a figure of every layer."""
+    if figure == "table":
+        return bool((record.get("threshold") or {}).get("table"))
+    layers = rows_by_layer(record)
+    return bool(layers) and all(figure in row for _, row in layers)
 
 
 def _draw_exit_depths(axes: Any, record: dict[str, Any]) -> None:
@@ -188,7 +185,7 @@ def _draw_exit_depths(axes: Any, record: dict[str, Any]) -> None:
     rates["none"] = max(0.0, 1.0 - sum(rates.values()))
     bars = axes.bar(list(rates), [100 * rate for rate in rates.values()])
     axes.bar_label(bars, fmt="%.1f", fontsize="small")
-    axes.set(title="Where tokens leave", xlabel="exit layer", ylabel="tokens (%)")
+    axes.set(title="Where tokens exit", xlabel="exit layer", ylabel="tokens (%)")
     axes.margins(y=0.1)
 
 
@@ -206,7 +203,7 @@ def _draw_reliability(axes: Any, record: dict[str, Any]) -> None:
     for layer, row in layers[:: -(-len(layers) // MAX_CURVES)]:
         scores, shares, _ = zip(*row["reliability"], strict=True)
         axes.plot(scores, shares, marker=".", label=f"exit layer {layer}")
-    axes.plot([0, 1], [0, 1], color="grey", linestyle="--", label="as promised")
+    axes.plot([0, 1], [0, 1], color="grey", linestyle="--", label="calibrated")
     axes.set(title="Reliability of the routers", xlabel="mean score", ylabel="share that agrees")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
@@ -224,17 +221,10 @@ def _draw_risk(axes: Any, record: dict[str, Any]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _all_layers_have(figure: str) -> Callable[[dict[str, Any]], bool]:
-    def has_figures(record: dict[str, Any]) -> bool:
-        layers = rows_by_layer(record)
-        return bool(layers) and all(figure in row for _, row in layers)
-
-    return has_figures
-
-
-PLOTS: dict[str, tuple[Callable[[Any, dict[str, Any]], None], Callable[[dict[str, Any]], bool]]] = {
-    "exit_depth": (_draw_exit_depths, _all_layers_have("exit_rate")),
-    "agreement": (_draw_agreement, _all_layers_have("agreement")),
-    "reliability": (_draw_reliability, _all_layers_have("reliability")),
-    "risk": (_draw_risk, lambda record: bool((record.get("threshold") or {}).get("table"))),
+# By name: how a plot is drawn, and the figure that it needs.
+PLOTS: dict[str, tuple[Callable[[Any, dict[str, Any]], None], str]] = {
+    "exit_depth": (_draw_exit_depths, "exit_rate"),
+    "agreement": (_draw_agreement, "agreement"),
+    "reliability": (_draw_reliability, "reliability"),
+    "risk": (_draw_risk, "table"),
 }

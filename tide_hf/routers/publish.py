@@ -38,19 +38,9 @@ def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None 
 
 
 def push_custom_generate(source: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:
-    """Upload a `custom_generate` repository.
+    """Upload a `custom_generate` repository from a folder with `generate.py`, `README.md`, maybe `requirements.txt`.
 
-    Args:
-        source: Folder with `generate.py`, `README.md` and, where it needs packages, `requirements.txt`.
-        repo_id: As in `TIDERouters.push_to_hub`.
-        **options: As in `TIDERouters.push_to_hub`.
-
-    Returns:
-        The commit.
-
-    Raises:
-        ConfigurationError: A file is missing, or `repo_id` is no name.
-        HubError: The Hub refused, or cannot be reached.
+    `repo_id`, `options` and errors are those of `TIDERouters.push_to_hub`.
     """
     _check_repo_id(repo_id)
     missing = [name for name in ("generate.py", "README.md") if not Path(source, name).is_file()]
