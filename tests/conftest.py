@@ -1,4 +1,4 @@
-"""Settings and models that tests share.
+"""Settings and fixtures that tests share.
 
 The default run needs the Hub or PyPI once, for the real model; `pytest -m "not real_model"` needs no network.
 """
@@ -7,9 +7,10 @@ import io
 import os
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from shutil import copytree
 
-# Read when the libraries are imported, so they are set before. The telemetry switches are taken away because
-# kernels sends an illegal header when it finds one of them.
+# Set before the libraries that read them are imported. The telemetry switches are removed because kernels sends an
+# illegal header if one of them is set.
 for _name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
     os.environ.pop(_name, None)
 os.environ.update(
@@ -67,22 +68,22 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def _forms_are_chosen_anew():
-    """What one test has measured, or said to be the faster, is no other test's."""
+def _layouts_are_measured_again():
+    """A test does not see which weight layout another has measured, or declared, to be the fastest."""
     _fastest_layout.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def _the_machine_is_quiet(monkeypatch):
-    """Commands do not warn of other work, whatever runs beside the tests."""
+def _the_machine_is_not_busy(monkeypatch):
+    """Commands do not warn of a busy machine, whatever else runs on it."""
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 
 @pytest.fixture(autouse=True)
-def _no_kernels_are_kept():
-    """Tests meet no kernels that another process has compiled, and leave none.
+def _no_cached_kernels():
+    """Tests neither see kernels that other processes have compiled nor leave any.
 
-    The patch is not `monkeypatch`'s, which a test may undo: their ops loaded twice would abort the process.
+    The patch is not `monkeypatch`'s, which a test may undo: loading their ops twice would abort the process.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "cached_path", lambda *_: Path(os.devnull) / "kernels")
@@ -91,12 +92,12 @@ def _no_kernels_are_kept():
 
 @pytest.fixture
 def fresh_kernels():
-    """Kernels are those that a test has compiled, and no other test meets them."""
+    """The kernels that a test compiles are not those of other tests."""
     load_op.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_loaded", {})
         yield
-    for (name, dtype), kernel in kernels._loaded.items():  # which ops do not call any more
+    for (name, dtype), kernel in kernels._loaded.items():  # which the ops no longer call
         if kernel is not None and kernels._ops is not None:  # `None` where a test has replaced it
             kernels._register(name, dtype, kernel)
     load_op.cache_clear()
@@ -104,9 +105,9 @@ def fresh_kernels():
 
 @pytest.fixture(params=[None, 256, 1], ids=["all bits", "256 bits", "no vectors"])
 def on_some_cpu(request, fresh_kernels):
-    """As this CPU is, and as narrower ones are."""
+    """This CPU, and CPUs with narrower vectors."""
     if request.param == pick_vec_isa().bit_width():
-        pytest.skip("so this CPU is, and each kernel takes seconds to compile")
+        pytest.skip("this is the width of this CPU, and each kernel takes seconds to compile")
     if request.param == 1 and request.node.callspec.params["dtype"] is torch.float16:
         pytest.skip("bfloat16 takes the same path, and each kernel takes seconds to compile")
     with inductor_config.patch({"cpp.simdlen": request.param}):
@@ -115,7 +116,7 @@ def on_some_cpu(request, fresh_kernels):
 
 @pytest.fixture(scope="session")
 def stage():
-    """What makes a build of the kernels, which is no part of any package."""
+    """The module that stages a build of the kernels; it is not part of a package."""
     spec = spec_from_file_location("stage", ROOT / "hub_kernels" / "tide-kernels" / "stage.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -127,7 +128,7 @@ def build(stage, tmp_path_factory):
     """A folder with the kernels staged for this machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and torch.version.cuda is not None:
-        pytest.skip("for a PyTorch with CUDA the client takes nothing but builds for CUDA, and there is no GPU")
+        pytest.skip("with a PyTorch for CUDA the client only loads builds for CUDA, and there is no GPU")
     folder = tmp_path_factory.mktemp("kernels")
     stage.stage_noarch(folder / "build", device)
     return folder
@@ -135,13 +136,13 @@ def build(stage, tmp_path_factory):
 
 @pytest.fixture
 def local_kernels(monkeypatch, build):
-    """The environment that takes the kernels from `build`."""
+    """The environment in which the kernels are loaded from `build`."""
     monkeypatch.setenv("LOCAL_KERNELS", f"{KERNELS_REPO}={build}")
 
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """SmolLM2-135M-Instruct in float32 and its tokenizer; what is attached to it has to be detached again.
+    """SmolLM2-135M-Instruct in float32 and its tokenizer; tests that attach TIDE to it detach it again.
 
     Tests that use it carry `@pytest.mark.real_model` and `@pytest.mark.xdist_group("real_model")`.
     """
@@ -178,22 +179,28 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="module")
 def parts(tiny_llama, tiny_tokenizer):
-    """A small random Llama and its tokenizer, which a module's tests share and leave as they are."""
+    """A small random Llama and its tokenizer, which the tests of a module share and do not change."""
     return tiny_llama(), tiny_tokenizer
 
 
-@pytest.fixture
-def tiny_model_folder(tmp_path, tiny_llama, tiny_tokenizer):
-    """A folder with a small random Llama and its tokenizer, as a user may have one."""
-    folder = tmp_path / "tiny-llama"
+@pytest.fixture(scope="session")
+def saved_tiny_model(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """The folder that `tiny_model_folder` copies."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     tiny_llama().save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
+def tiny_model_folder(tmp_path, saved_tiny_model):
+    """A folder with a small random Llama and its tokenizer, which a test may change."""
+    return copytree(saved_tiny_model, tmp_path / "tiny-llama")
+
+
+@pytest.fixture
 def model_hub(tmp_path, monkeypatch):
-    """A Hub of its own for the clients in this process, which have an empty cache and no token."""
+    """A Hub on this machine for the clients in this process, which have an empty cache and no token."""
     with loopback_hub() as hub:
         for name, value in {
             "huggingface_hub.constants.ENDPOINT": hub.address,
@@ -213,7 +220,7 @@ def model_hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub_routers(model_hub, tiny_model_folder):
-    """Calibrated routers of `org/base`, which is on the Hub, and they are not."""
+    """Calibrated routers, not on the Hub, for `org/base`, which is."""
     commit = model_hub.add("org/base", tiny_model_folder)
     model = AutoModelForCausalLM.from_pretrained("org/base", tie_word_embeddings=False)
     layers = {"1": {"agreement": 0.25, "exit_rate": 0.1}, "3": {"agreement": 0.75, "exit_rate": 0.1}}
@@ -225,7 +232,7 @@ def hub_routers(model_hub, tiny_model_folder):
 
 @pytest.fixture
 def on_hub(model_hub, hub_routers, tmp_path):
-    """The folder whose files are `org/base-tide` on the Hub."""
+    """The folder that is `org/base-tide` on the Hub."""
     hub_routers.save_pretrained(tmp_path / "routers")
     model_hub.add("org/base-tide", tmp_path / "routers")
     return tmp_path / "routers"
@@ -242,7 +249,7 @@ def routers_folder(tmp_path, tiny_llama):
 
 @pytest.fixture
 def refused(capsys):
-    """A function that runs a command line that has to end with status 2 and an explanation; it gives the output."""
+    """A function that runs a command line, which must end with status 2 and an explanation, and returns its output."""
 
     def run(arguments, message):
         assert main(arguments) == 2
@@ -257,5 +264,5 @@ def refused(capsys):
 
 @pytest.fixture
 def pipe_in(monkeypatch):
-    """A function that makes bytes this process's standard input, as a pipe brings them."""
+    """A function that pipes bytes into this process's standard input."""
     return lambda data: monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))

@@ -2,14 +2,9 @@
 
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 from families import tiny_model
-from repository import ROOT
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli.chat import WARMING_UP, Conversation
@@ -120,7 +115,9 @@ def test_an_interrupted_or_refused_turn_leaves_the_conversation_unchanged(talk, 
 
 
 @pytest.fixture
-def command(tiny_model_folder):
+def command(tiny_model_folder, monkeypatch):
+    """The command line; the engine is not warmed up, to save time."""
+    monkeypatch.setattr(TIDEGenerationMixin, "tide_warm_up", lambda model: None)
     return ["chat", str(tiny_model_folder), "--max-new-tokens", "8"]
 
 
@@ -211,54 +208,6 @@ def test_in_a_terminal_the_end_of_input_or_an_interrupt_ends_the_chat(command, t
     assert main(command) == 0
     typing(KeyboardInterrupt())
     assert main(command) == 130
-
-
-# What a shell starts in the background ignores interrupts, and so does what it starts itself.
-INTERRUPTIBLE = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-def test_in_a_real_terminal_an_interrupt_ends_it_with_130(command):
-    controller, terminal = os.openpty()
-    start = [sys.executable, "-c", INTERRUPTIBLE, "-m", "tide_hf.cli", *command]
-    environment = os.environ | {"TERM": "xterm-256color"}
-    chat = subprocess.Popen(start, stdin=terminal, stdout=terminal, stderr=terminal, cwd=ROOT, env=environment)
-    os.close(terminal)
-    try:
-        greeting = b"/reset starts"
-        read_until(controller, b"> ", read_until(controller, greeting).partition(greeting)[2])
-        os.write(controller, b"hello\n")
-        answered = read_until(controller, b"tokens/s")
-        assert b"full depth (4 layers): 8" in answered
-        assert b"\x1b[" in answered
-        read_until(controller, b"> ", answered.partition(b"tokens/s")[2])
-        assert interrupt(chat) == 130
-    finally:
-        chat.kill()
-        chat.wait()
-        os.close(controller)
-
-
-def interrupt(process):
-    """Interrupt it as a user does: again if nothing happens, since readline may miss one just before it waits."""
-    for _ in range(6):
-        process.send_signal(signal.SIGINT)
-        try:
-            return process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            continue
-    return None
-
-
-def read_until(controller, end, seen=b""):
-    """What the terminal shows until `end`, after `seen`; a read may end anywhere."""
-    while end not in seen:
-        seen += os.read(controller, 4096)
-    return seen
 
 
 @pytest.mark.parametrize(("arguments", "times"), [(["--engine", "compiled"], 1), (["--mode", "post_hoc"], 0)])

@@ -75,3 +75,14 @@ def test_the_legend_counts_tokens_by_depth():
         " exit layer 2: 1   ",
         " full depth (4 layers): 1",
     ]
+
+
+def test_figures_leave_the_warm_up_out():
+    console, run = Console(file=io.StringIO(), width=160), run_of([4] * 8)
+    streaming.print_figures(run, console)
+    assert "self_speculative: 8 tokens, 8.0 tokens/s" in console.file.getvalue()
+    assert "warm up" not in console.file.getvalue()
+    run.stats.engine, run.stats.warm_up_s = "compiled", 0.5
+    streaming.print_figures(run, console)
+    assert "16.0 tokens/s" in console.file.getvalue()
+    assert "; 0.5 s before that to warm up engine='compiled'" in console.file.getvalue()

