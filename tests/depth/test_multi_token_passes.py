@@ -6,7 +6,7 @@ import transformers
 from drafters import use_drafter
 from families import _COMMON, SPARSE, prompt, random_model, tiny_model
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, StaticCache
+from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 from transformers.cache_utils import StaticIndexedLayer
 
 from tide_hf import TIDEModelForCausalLM
@@ -16,8 +16,9 @@ from tide_hf.depth import kv_cache, multi_token_passes
 from tide_hf.depth.multi_token_passes import check_widths
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PROMPT, LIMIT = 9, 16
 MOSHI = {name: value for name, value in _COMMON.items() if name != "intermediate_size"}
-MOSHI |= {"sliding_window": 16, "ffn_dim": 48}
+MOSHI |= {"sliding_window": LIMIT, "ffn_dim": 48}
 LIMITED = {"moshi": MOSHI, **{family: settings for family, settings in SPARSE.items() if "minimax" not in family}}
 
 
@@ -28,23 +29,34 @@ def limited_model(family, seed=0):
 
 
 @pytest.mark.parametrize("family", LIMITED)
-def test_tokens_up_to_the_limit_are_plain_decodings_and_beyond_it_nothing_drafts(family):
+def test_calls_up_to_the_limit_draft_and_longer_ones_do_not(family):
     model = limited_model(family)
-    expected = model.generate(prompt(), max_new_tokens=32, **OPTIONS)
+    expected = model.generate(prompt(), max_new_tokens=LIMIT + 1 - PROMPT, **OPTIONS)
     TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "mixed", expected[:, 9:].tolist(), 5)
-    assert torch.equal(model.generate(prompt(), max_new_tokens=16 - 9, **OPTIONS), expected[:, :16])
+    use_drafter(model, "mixed", expected[:, PROMPT:].tolist(), 5)
+    assert torch.equal(model.generate(prompt(), max_new_tokens=LIMIT - PROMPT, **OPTIONS), expected[:, :LIMIT])
     assert model.last_exit_stats.accepted > 0
-    for new in (17 - 9, 32):
-        options = {"max_new_tokens": new, **OPTIONS}
-        with pytest.raises(UnsupportedOptionError, match=rf"{family} over several .* got {9 + new} .* at most 16, its"):
-            model.generate(prompt(), tide_strict=True, **options)
-        assert torch.equal(model.generate(prompt(), **options), expected[:, : 9 + new])
-        assert model.last_exit_stats.fallback_reason is not None
+    options = {"max_new_tokens": LIMIT + 1 - PROMPT, **OPTIONS}
+    match = rf"{family} over several .* got {LIMIT + 1} .* at most {LIMIT}, its"
+    with pytest.raises(UnsupportedOptionError, match=match):
+        model.generate(prompt(), tide_strict=True, **options)
+    assert torch.equal(model.generate(prompt(), **options), expected)
+    assert model.last_exit_stats.fallback_reason is not None
+
+
+def test_tokens_in_a_cache_count_towards_the_limit():
+    model = limited_model("moshi")
+    TIDEModelForCausalLM.attach(model)
+    cache, ids = DynamicCache(config=model.config), prompt().repeat(1, 2)[:, :LIMIT]
+    with torch.no_grad():
+        model(ids[:, :-4], **{CACHE: cache})
+    inputs = {"input_ids": ids[:, -4:], "attention_mask": torch.ones_like(ids), CACHE: cache}
+    with pytest.raises(UnsupportedOptionError, match="moshi over several tokens attends"):
+        model.generate(**inputs, tide_strict=True, **OPTIONS, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("family", LIMITED)
-def test_the_probe_finds_such_a_family_that_is_not_known(family, monkeypatch):
+def test_the_probe_finds_such_families_that_are_not_known(family, monkeypatch):
     model = limited_model(family, seed=1)
     check_widths(model, find_structure(model))
     monkeypatch.setattr(multi_token_passes, "SPARSE_ATTENTION", ())
@@ -55,7 +67,7 @@ def test_the_probe_finds_such_a_family_that_is_not_known(family, monkeypatch):
 
 
 @pytest.mark.parametrize("widths", [{1}, {2, 3, 4}], ids=["one token", "several"])
-def test_the_probe_finds_passes_of_some_widths_that_are_not_like_the_others(widths):
+def test_the_probe_finds_passes_of_some_widths_with_other_logits(widths):
     model = tiny_model("llama")
 
     def change(_module, _args, given, output):
@@ -68,30 +80,34 @@ def test_the_probe_finds_passes_of_some_widths_that_are_not_like_the_others(widt
         check_widths(model, find_structure(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "expected"), [("llama", [8, 4, 1]), ("gemma3_text", [16, 4, 1]), ("jamba", [4])])
-def test_the_probe_takes_a_few_short_passes(family, expected, dtype):
-    """One where drafts are never verified; beyond a small window."""
-    model = tiny_model(family).to(dtype)
-    widths = []
+@pytest.mark.parametrize(
+    ("family", "dtype", "expected"),
+    [
+        ("llama", torch.float32, [8, 4, 1]),
+        ("gemma3_text", torch.bfloat16, [16, 4, 1]),  # beyond a small window
+        ("jamba", torch.float32, [4]),  # drafts are never verified
+    ],
+)
+def test_the_probe_takes_a_few_short_passes(family, dtype, expected):
+    model, widths = tiny_model(family).to(dtype), []
     model.register_forward_pre_hook(lambda _m, _a, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True)
     check_widths(model, find_structure(model))
     assert widths == expected
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
-def test_a_static_cache_rolls_back_what_an_index_holds(family):
+def test_a_static_cache_rolls_back_an_attention_index(family):
     model = random_model(family, SPARSE[family])
-    options = {"max_new_tokens": 16 - 9, "disable_compile": True, **OPTIONS}
+    options = {"max_new_tokens": LIMIT - PROMPT, "disable_compile": True, **OPTIONS}
     expected = model.generate(prompt(), cache_implementation="static", **options)
     TIDEModelForCausalLM.attach(model)
-    for kind in ("mixed", "wrong", "right"):
-        use_drafter(model, kind, expected[:, 9:].tolist(), 5)
-        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=16)
+    for kind in ("mixed", "wrong"):
+        use_drafter(model, kind, expected[:, PROMPT:].tolist(), 5)
+        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=LIMIT)
         assert torch.equal(model.generate(prompt(), **{CACHE: cache}, **options), expected)
         lengths = [value for name, value in vars(cache.layers[0]).items() if name.endswith("cumulative_length")]
         assert len(lengths) == 2
-        assert lengths[0] == lengths[1] == 15
+        assert lengths[0] == lengths[1] == LIMIT - 1
 
 
 def test_an_index_is_rolled_back_where_a_static_layer_cannot_crop(monkeypatch):

@@ -1,0 +1,379 @@
+"""Caches of the caller's and of unusual models: which are supported, and what calls leave in them."""
+
+import pytest
+import torch
+from block_heads import routers_for
+from drafters import use_drafter, use_heads
+from families import _COMMON, FAMILIES, VOCAB, tiny_model
+from stopping_calls import ATTACH, OPTIONS, PROMPT, prompts
+from transformers import (
+    CONFIG_MAPPING,
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    StaticCache,
+    StoppingCriteria,
+)
+from transformers.cache_utils import DynamicLayer
+
+from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.structure import CACHE
+from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
+from tide_hf.speculation.rows import RowCriterion
+
+SHORT = {**OPTIONS, "max_new_tokens": 12}
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text"])
+def test_a_callers_cache_without_windows_in_a_batch(family):
+    """A `DynamicCache()` retains everything; the masks count its slots all the same."""
+    model, ids = tiny_model(family), prompts(4)
+    expected = model.generate(ids, max_new_tokens=24, **OPTIONS, **{CACHE: DynamicCache()})
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "mixed", expected[:, PROMPT:].tolist())
+    assert torch.equal(model.generate(ids, max_new_tokens=24, **OPTIONS, **{CACHE: DynamicCache()}), expected)
+
+
+def test_drafts_end_where_a_static_cache_does():
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.shape[1] >= 30
+
+    model, ids = tiny_model("llama"), prompts(1)
+
+    def options():
+        cache = StaticCache(config=model.config, max_cache_len=30)
+        return {"max_new_tokens": 100, "stopping_criteria": [Stop()], **OPTIONS, CACHE: cache}
+
+    expected = model.generate(ids, **options())
+    TIDEModelForCausalLM.attach(model)
+    for width in (7, 10, 11):
+        use_drafter(model, "right", [expected[0, PROMPT:].tolist() + [5] * 20], width)
+        assert torch.equal(model.generate(ids, **options()), expected)
+
+
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+def test_drafts_end_where_learned_positions_do(family, name):
+    model, ids, positions = tiny_model(family, **{name: 40}), prompts(1), torch.arange(22, 34)[None]
+    options = {**OPTIONS, "position_ids": positions}
+    expected = model.generate(ids, **options, max_new_tokens=6)
+    options |= {"max_new_tokens": 30, "eos_token_id": int(expected[0, -1])}
+    expected = model.generate(ids, **options)
+    TIDEModelForCausalLM.attach(model)
+    use_drafter(model, "right", [expected[0, PROMPT:].tolist() + [5] * 20], width=7)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+class InterruptingStreamer:
+    """Interrupts the call after so many tokens."""
+
+    def __init__(self, after):
+        self.after, self.received = after, []
+
+    def put(self, tokens):
+        self.received.append(tokens.view(1, -1))
+        if len(self.received) > self.after:
+            raise KeyboardInterrupt
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "after"),
+    [
+        *((family, "eager", after) for family in ("llama", "mistral") for after in (0, 7)),
+        ("llama", "compiled", 0),
+        ("mistral", "compiled", 7),
+    ],
+)
+def test_an_interrupted_call_leaves_a_cache_to_continue_from(family, engine, after):
+    model, ids = tiny_model(family), prompts(1)
+    expected = model.generate(ids, max_new_tokens=40, **OPTIONS)
+    ATTACH[engine](model)
+    use_drafter(model, "wrong at the last position", expected[:, PROMPT:].tolist(), width=5)
+    cache, streamer = DynamicCache(config=model.config), InterruptingStreamer(after + 1)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, max_new_tokens=28, streamer=streamer, **OPTIONS, **{CACHE: cache})
+    known = torch.cat(streamer.received, dim=1)
+    assert known.shape[1] == PROMPT + after + 1
+    assert PROMPT <= cache.get_seq_length() < known.shape[1]
+    use_drafter(model, "wrong", expected[:, known.shape[1] :].tolist())
+    found = model.generate(known, max_new_tokens=10, **OPTIONS, **{CACHE: cache})
+    assert torch.equal(found, expected[:, : known.shape[1] + 10])
+
+
+class InterruptingCriterion(RowCriterion):
+    """Interrupts the call after so many tokens of one row, when the others have other lengths."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def stops_row(self, index, token):
+        self.after -= index == 2
+        if self.after < 0:
+            raise KeyboardInterrupt
+        return False
+
+
+@pytest.mark.parametrize(
+    ("engine", "window", "lengths"),
+    [
+        ("eager", None, range(PROMPT + 1, PROMPT + 7)),
+        ("eager", 64, range(PROMPT + 1, PROMPT + 7)),
+        ("eager", 8, [0]),
+        ("compiled", None, [PROMPT]),  # the answers were in buffers
+        ("compiled", 8, [0]),
+    ],
+)
+def test_an_interrupted_batch_leaves_a_cache_to_continue_from(engine, window, lengths):
+    model = tiny_model("mistral", sliding_window=window)
+    ids, mask = prompts(3), torch.ones(3, PROMPT + 18, dtype=torch.long)
+    mask[1, :3] = 0
+    expected = model.generate(ids, attention_mask=mask[:, :PROMPT], max_new_tokens=40, **OPTIONS)
+    ATTACH[engine](model)
+    use_drafter(model, "mixed", expected[:, PROMPT:].tolist(), width=5)
+    options = {"stopping_criteria": [InterruptingCriterion(after=6)], **OPTIONS}
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, attention_mask=mask[:, :PROMPT], max_new_tokens=28, **options, **{CACHE: cache})
+    (length,) = {layer.get_seq_length() for layer in cache.layers}
+    assert length in lengths
+    known = expected[:, : PROMPT + 18]
+    use_drafter(model, "wrong", expected[:, PROMPT + 18 :].tolist())
+    found = model.generate(known, attention_mask=mask, max_new_tokens=10, **OPTIONS, **{CACHE: cache})
+    assert torch.equal(found, expected[:, : PROMPT + 28])
+
+
+def test_an_interrupted_early_exit_crops_all_layers_to_one_length():
+    model, ids = tiny_model("llama"), prompts(1)
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1]), mode="early_exit")
+    cache, streamer = DynamicCache(config=model.config), InterruptingStreamer(5)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, max_new_tokens=9, streamer=streamer, exit_threshold=0.0, **OPTIONS, **{CACHE: cache})
+    assert [layer.get_seq_length() for layer in cache.layers] == [PROMPT] * len(cache.layers)
+
+
+def test_an_interrupt_before_a_draft_removes_the_blocks_layer_from_a_callers_cache():
+    def make_drafter(*_):
+        raise KeyboardInterrupt
+
+    model = tiny_model("llama")
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    model._tide.make_drafter = make_drafter
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompts(2), **SHORT, **{CACHE: cache})
+    assert len(cache.layers) == 4
+
+
+class Indexed(DynamicLayer):
+    """Holds more than K/V, as some layers of transformers do."""
+
+
+def with_indexed_layer(model):
+    cache = DynamicCache(config=model.config)
+    cache.layers[1] = Indexed()
+    return {CACHE: cache}
+
+
+def with_recording(model):
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    return {CACHE: cache}
+
+
+def with_encoder_cache(model):
+    return {CACHE: EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))}
+
+
+REFUSED = [  # a first rollback would discard what is recorded
+    ("mistral", {}, 1, with_recording, r"DynamicCache that records the past.*activate_past_recording"),
+    ("llama", {}, 2, with_indexed_layer, r"in a batch cannot use this cache: got .* with a Indexed"),
+    ("gpt2", {"add_cross_attention": True}, 1, with_encoder_cache, "got EncoderDecoderCache"),
+    (
+        "gpt2",
+        {"add_cross_attention": True},
+        1,
+        lambda model: {"encoder_hidden_states": torch.randn(1, 5, 32)},
+        "beside an encoder's",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "rows", "make_options", "match"), REFUSED)
+def test_caches_that_cannot_be_rolled_back_are_refused(family, settings, rows, make_options, match):
+    model = TIDEModelForCausalLM.attach(tiny_model(family, **settings), strict=True)
+    with pytest.raises(UnsupportedOptionError, match=match):
+        model.generate(prompts(rows), **SHORT, **make_options(model))
+
+
+def test_a_single_row_may_have_layers_that_hold_more_than_k_and_v():
+    model = tiny_model("llama")
+    expected = model.generate(prompts(1), **SHORT, **with_indexed_layer(model))
+    TIDEModelForCausalLM.attach(model)
+    assert torch.equal(model.generate(prompts(1), **SHORT, **with_indexed_layer(model)), expected)
+    assert model.last_exit_stats.fallback_reason is None
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_the_last_tokens_of_a_prompt_whose_rest_is_in_a_long_cache(engine):
+    """Its tokens count towards none of the lengths that `generate` knows, and need slots all the same."""
+    model, ids = tiny_model("llama", max_position_embeddings=2048), torch.randint(3, VOCAB, (1, 700))
+    expected = model.generate(ids, max_new_tokens=24, **OPTIONS)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :-2], **{CACHE: cache})
+    ATTACH[engine](model)
+    use_drafter(model, "mixed", expected[:, 700:].tolist())
+    mask = torch.ones(1, 700, dtype=torch.long)
+    found = model.generate(ids[:, -2:], attention_mask=mask, max_new_tokens=24, **OPTIONS, **{CACHE: cache})
+    assert torch.equal(found[:, 2:], expected[:, 700:])
+    assert model.last_exit_stats.engine == engine
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize("rope", [None, LONGROPE])
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_model_that_replaces_the_cache_in_prefill(rope, is_equal):
+    """Phi-3 does beyond its original context: the cache that it was passed stays empty."""
+    settings = {"rope_parameters": rope} if rope else {}
+    model = tiny_model("phi3", original_max_position_embeddings=8, **settings)
+    ids = prompts(1).repeat(2, 1) if is_equal else prompts(2)
+    options = {"return_dict_in_generate": True, **SHORT}
+    for some in (ids, ids[:1]):
+        expected = model.generate(some, **options)
+        TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+        use_drafter(model, "mixed", expected.sequences[:, PROMPT:].tolist())
+        found = model.generate(some, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+        assert model.last_exit_stats.layers_executed > 0
+        TIDEModelForCausalLM.detach(model)
+
+
+@pytest.mark.parametrize(("length", "pads"), [(9, (0, 0, 0)), (60, (0, 50, 57))])
+def test_rows_stay_level_where_attention_counts_slots(length, pads):
+    """Llama 4 scales queries by their slot from some length on."""
+    settings = {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 2.0, "attention_chunk_size": 64}
+    model = tiny_model("llama4_text", **settings)
+    mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    ids = torch.randint(3, 96, (3, length), generator=torch.Generator().manual_seed(5)) * mask
+    inputs = {"input_ids": ids, "attention_mask": mask, **OPTIONS, "max_new_tokens": 24}
+    expected = model.generate(**inputs)
+    TIDEModelForCausalLM.attach(model)
+    for kind in ("mixed", "right"):
+        use_drafter(model, kind, expected[:, length:].tolist())
+        assert torch.equal(model.generate(**inputs), expected)
+
+
+class InnerPass(LogitsProcessor):
+    """Runs the model over the text once more."""
+
+    def __init__(self, model, use_cache):
+        self.model, self.use_cache = model, use_cache
+
+    def __call__(self, input_ids, scores):
+        found = self.model.model(input_ids=input_ids, use_cache=self.use_cache).last_hidden_state
+        return scores + found[:, -1, :1]
+
+
+@pytest.mark.parametrize(("rows", "use_cache"), [(1, False), (1, True), (2, True)])
+def test_the_block_head_ignores_passes_of_a_logits_processor(rows, use_cache):
+    model = tiny_model("llama")
+    options = {**SHORT, "logits_processor": [InnerPass(model, use_cache)]}
+    expected = model.generate(prompts(rows), **options)
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    use_heads(model, 1)
+    assert torch.equal(model.generate(prompts(rows), **options), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "propagate"])
+@pytest.mark.parametrize("threshold", [0.5, 2.0])
+def test_no_token_exits_in_passes_of_a_logits_processor(strategy, threshold):
+    model, other = tiny_model("llama"), tiny_model("llama")
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2], kv_cache_strategy=strategy)
+    for exit_layer in (1, 2):
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=threshold)
+    ours, detached = (
+        model.generate(prompts(2), logits_processor=[InnerPass(inner, use_cache=True)], **SHORT)
+        for inner in (model, other)
+    )
+    assert torch.equal(ours, detached)
+    if threshold > 1:
+        assert torch.equal(ours, other.generate(prompts(2), logits_processor=[InnerPass(other, True)], **SHORT))
+
+
+class Offloaded(DynamicCache):
+    """Records which layer was prefetched when another one is read; nothing is offloaded on a CPU."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.offloading, self.only_non_sliding = True, True
+        self.prefetched, self.reads = 0, []
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        self.reads.append((layer_idx, self.prefetched))
+        self.prefetched = (layer_idx + 1) % len(self.layers)
+        self.offloading = False
+        try:
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+        finally:
+            self.offloading = True
+
+    def prefetch(self, layer_idx, only_non_sliding=True):
+        self.prefetched = layer_idx
+
+
+def test_an_offloaded_cache_prefetches_the_first_layer_after_a_draft():
+    model = tiny_model("llama")
+    expected = model.generate(prompts(1), **SHORT)
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 2], exit_strategy="linear"))
+    use_heads(model, 2)
+    cache = Offloaded(model.config)
+    assert torch.equal(model.generate(prompts(1), **SHORT, **{CACHE: cache}), expected)
+    assert model.last_exit_stats.drafted > 0
+    assert all(layer_idx == prefetched for layer_idx, prefetched in cache.reads)
+
+
+SHARED = {
+    **FAMILIES["gemma3_text"],
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "global_head_dim": 16,
+}
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers has none")
+@pytest.mark.parametrize("strategy", ["propagate", "zero_pad"])
+def test_kv_that_layers_share_cannot_be_filled(strategy, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "gemma4_text", SHARED)
+    model = tiny_model("gemma4_text")
+    expected = model.generate(prompts(1), **SHORT)
+    routers = TIDERouters.for_model(model, exit_layers=[2, 4], kv_cache_strategy=strategy)
+    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    with pytest.raises(UnsupportedOptionError, match=rf"got .*{strategy}.*, and 3 layers without .* = 'recompute'"):
+        model.generate(prompts(1), exit_threshold=0.0, **SHORT)
+    routers.config.kv_cache_strategy = "recompute"
+    assert model.generate(prompts(1), exit_threshold=0.0, **SHORT).shape == expected.shape
+    assert torch.equal(model.generate(prompts(1), exit_threshold=2.0, **SHORT), expected)
+
+
+def test_a_model_with_a_recurrent_state_runs_post_hoc_only(monkeypatch):
+    """MiniMax does not call itself stateful: it has a cache of its own kind."""
+    monkeypatch.setitem(FAMILIES, "minimax", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2})
+    model = tiny_model("minimax")
+    expected = model.generate(prompts(1), **SHORT)
+    with pytest.raises(UnsupportedModelError, match="keeps a recurrent state, which tide_mode='self_speculative'"):
+        TIDEModelForCausalLM.attach(model, strict=True)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    TIDEModelForCausalLM.attach(model, routers, mode="post_hoc", exit_threshold=2.0)
+    assert torch.equal(model.generate(prompts(1), **SHORT), expected)
