@@ -1,11 +1,11 @@
-"""Models that change between calls: hooks, adapters, scales, weights and heads are those of the call."""
+"""Models that change between calls: each call uses the hooks, scales, weights, layers and head of its time."""
 
 import copy
 
 import pytest
 import torch
 from families import prompt, tiny_model
-from on_steps import attach_captured, attach_without_compiler
+from on_steps import ATTACH
 from torch.nn.modules.module import register_module_forward_hook
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -25,27 +25,37 @@ def shift(_module, _args, output):
     return output + SHIFT
 
 
-@pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])
-@pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1", "model.layers.1.mlp"])
-def test_hooks_that_come_and_go_behind_steps(attach, path):
+def shift_mlps(module, _args, output):
+    return output + SHIFT if type(module).__name__ == "LlamaMLP" else None
+
+
+HOOKS = {
+    "embeddings": lambda model: model.model.embed_tokens.register_forward_hook(shift),
+    "layer": lambda model: model.model.layers[1].register_forward_hook(shift),
+    "mlp": lambda model: model.model.layers[1].mlp.register_forward_hook(shift),
+    "all modules": lambda _: register_module_forward_hook(shift_mlps),
+}
+
+
+@pytest.mark.parametrize("engine", ["captured", "compiled"])
+@pytest.mark.parametrize("place", HOOKS)
+def test_steps_run_hooks_that_come_and_go(engine, place):
     model = tiny_model("llama")
     plain = answer(model)
-    handle = model.get_submodule(path).register_forward_hook(shift)
-    shifted = answer(model)
-    handle.remove()
+    with HOOKS[place](model):
+        shifted = answer(model)
     assert not torch.equal(plain, shifted)
-    attach(model)
+    ATTACH[engine](model)
     assert torch.equal(answer(model), plain)
-    handle = model.get_submodule(path).register_forward_hook(shift)
-    assert torch.equal(answer(model), shifted)
-    handle.remove()
+    with HOOKS[place](model):
+        assert torch.equal(answer(model), shifted)
     assert torch.equal(answer(model), plain)
 
 
-@pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])
-def test_a_scale_that_changes_behind_steps(attach):
+@pytest.mark.parametrize("engine", ["captured", "compiled"])
+def test_steps_follow_a_scale_that_changes(engine):
     model, other = tiny_model("llama"), tiny_model("llama")
-    attach(model)
+    ATTACH[engine](model)
     plain = answer(model)
     for layer in (*model.model.layers, *other.model.layers):
         layer.self_attn.scaling *= 4
@@ -71,7 +81,7 @@ def write_through_numpy(weight):
 
 @pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
 @pytest.mark.parametrize("write", [zero_a_row, zero_a_column, replace, write_through_numpy])
-def test_weights_that_are_written_to_behind_pytorchs_back(monkeypatch, layout, write):
+def test_stored_weights_follow_writes_that_pytorch_does_not_count(monkeypatch, layout, write):
     monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
     monkeypatch.setattr("tide_hf.kernels.cpu.weight_layouts.load_op", lambda *_: stored_product)
     model, other = tiny_model("llama"), tiny_model("llama")
@@ -88,7 +98,7 @@ def stored_product(input, stored, bias):
     return torch.nn.functional.linear(input, torch.cat(stored), bias)
 
 
-def test_a_layer_that_was_moved_to_another_device_is_left_to_pytorch():
+def test_a_linear_layer_on_another_device_is_left_to_pytorch():
     gate = linear_gate.LinearGate(torch.nn.Linear(4, 4))
     assert gate.convert(PrepackedWeight) is not None
     gate.module.to("meta")
@@ -97,7 +107,7 @@ def test_a_layer_that_was_moved_to_another_device_is_left_to_pytorch():
     assert not gate.converted
 
 
-def test_a_head_that_has_lost_tokens_is_refused():
+def test_a_vocabulary_that_has_shrunk_is_refused():
     model = tiny_model("llama")
     TIDEModelForCausalLM.attach(
         model, TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear"), strict=True
@@ -109,16 +119,12 @@ def test_a_head_that_has_lost_tokens_is_refused():
         answer(model)
 
 
-def delete_two(layers):
-    del layers[1:3]
-
-
 @pytest.mark.parametrize(
     ("change", "got"),
     [
         (lambda layers: layers.__delitem__(3), r"without what was model\.layers\.3\."),
         (lambda layers: layers.__delitem__(0), r"without what was model\.layers\.0\."),
-        (delete_two, r"without what was model\.layers\.1, model\.layers\.2\."),
+        (lambda layers: layers.__delitem__(slice(1, 3)), r"without what was model\.layers\.1, model\.layers\.2\."),
         (
             lambda layers: layers.__setitem__(2, copy.deepcopy(layers[2])),
             r"without what was model\.layers\.2\.",
@@ -128,7 +134,7 @@ def delete_two(layers):
     ids=["last", "first", "two", "replaced", "added"],
 )
 @pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
-def test_layers_that_are_gone_are_named(mode, change, got):
+def test_missing_layers_are_named(mode, change, got):
     model = tiny_model("llama")
     routers = TIDERouters.for_model(model, exit_layers=[1, 3])
     TIDEModelForCausalLM.attach(model, routers, mode=mode, exit_threshold=0.0, strict=True)
@@ -147,27 +153,10 @@ class Wrapped(torch.nn.Module):
         return self.layer(*args, **kwargs)
 
 
-def test_layers_that_were_wrapped_are_still_there():
+def test_wrapped_layers_still_run():
     model = tiny_model("llama")
     plain = answer(model)
     TIDEModelForCausalLM.attach(model)
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = Wrapped(layer)
-    assert torch.equal(answer(model), plain)
-
-
-@pytest.mark.parametrize("attach", [attach_captured, lambda model: attach_without_compiler(model, engine="compiled")])
-def test_hooks_on_all_modules_that_come_and_go_behind_steps(attach):
-    def shift_mlps(module, _args, output):
-        return output + SHIFT if type(module).__name__ == "LlamaMLP" else None
-
-    model = tiny_model("llama")
-    plain = answer(model)
-    with register_module_forward_hook(shift_mlps):
-        shifted = answer(model)
-    assert not torch.equal(plain, shifted)
-    attach(model)
-    assert torch.equal(answer(model), plain)
-    with register_module_forward_hook(shift_mlps):
-        assert torch.equal(answer(model), shifted)
     assert torch.equal(answer(model), plain)

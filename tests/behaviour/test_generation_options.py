@@ -114,17 +114,15 @@ FATES = [
 ]
 ELSEWHERE = {
     "continuous_batching_config": "deprecated: for generate_batch, which TIDE has no part in",
-    "constraints": "moved to a Hub repository of its own",
-    "force_words_ids": "moved to a Hub repository of its own",
-    "penalty_alpha": "moved to a Hub repository of its own",
-    "dola_layers": "moved to a Hub repository of its own",
-    "diversity_penalty": "moved to a Hub repository of its own",
-    "num_beam_groups": "moved to a Hub repository of its own",
     "transformers_version": "no option",
+    **dict.fromkeys(
+        ("constraints", "force_words_ids", "penalty_alpha", "dola_layers", "diversity_penalty", "num_beam_groups"),
+        "moved to a Hub repository of its own",
+    ),
 }
 
 
-def test_every_option_has_a_fate():
+def test_every_option_of_generation_config_is_listed():
     known = {name for name, _, _ in FATES} | set(ELSEWHERE)
     assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} <= known
 
@@ -143,7 +141,7 @@ def generated(model, tokens, options):
 
 
 @pytest.mark.parametrize(("name", "options", "fate"), FATES, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_becomes_of_an_option(name, options, fate, tiny_tokenizer):
+def test_an_option_is_honoured_and_decodes_as_listed(name, options, fate, tiny_tokenizer):
     if name not in vars(GenerationConfig()):
         pytest.skip("this transformers does not have it")
     options = dict(options)
@@ -188,7 +186,7 @@ def test_strict_raises_instead(options):
     assert model.last_exit_stats.fallback_reason is not None
 
 
-def test_a_fallback_is_warned_of_once_a_kind_and_told_in_the_statistics(caplog):
+def test_a_fallback_is_warned_of_once_and_stands_in_the_statistics(caplog):
     model = TIDEModelForCausalLM.attach(tiny_model("llama"))
     caplog.set_level(logging.INFO, logger="tide_hf")
     eos = int(model.generate(prompt(), **GREEDY)[0, 12])
@@ -205,7 +203,7 @@ def test_a_fallback_is_warned_of_once_a_kind_and_told_in_the_statistics(caplog):
     assert "decoded plainly, without TIDE: " in stats.summary()
 
 
-def test_behind_a_call_that_tide_has_no_part_in_there_are_no_statistics():
+def test_another_decoding_loop_leaves_no_statistics():
     model = TIDEModelForCausalLM.attach(tiny_model("llama"))
     model.generate(prompt(), **GREEDY)
     assert model.last_exit_stats is not None
@@ -213,7 +211,7 @@ def test_behind_a_call_that_tide_has_no_part_in_there_are_no_statistics():
     assert model.last_exit_stats is None
 
 
-def test_statistics_of_a_call_that_failed_are_not_those_of_the_one_before():
+def test_a_failed_call_leaves_no_statistics():
     model = TIDEModelForCausalLM.attach(tiny_model("llama"))
     model.generate(prompt(), **GREEDY)
     with pytest.raises(ValueError, match="strictly positive"):
@@ -221,7 +219,7 @@ def test_statistics_of_a_call_that_failed_are_not_those_of_the_one_before():
     assert model.last_exit_stats is None
 
 
-def test_a_streamer_with_a_batch_is_answered_by_transformers(tiny_tokenizer):
+def test_a_streamer_with_a_batch_is_refused_by_transformers(tiny_tokenizer):
     errors = []
     for model in (tiny_model("llama"), TIDEModelForCausalLM.attach(tiny_model("llama"))):
         with pytest.raises(ValueError, match="batch size 1") as error:
@@ -243,7 +241,7 @@ class BatchStreamer:
         self.steps.append("end")
 
 
-def test_a_streamer_for_batches_gets_what_transformers_gives_it():
+def test_a_streamer_for_batches_gets_the_same_steps():
     found = []
     for model in (tiny_model("llama"), TIDEModelForCausalLM.attach(tiny_model("llama"))):
         streamer = BatchStreamer()
@@ -272,7 +270,7 @@ class OwnState(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("own_class", "name"), [(OwnLoop, "_sample"), (OwnState, "_update_model_kwargs_for_generation")]
 )
-def test_code_of_the_models_own_that_runs_at_each_token_is_not_passed_over(own_class, name):
+def test_a_models_own_code_for_each_token_runs(own_class, name):
     plain = own_class(tiny_model("llama").config).eval()
     expected = plain.generate(prompt(), **GREEDY)
     model = TIDEModelForCausalLM.attach(plain)

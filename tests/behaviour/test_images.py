@@ -1,4 +1,4 @@
-"""Models that take images: the base model's tokens behind prompts with images, by every engine and mode."""
+"""Models that take images: the base model's tokens after prompts with images, by every engine and mode."""
 
 from functools import wraps
 from types import SimpleNamespace
@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_heads import routers_for
-from drafters import HeadDrafter, use_drafter
+from drafters import use_drafter, use_heads
 from families import IMAGE_TOKEN, slow_but
 from images import LENGTH, SEEING, image_prompts, long_image_prompts, seeing_model
-from on_steps import attach_captured as attach_graphs
-from on_steps import attach_compiled, attach_eagerly
+from on_steps import ATTACH, attach_compiled
 from transformers import AutoConfig, MllamaForConditionalGeneration, ViTConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -37,7 +36,7 @@ def differ_from(answer, expected):
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def test_an_image_makes_a_difference():
+def test_answers_depend_on_the_image():
     for family in FAMILIES:
         model, inputs = seeing_model(family), image_prompts(family)
         first = model.generate(**inputs, **SCORED)
@@ -45,23 +44,39 @@ def test_an_image_makes_a_difference():
         assert differ_from(other, first) > 1e-3, family
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    ("attach", "family"),
+    ("engine", "rows", "family"),
     [
-        *((attach_eagerly, family) for family in FAMILIES),
-        *slow_but((*FEW, "paligemma"), FAMILIES, attach_compiled),  # which counts positions from 1
-        *slow_but(FEW, FAMILIES, attach_graphs),
+        *(("eager", 3, family) for family in FAMILIES),
+        *slow_but(FEW, FAMILIES, "eager", 1),
+        *slow_but((*FEW, "paligemma"), FAMILIES, "compiled", 1),  # paligemma counts positions from 1
+        *slow_but(FEW, FAMILIES, "captured", 1),
+        *slow_but(("qwen2_5_vl",), FAMILIES, "compiled", 3),
+        *slow_but(("llava",), FAMILIES, "captured", 3),
     ],
 )
-def test_tokens_behind_images_are_the_base_models(family, attach, rows):
+def test_tokens_after_images_are_the_base_models(family, engine, rows):
     model, inputs = seeing_model(family), image_prompts(family, rows)
     expected = model.generate(**inputs, **SCORED)
-    attach(model)
+    steps = ATTACH[engine](model)
     use_drafter(model, "wrong at the last position", expected.sequences[:, LENGTH:].tolist())
     answer = model.generate(**inputs, **SCORED)
     assert differ_from(answer, expected) < 1e-4
     assert 0 < model.last_exit_stats.accepted < model.last_exit_stats.drafted
+    if engine != "eager" and (rows == 1 or family in ("llava", "qwen2_5_vl")):  # some others have sliding windows
+        assert steps.replays > 0
+
+
+@pytest.mark.parametrize("engine", ["compiled", "captured"])
+def test_calls_with_and_without_images_share_steps(engine):
+    model, inputs = seeing_model("qwen2_5_vl"), image_prompts("qwen2_5_vl")
+    text = {"input_ids": inputs["input_ids"].clamp(max=80), "attention_mask": inputs["attention_mask"]}
+    expected = [model.generate(**batch, **OPTIONS) for batch in (inputs, text)]
+    steps = ATTACH[engine](model)
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])
+    made = steps.warm_up.num_made
+    assert torch.equal(model.generate(**text, **OPTIONS), expected[1])
+    assert steps.warm_up.num_made == made > 0
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
@@ -80,7 +95,7 @@ def test_a_model_of_neither_kind_is_refused_in_transformers_own_words(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated")  # by transformers 5.17 itself
-def test_images_that_layers_attend_to_across_are_left_to_post_hoc():
+def test_cross_attention_to_images_is_left_to_post_hoc():
     vision = {
         **SEEING["gemma3"]["vision_config"],
         "num_global_layers": 1,
@@ -108,7 +123,7 @@ def test_images_that_layers_attend_to_across_are_left_to_post_hoc():
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])  # some layers keep nothing of it
 
 
-def test_what_stands_for_an_image_is_never_drafted(tiny_llama):
+def test_image_tokens_are_never_drafted(tiny_llama):
     """It may be no token that the model has an embedding for."""
     model = tiny_llama()
     TIDEModelForCausalLM.attach(model)
@@ -122,7 +137,7 @@ def test_what_stands_for_an_image_is_never_drafted(tiny_llama):
     assert index.continuation(position, 2) == [0, 9]
 
 
-def test_a_model_that_finds_positions_by_itself_is_left_to(caplog, monkeypatch):
+def test_a_model_that_computes_positions_by_itself_runs_eagerly(caplog, monkeypatch):
     """As those that make two dimensions of them at each pass."""
     model, inputs = seeing_model("llava"), image_prompts("llava")
     prepare = model.prepare_inputs_for_generation
@@ -139,28 +154,9 @@ def test_a_model_that_finds_positions_by_itself_is_left_to(caplog, monkeypatch):
     assert "runs eagerly after prefill: the model computes positions by itself" in caplog.text
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("attach", [attach_compiled, attach_graphs])
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_prompts_with_images_are_answered_on_steps(family, attach, rows):
-    model, inputs = seeing_model(family), image_prompts(family, rows)
-    expected = model.generate(**inputs, **OPTIONS)
-    steps = attach(model)
-    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
-    assert steps.warm_up.num_made > 0
-    made = steps.warm_up.num_made
-    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    text["input_ids"] = text["input_ids"].clamp(max=80)
-    answer = model.generate(**text, **OPTIONS)
-    assert steps.warm_up.num_made == made
-    TIDEModelForCausalLM.detach(model)
-    assert torch.equal(model.generate(**text, **OPTIONS), answer)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize(("family", "rows"), [("gemma3", 2), ("qwen2_5_vl", 1)])
 @pytest.mark.usefixtures("fresh_kernels")
-def test_a_long_prompt_is_read_by_kernels_as_its_images_are_masked(family, rows):
+def test_prefill_kernels_mask_images_as_the_model_does(family, rows):
     model = seeing_model(family, attention="sdpa", max_position_embeddings=512)
     inputs = long_image_prompts(family, rows, 2 * LONG_PROMPT)
     expected = model.generate(**inputs, **SCORED)
@@ -170,9 +166,11 @@ def test_a_long_prompt_is_read_by_kernels_as_its_images_are_masked(family, rows)
     assert differ_from(model.generate(**inputs, **SCORED), expected) < 1e-4
 
 
-@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
-def test_a_second_turn_goes_on_behind_the_images_of_the_first(family, attach):
+@pytest.mark.parametrize(
+    ("engine", "family"),
+    [*(("eager", family) for family in ("gemma3", "qwen2_5_vl", "qwen3_vl")), ("compiled", "qwen2_5_vl")],
+)
+def test_a_second_turn_goes_on_after_the_images_of_the_first(family, engine):
     model, inputs = seeing_model(family), image_prompts(family)
     question = torch.randint(3, 80, (1, 9), generator=torch.Generator().manual_seed(5))
 
@@ -186,15 +184,14 @@ def test_a_second_turn_goes_on_behind_the_images_of_the_first(family, attach):
         return model.generate(**turn, **SCORED)
 
     expected = talk()
-    attach(model)
+    ATTACH[engine](model)
     assert differ_from(talk(), expected) < 1e-4
 
 
 @pytest.mark.parametrize("family", slow_but(FEW, FAMILIES))
-@pytest.mark.parametrize("rows", [1, 3])
-def test_tokens_leave_behind_images_as_they_do_where_all_layers_run(family, rows):
+def test_tokens_exit_after_images_as_they_do_where_all_layers_run(family):
     """`recompute` gives exact K/V, so its tokens are those of `post_hoc`, which skips nothing."""
-    model, inputs = seeing_model(family), image_prompts(family, rows)
+    model, inputs = seeing_model(family), image_prompts(family, 3)
     routers = TIDERouters.for_model(model, exit_layers=[1, 2], exit_threshold=0.5)
     TIDEModelForCausalLM.attach(model, routers)
     early = model.generate(**inputs, **OPTIONS, tide_mode="early_exit")
@@ -206,18 +203,12 @@ def test_tokens_leave_behind_images_as_they_do_where_all_layers_run(family, rows
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "llava"])
-def test_a_block_drafts_behind_images_whether_or_not_its_keys_and_values_wait(family, every, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "llava"])
+def test_a_block_drafts_the_same_after_images_whether_or_not_its_kv_is_deferred(family, every, monkeypatch):
     model, inputs = seeing_model(family), image_prompts(family)
     expected = model.generate(**inputs, **OPTIONS)
     TIDEModelForCausalLM.attach(model, routers_for(model, 1))
-    made = []
-
-    def make(_, texts, engine):
-        made.append(HeadDrafter(texts, engine, 1, 2, every))
-        return made[-1]
-
-    model._tide.make_drafter = make
+    made = use_heads(model, 1, 2, every)
     for is_late in (True, False):
         monkeypatch.setattr(eager, "block_run", lambda *args, lazy, own=is_late: block_run(*args, lazy=own))
         assert torch.equal(model.generate(**inputs, **OPTIONS), expected)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from families import ATTENTION, FAMILIES, RECURRENT, prompt, tiny_model
+from families import FAMILIES, RECURRENT, prompt, tiny_model
 from modes import MODES, OPTIONS, attached
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -114,7 +114,7 @@ def test_attaching_again_replaces_the_settings():
     assert type(model) is type(tiny_model("llama"))
 
 
-def test_routers_of_another_base_model():
+def test_routers_of_another_base_model_are_refused():
     routers = TIDERouters.for_model(tiny_model("llama", seed=1), exit_layers=[2])
     model = tiny_model("llama", seed=2)
     with pytest.raises(BaseModelMismatchError, match=r"another base model.*fingerprint.*ignore_base_mismatch=True"):
@@ -126,7 +126,7 @@ def test_routers_of_another_base_model():
         TIDEModelForCausalLM.attach(other_shape, routers, ignore_base_mismatch=True)
 
 
-def test_what_is_no_language_model():
+def test_what_is_no_language_model_is_refused():
     for model in (nn.Linear(2, 2), object()):
         with pytest.raises(UnsupportedModelError, match=r"it is no transformers model\. Expected a list of config"):
             TIDEModelForCausalLM.attach(model)
@@ -158,11 +158,6 @@ def test_an_accelerate_hook_stays_in_place(family):
     assert Counting.calls == 1  # for the prompt; later tokens leave before it
     TIDEModelForCausalLM.detach(model)
     assert last.__dict__["forward"] is hooked
-
-
-def test_every_attention_family_is_listed_once():
-    assert len(FAMILIES) == 30
-    assert len(ATTENTION) + len(RECURRENT) == 30
 
 
 def test_a_new_model_of_an_attached_models_class_has_nothing_attached(tmp_path):

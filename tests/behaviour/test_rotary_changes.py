@@ -1,13 +1,13 @@
-"""Rotary embeddings that change with the length: no draft is made across the change.
+"""Rotary embeddings that change with the length: no draft crosses the change.
 
-The length is that of positions, whatever columns `input_ids` has.
+The length counts positions, whatever columns `input_ids` has.
 """
 
 import pytest
 import torch
-from calls import OPTIONS, prompt
 from drafters import use_drafter
-from families import VOCAB, tiny_model
+from families import tiny_model
+from on_steps import prompts
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
@@ -15,7 +15,8 @@ from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedOptionError
 
 LIMIT, PROMPT = 20, 12
-PADDED = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+OPTIONS = {"max_new_tokens": 28, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SHORT = {**OPTIONS, "max_new_tokens": 8}
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     "longrope": {
@@ -29,47 +30,41 @@ ROPES = {
 }
 
 
-def rope_model(kind):
-    model = tiny_model("llama", rope_parameters=ROPES[kind], max_position_embeddings=20)
-    return TIDEModelForCausalLM.attach(model, strict=True)
+def model_and_ids(kind="longrope", rows=1, length=PROMPT):
+    model = tiny_model("llama", rope_parameters=ROPES[kind], max_position_embeddings=LIMIT)
+    return model, prompts(rows, length=length, seed=3)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_a_rotary_embedding_that_changes_with_length_is_not_drafted_across(kind):
-    model = rope_model(kind)
-    with pytest.raises(UnsupportedOptionError, match=r"of 12 tokens and max_length=40\. Expected at most 20.*ens=8 or"):
-        model.generate(prompt(), **OPTIONS)
-    with pytest.raises(UnsupportedOptionError, match=r"of 20 tokens and max_length=21.* Detach TIDE for this call"):
-        model.generate(prompt(2)[:, :1].expand(1, 20), **{**OPTIONS, "max_new_tokens": 1})
-    options = {**OPTIONS, "max_new_tokens": 8}
-    expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
-    assert torch.equal(TIDEModelForCausalLM.attach(model).generate(prompt(), **options), expected)
+@pytest.mark.parametrize(
+    ("kind", "length", "new", "message"),
+    [
+        *((kind, 12, 28, r"of 12 tokens and max_length=40\. Expected at most 20.*ens=8 or") for kind in ROPES),
+        *((kind, 20, 1, r"of 20 tokens and max_length=21.* Detach TIDE for this call") for kind in ROPES),
+        # Longrope changes once, dynamic scaling with every token.
+        ("dynamic", 30, 28, r"of 30 tokens and .* Expected at most 20 tokens in all\. Detach"),
+    ],
+)
+def test_drafts_across_a_change_are_refused(kind, length, new, message):
+    model, ids = model_and_ids(kind, length=length)
+    TIDEModelForCausalLM.attach(model, strict=True)
+    with pytest.raises(UnsupportedOptionError, match=message):
+        model.generate(ids, **{**OPTIONS, "max_new_tokens": new})
 
 
-def test_behind_a_rotary_embeddings_only_change_drafts_are_as_ever():
-    ids = torch.randint(3, 90, (1, 30), generator=torch.Generator().manual_seed(0))
-    model = rope_model("longrope")
-    expected = TIDEModelForCausalLM.detach(model).generate(ids, **OPTIONS)
-    use_drafter(TIDEModelForCausalLM.attach(model), "wrong", expected[:, 30:].tolist(), width=8)
-    assert torch.equal(model.generate(ids, **OPTIONS), expected)
-
-
-def test_behind_the_first_of_many_changes_nothing_is_drafted():
-    ids = torch.randint(3, 90, (1, 30), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(UnsupportedOptionError, match=r"of 30 tokens and .* Expected at most 20 tokens in all\. Detach"):
-        rope_model("dynamic").generate(ids, **OPTIONS)
-
-
-def model_and_ids(rows=1, length=PROMPT):
-    model = tiny_model("llama", rope_parameters=ROPES["longrope"], max_position_embeddings=LIMIT)
-    return model, torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize(("kind", "length"), [("dynamic", PROMPT), ("longrope", PROMPT), ("longrope", 30)])
+def test_drafts_before_any_change_or_after_the_only_one_are_verified(kind, length):
+    model, ids = model_and_ids(kind, length=length)
+    expected = model.generate(ids, **SHORT)
+    use_drafter(TIDEModelForCausalLM.attach(model), "mixed", expected[:, length:].tolist(), width=8)
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert model.last_exit_stats.drafted > 0
 
 
 def embedded(model, ids):
     return {"inputs_embeds": model.get_input_embeddings()(ids)}
 
 
-def behind_a_cache(model, ids):
+def after_a_cache(model, ids):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :-1], **{CACHE: cache})
@@ -81,35 +76,25 @@ def padded(_model, ids):
     return {"input_ids": torch.cat([torch.zeros_like(ids), ids], dim=1), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("hand_in", [embedded, behind_a_cache, padded])
-def test_an_answer_across_the_change_is_refused_however_the_prompt_comes(hand_in):
+@pytest.mark.parametrize("hand_in", [embedded, after_a_cache, padded])
+def test_the_length_counts_positions_however_the_prompt_is_passed(hand_in):
     model, ids = model_and_ids()
-    inputs = hand_in(model, ids)
+    expected = model.generate(**hand_in(model, ids), **SHORT)
     TIDEModelForCausalLM.attach(model, strict=True)
-    with pytest.raises(
-        UnsupportedOptionError, match=rf"a prompt of {PROMPT} tokens and max_length=26.*at most {LIMIT}"
-    ):
-        model.generate(**inputs, max_new_tokens=14, **PADDED)
+    assert torch.equal(model.generate(**hand_in(model, ids), **SHORT), expected)
+    with pytest.raises(UnsupportedOptionError, match=rf"of {PROMPT} tokens and max_length=26.*at most {LIMIT}"):
+        model.generate(**hand_in(model, ids), **{**OPTIONS, "max_new_tokens": 14})
 
 
-@pytest.mark.parametrize("hand_in", [embedded, behind_a_cache, padded])
-def test_one_in_front_of_it_is_not(hand_in):
-    model, ids = model_and_ids()
-    expected = model.generate(**hand_in(model, ids), max_new_tokens=8, **PADDED)
-    inputs = hand_in(model, ids)
-    TIDEModelForCausalLM.attach(model)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, **PADDED), expected)
-
-
-def test_a_long_row_that_ends_goes_on_counting_for_a_short_one():
-    """Plain decoding keeps it in the batch, where its positions tell how those of the others are turned."""
+def test_a_long_row_that_ends_still_sets_the_rotary_embedding_of_the_others():
+    """Plain decoding keeps it in the batch, where its positions decide how those of the others are turned."""
     model, ids = model_and_ids(rows=2, length=26)
     mask = torch.ones_like(ids)
     ids[1, :18] = mask[1, :18] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 24}
-    answers = model.generate(**inputs, **PADDED)[:, 26:].tolist()
-    eos = next(token for token in answers[0][:4] if token not in answers[1])
-    options = {**PADDED, "eos_token_id": eos}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    options = {**OPTIONS, "max_new_tokens": 24}
+    answers = model.generate(**inputs, **options)[:, 26:].tolist()
+    options["eos_token_id"] = next(token for token in answers[0][:4] if token not in answers[1])
     expected = model.generate(**inputs, **options)
     TIDEModelForCausalLM.attach(model)
     assert torch.equal(model.generate(**inputs, **options), expected)

@@ -5,7 +5,8 @@ import torch
 from block_heads import routers_for
 from drafters import use_drafter, use_heads
 from families import _COMMON, FAMILIES, VOCAB, tiny_model
-from stopping_calls import ATTACH, OPTIONS, PROMPT, prompts
+from on_steps import ATTACH
+from on_steps import prompts as padded_prompts
 from transformers import (
     CONFIG_MAPPING,
     DynamicCache,
@@ -21,7 +22,13 @@ from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
 from tide_hf.speculation.rows import RowCriterion
 
+PROMPT = 12
+OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SHORT = {**OPTIONS, "max_new_tokens": 12}
+
+
+def prompts(rows):
+    return padded_prompts(rows, length=PROMPT)["input_ids"]
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text"])

@@ -1,4 +1,4 @@
-"""Batches on steps: a call ends with its last row, what is left needs fewer, and other numbers share what there is."""
+"""Batches on steps: a call ends with its last row, and any number of rows may run on the steps of another number."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def ending_early(model, batch, **options):
     raise LookupError("no such token")
 
 
-def test_rows_of_nobody_do_what_the_first_sequence_does():
+def test_rows_without_a_sequence_repeat_the_first_sequence():
     row_map = RowMap(3, 5)
     assert row_map.spread(["a", "b", "c"]) == ["a", "b", "c", "a", "a"]
     row_map.keep([1, 2])
@@ -79,7 +79,7 @@ def test_a_call_ends_with_its_last_row(attach, tiny_llama):
 
 
 @pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
-def test_what_is_left_of_a_batch_goes_on_in_fewer_rows_where_there_are_steps(attach, tiny_llama):
+def test_remaining_rows_run_on_smaller_steps_where_they_exist(attach, tiny_llama):
     model, batch = tiny_llama(), prompts(4)
     options, expected, lengths = ending_early(model, batch)
     steps = attach(model)
@@ -126,7 +126,7 @@ def test_any_number_of_rows_runs_on_the_steps_of_others(family, attach, kind):
 
 
 @pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
-def test_logits_are_those_of_the_rows_that_go_on(attach, tiny_llama):
+def test_processors_get_the_logits_of_the_remaining_rows(attach, tiny_llama):
     model, batch = tiny_llama(), prompts(4, pads=3)
     options, _, _ = ending_early(model, batch)
     options |= {"repetition_penalty": 1.1}
@@ -150,7 +150,7 @@ def test_a_block_drafts_in_fewer_rows_what_it_drafts_eagerly(tiny_llama):
     assert steps._buffers.popitem()[0][0] == 2  # where the batch ended
 
 
-def test_rows_in_a_returned_cache_are_the_calls_own(tiny_llama):
+def test_a_returned_cache_holds_the_rows_of_the_call(tiny_llama):
     model, options = tiny_llama(), {**OPTIONS, "return_dict_in_generate": True}
     expected = model.generate(**prompts(3), **options)
     steps = attach_graphs(model, TIDERouters.for_model(model, exit_layers=[1]))
@@ -165,7 +165,7 @@ def test_rows_in_a_returned_cache_are_the_calls_own(tiny_llama):
     assert isinstance(model, TIDEModelForCausalLM)
 
 
-def test_buffers_that_were_given_back_in_between_do_no_harm(tiny_llama):
+def test_buffers_may_be_released_during_a_call(tiny_llama):
     """As another thread may do at any time."""
     model, batch = tiny_llama(), prompts(4)
     options = {**OPTIONS, "max_new_tokens": 8}  # each round traces anew

@@ -1,4 +1,4 @@
-"""Prompts read by compiled layers: the base model's tokens in every family, and one graph for many lengths.
+"""Prefill by compiled layers: the base model's logits in every family, and one graph for many lengths.
 
 Most tests run what was traced as it is, which takes no compiler.
 """
@@ -7,9 +7,8 @@ import logging
 
 import pytest
 import torch
-from drafters import use_drafter
 from families import ATTENDING, MIXTURES, tiny_model
-from on_steps import FEW, LAYERS, NEW, OPTIONS, WINDOWED, steps_of
+from on_steps import FEW, LAYERS, OPTIONS, WINDOWED, steps_of
 from on_steps import attach_compiled as attach
 from on_steps import prompts as short_prompts
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,6 +18,9 @@ from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps import compiled_prefill
 from tide_hf.engines.steps.compiled_prefill import MAX_GRAPHS
 from tide_hf.kernels.cpu.attention import MIN_QUERIES
+
+ONE = {**OPTIONS, "max_new_tokens": 1}  # what prefill gives
+SCORED = {**ONE, "return_dict_in_generate": True, "output_logits": True}
 
 
 def prompts(length, rows=1, pads=0):
@@ -38,53 +40,49 @@ class Graphs:
 
 
 def check(model, batches):
-    """Generate behind each of the prompts; return what reads them, and how many graphs were compiled for each."""
-    expected = [model.generate(**batch, **OPTIONS) for batch in batches]
+    """Generate a token for each of the prompts; return the compiled prefill, and how many graphs each compiled."""
+    expected = [model.generate(**batch, **SCORED) for batch in batches]
     graphs, counts = Graphs(), []
     steps = attach(model, compile_graph=graphs)
-    use_drafter(model, "random", [[5] * NEW] * max(len(batch["input_ids"]) for batch in batches))
-    for batch, tokens in zip(batches, expected, strict=True):
+    for batch, plain in zip(batches, expected, strict=True):
         before = graphs.num_sized
-        assert torch.equal(model.generate(**batch, **OPTIONS), tokens)
+        found = model.generate(**batch, **SCORED)
+        assert torch.equal(found.sequences, plain.sequences)
+        torch.testing.assert_close(found.logits[0], plain.logits[0], atol=1e-3, rtol=1e-4)
         counts.append(graphs.num_sized - before)
     return steps.prompts, counts
 
 
 @pytest.mark.parametrize(("attention", "family"), ATTENDING)
-def test_every_family_reads_prompts_of_any_length_by_the_graphs_of_one(family, attention):
-    model = tiny_model(family, attention=attention)
-    prompts_of, counts = check(model, [prompts(length) for length in (9, 9, 11, 14)])
-    if family in MIXTURES:  # of which some cannot be traced, with some versions
+def test_the_graphs_of_one_length_serve_others_in_every_family(family, attention):
+    prefill, counts = check(tiny_model(family, attention=attention), [prompts(length) for length in (9, 14)])
+    if family in MIXTURES:  # some versions cannot trace some of them
         return
-    assert not prompts_of.refused
+    assert not prefill.refused
     assert counts[0] > 0
-    assert counts[1:] == [0, 0, 0]
-    assert prompts_of.num_compiled == 3 * LAYERS
+    assert counts[1] == 0
+    assert prefill.num_compiled == LAYERS
 
 
 @pytest.mark.parametrize("family", [family for family in FEW if family not in (*MIXTURES, *WINDOWED)])
-def test_rows_with_padding(family):
-    batches = [prompts(length, rows, pads=3) for length, rows in ((9, 3), (12, 3), (12, 4))]
-    prompts_of, counts = check(tiny_model(family), batches)
+def test_the_graphs_of_a_batch_serve_other_batches(family):
+    prefill, counts = check(tiny_model(family), [prompts(length, rows, pads=3) for length, rows in ((9, 3), (12, 4))])
     assert counts[0] > 0
-    assert counts[1:] == [0, 0]
-    assert prompts_of.num_compiled == 2 * LAYERS
+    assert counts[1] == 0
+    assert prefill.num_compiled == LAYERS
 
 
 def test_one_row_and_several_have_graphs_of_their_own(tiny_llama):
-    model = tiny_llama()
-    _, counts = check(model, [prompts(9), prompts(9), prompts(9)])
-    assert counts == [1, 0, 0]
-    model = TIDEModelForCausalLM.detach(model)
-    _, counts = check(model, [prompts(9, 2), prompts(9, 3), prompts(40, 3), prompts(70, 2)])
-    assert counts == [1, 0, 1, 0]
+    batches = [prompts(9), prompts(9), prompts(9, 2), prompts(9, 3), prompts(40, 3), prompts(70, 2)]
+    _, counts = check(tiny_llama(), batches)
+    assert counts == [1, 0, 1, 0, 1, 0]
 
 
-def test_what_was_asked_of_the_length_bounds_what_a_graph_serves(tiny_llama):
+def test_a_graph_serves_lengths_on_one_side_of_what_its_layers_compare_them_with(tiny_llama):
     lengths = (MIN_QUERIES - 1, MIN_QUERIES, MIN_QUERIES + 20, MIN_QUERIES - 2, 5)
-    prompts_of, counts = check(tiny_llama(), [prompts(length) for length in lengths])
+    prefill, counts = check(tiny_llama(), [prompts(length) for length in lengths])
     assert counts == [1, 1, 0, 0, 0]
-    assert prompts_of.num_compiled == 3 * LAYERS
+    assert prefill.num_compiled == 3 * LAYERS
 
 
 def test_compiled_by_inductor(tiny_llama):
@@ -110,21 +108,21 @@ def test_making_graphs_is_part_of_the_warm_up(tiny_llama):
     attach(model)
     seconds = []
     for length in (9, 9, MIN_QUERIES, MIN_QUERIES):
-        model.generate(**prompts(length), **OPTIONS)
+        model.generate(**prompts(length), **ONE)
         seconds.append(model.last_exit_stats.warm_up_s)
     assert [second > 0 for second in seconds] == [True, False, True, False]
 
 
-def test_there_are_so_many_graphs_of_a_layer_at_most(tiny_llama, monkeypatch):
+def test_the_number_of_graphs_of_a_layer_is_bounded(tiny_llama, monkeypatch):
     monkeypatch.setattr(compiled_prefill, "MAX_GRAPHS", 1)
     assert MAX_GRAPHS > 1
-    prompts_of, counts = check(tiny_llama(), [prompts(length) for length in (9, MIN_QUERIES, MIN_QUERIES, 9)])
+    prefill, counts = check(tiny_llama(), [prompts(length) for length in (9, MIN_QUERIES, MIN_QUERIES, 9)])
     assert counts == [1, 0, 0, 0]
-    assert prompts_of.num_compiled == LAYERS
+    assert prefill.num_compiled == LAYERS
 
 
 @pytest.mark.parametrize("change", ["in place", "data"])
-def test_weights_that_change_are_read_as_they_are_then(tiny_llama, change):
+def test_weights_may_change_between_calls(tiny_llama, change):
     model = tiny_llama()
     other = tiny_llama(seed=7)
     check(model, [prompts(40)] * 2)
@@ -134,10 +132,10 @@ def test_weights_that_change_are_read_as_they_are_then(tiny_llama, change):
                 parameter.data = new.data
             else:
                 parameter.copy_(new)
-    assert torch.equal(model.generate(**prompts(40), **OPTIONS), other.generate(**prompts(40), **OPTIONS))
+    assert torch.equal(model.generate(**prompts(40), **ONE), other.generate(**prompts(40), **ONE))
 
 
-def test_what_cannot_be_traced_is_read_natively_and_said_once(tiny_llama, monkeypatch, caplog):
+def test_layers_that_cannot_be_traced_run_natively_and_are_logged_once(tiny_llama, monkeypatch, caplog):
     model = tiny_llama()
     kind = type(model.model.layers[0].mlp)
     native = kind.forward
@@ -148,38 +146,37 @@ def test_what_cannot_be_traced_is_read_natively_and_said_once(tiny_llama, monkey
 
     monkeypatch.setattr(kind, "forward", forward)
     with caplog.at_level(logging.INFO, logger="tide_hf"):
-        prompts_of, counts = check(model, [prompts(9), prompts(12)])
+        prefill, counts = check(model, [prompts(9), prompts(12)])
     assert counts == [0, 0]
-    assert prompts_of.num_compiled == 0
-    assert list(prompts_of.refused) == [type(model.model.layers[0])]
+    assert prefill.num_compiled == 0
+    assert list(prefill.refused) == [type(model.model.layers[0])]
     assert sum("runs prefill uncompiled" in record.message for record in caplog.records) == 1
 
 
-def test_those_who_count_operations_see_them_all(tiny_llama):
+def test_a_flop_counter_counts_all_operations(tiny_llama):
     model = tiny_llama()
-    options = {**OPTIONS, "max_new_tokens": 1}
     with FlopCounterMode(display=False) as plain:
-        model.generate(**prompts(40), **options)
+        model.generate(**prompts(40), **ONE)
     attach(model)
     for _ in range(2):
-        model.generate(**prompts(40), **options)
+        model.generate(**prompts(40), **ONE)
     before = steps_of(model).prompts
     with FlopCounterMode(display=False) as counted:
-        model.generate(**prompts(40), **options)
+        model.generate(**prompts(40), **ONE)
     assert counted.get_total_flops() == plain.get_total_flops()
     # The counter puts hooks on all modules, so that what was compiled without them is forgotten.
     assert (before.num_compiled, steps_of(model).prompts.num_compiled) == (LAYERS, 0)
 
 
-def test_prompts_behind_a_filled_cache_are_read_natively(tiny_llama):
+def test_prefill_behind_a_filled_cache_runs_natively(tiny_llama):
     model = tiny_llama()
     batch = prompts(20)
-    expected = model.generate(**batch, **OPTIONS)
+    expected = model.generate(**batch, **ONE)
     attach(model)
     for _ in range(2):
         read = model(input_ids=batch["input_ids"][:, :12], use_cache=True)
-        found = model.generate(**batch, **OPTIONS, **{CACHE: read[CACHE]})
+        found = model.generate(**batch, **ONE, **{CACHE: read[CACHE]})
         assert torch.equal(found, expected)
-    prompts_of = steps_of(model).prompts
-    assert prompts_of.num_compiled == 0
-    assert not prompts_of.refused
+    prefill = steps_of(model).prompts
+    assert prefill.num_compiled == 0
+    assert not prefill.refused

@@ -1,6 +1,7 @@
-"""Compiled steps: the base model's tokens in every family, few graphs, and eager calls where there can be none.
+"""Compiled steps: layers share graphs, changes are noticed, and calls run eagerly where nothing can be traced.
 
-Most tests run what was traced as it is, which takes no compiler.
+Most tests run what was traced as it is, which takes no compiler. That the tokens are the base model's is in
+tests/behaviour/test_lossless.py.
 """
 
 import copy
@@ -32,7 +33,7 @@ from tide_hf.engines.steps.layer_graphs import LayerGraphs
 from tide_hf.engines.steps.step_graphs import traced
 
 
-def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
+def test_a_head_drafts_on_after_tokens_of_another_source(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     attach(model, linear_heads(model))
@@ -59,7 +60,7 @@ def test_a_head_goes_on_behind_tokens_that_another_source_drafted(tiny_llama):
     torch.testing.assert_close(scores, others, atol=1e-4, rtol=0)
 
 
-def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
+def test_layers_of_a_kind_share_compiled_graphs(tiny_llama):
     compiled = []
 
     def compile_graph(graph, _inputs):
@@ -78,7 +79,7 @@ def test_layers_of_a_kind_share_what_is_compiled(tiny_llama):
     assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
 
 
-def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
+def test_layers_of_a_kind_are_traced_once(tiny_llama, monkeypatch):
     times = []
     monkeypatch.setattr(compiled_steps, "traced", lambda *args: times.append(1) or traced(*args))
     monkeypatch.setattr(compiled_steps, "LayerGraphs", lambda *args: LayerGraphs(*args, compiled_steps.traced))
@@ -89,7 +90,7 @@ def test_layers_that_are_alike_are_traced_once(tiny_llama, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["number", "shape"])
-def test_a_layer_that_differs_is_not_taken_for_another(tiny_llama, what):
+def test_layers_that_differ_share_no_graph(tiny_llama, what):
     model = tiny_llama()
     layer = model.model.layers[2]
     if what == "number":
@@ -117,7 +118,7 @@ def test_compiled_by_inductor(family):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_weights_that_change_in_place_are_packed_anew(tiny_llama):
+def test_weights_changed_in_place_are_packed_again(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     steps = attach(model, pack_weights=True)
     use_drafter(model, "random", [[5] * NEW], width=4)
@@ -133,7 +134,7 @@ def test_weights_that_change_in_place_are_packed_anew(tiny_llama):
 
 
 @pytest.mark.parametrize("reason", ["asks for a value", "leaves out a layer"])
-def test_what_cannot_be_traced_runs_layer_by_layer_and_says_so_once(tiny_llama, monkeypatch, caplog, reason):
+def test_what_cannot_be_traced_runs_layer_by_layer_and_is_logged_once(tiny_llama, monkeypatch, caplog, reason):
     model = tiny_llama(num_hidden_layers=LAYERS)
     kind = type(model.model.norm)
     native = kind.forward
@@ -158,7 +159,7 @@ def test_what_cannot_be_traced_runs_layer_by_layer_and_says_so_once(tiny_llama, 
     assert steps.refused is not None
 
 
-def test_copies_compile_for_themselves(tiny_llama):
+def test_copies_and_released_models_compile_again(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model)
@@ -174,7 +175,7 @@ def test_copies_compile_for_themselves(tiny_llama):
     assert steps.warm_up.num_made == 2 * made
 
 
-def test_calls_in_inference_mode_and_outside_share_steps(tiny_llama):
+def test_inference_mode_and_other_calls_share_steps(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     steps = attach(model, linear_heads(model))
@@ -198,7 +199,7 @@ def test_other_modes_and_caches_run_eagerly(tiny_llama, caplog):
     assert "engine='compiled' runs eagerly: the cache is a StaticCache" in caplog.text
 
 
-def test_heads_that_share_kv_attend_without_copies(tiny_llama):
+def test_grouped_query_heads_attend_without_copies_of_kv(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     routers, found = routers_for(model, 1), set()
 

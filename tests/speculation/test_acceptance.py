@@ -2,13 +2,19 @@
 
 import pytest
 import torch
-from calls import PROCESSED
 from drafters import KINDS, use_drafter
 from families import tiny_model
 from on_steps import OPTIONS, PROMPT, attach_captured, new_tokens, prompts
 from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria, SynthIDTextWatermarkingConfig
 
 from tide_hf.base_model.structure import CACHE
+
+PROCESSED = (  # options with a processor that looks at each row by itself
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 9, "eos_token_id": [5, 9, 11, 40, 41, 42, 43]},
+    {"bad_words_ids": [[7], [9, 10]]},
+)
 
 NEW, ROWS = 24, 4
 GREEDY = {**OPTIONS, "max_new_tokens": NEW}
