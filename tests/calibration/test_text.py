@@ -1,6 +1,7 @@
 """Text that a model writes: built-in prompts and its own, and answers that follow its own distribution."""
 
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,14 +128,14 @@ def test_a_user_turn_is_what_the_template_puts_around_a_message(tiny_tokenizer):
 def test_templates_without_a_user_turn(tiny_tokenizer, monkeypatch, template):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
     assert find_user_turn(tiny_tokenizer) is None
-    text = load_documents(None, tiny_tokenizer, samples=12, max_length=8, batch_size=4, seed=0)
+    text = load_documents(None, tiny_tokenizer, SimpleNamespace(samples=12, batch_size=4, seed=0))
     assert sum(len(batch.prompts) for batch in text.prompts) == 12
     assert sum(batch.num_own for batch in text.prompts) == 0
     assert "of its own" not in text.description
 
 
 def test_a_quarter_of_the_prompts_are_the_model_s_own(tiny_tokenizer):
-    text = load_documents(None, tiny_tokenizer, samples=32, max_length=8, batch_size=4, seed=0)
+    text = load_documents(None, tiny_tokenizer, SimpleNamespace(samples=32, batch_size=4, seed=0))
     assert sum(len(batch.prompts) for batch in text.prompts) == 24
     own = [batch for batch in text.prompts if batch.num_own]
     assert sum(batch.num_own for batch in own) == 8

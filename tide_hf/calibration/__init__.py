@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
 
@@ -27,12 +27,12 @@ from ..common.progress import Steps
 from ..depth.linear_gate import faster_passes
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
-from .arguments import check_arguments, check_for_model, check_positions, check_precision
+from .arguments import Settings, check_arguments, check_for_model, check_positions, check_precision
 from .block_head import block_start, place_block
 from .heads import frequent_tokens
-from .pipeline import Pipeline, Settings
+from .pipeline import Pipeline
 from .record import calibration_record, layer_figures, print_report
-from .states import StateStore, full_depth
+from .states import full_depth
 from .text import Text, load_documents
 from .threshold import candidates_on, choose_threshold, useful_exit_layers
 from .work_folder import Processes, open_work_folder
@@ -94,7 +94,7 @@ def calibrate(
         exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
             drafts from one layer and the previous final state (see [`block_head.BlockHead`]), which takes longer.
         exit_layers: Numbers of executed layers after which a token may exit; by default every fourth is tried and the
-            useful ones are kept (see [`selection.useful_exit_layers`]).
+            useful ones are kept (see [`threshold.useful_exit_layers`]).
         start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further
             instead of a new one, with less text and time. It keeps its old weights if training does not improve it;
             the other heads and routers are new. Figures on text that it was trained on before are optimistic.
@@ -126,11 +126,10 @@ def calibrate(
         RoutersNotFoundError: There are no routers at `start_from`.
         UnsupportedModelError: The model is not supported, is tensor-parallel (`tp_plan`), or cannot have a block head.
     """
-    sizes: dict[str, Any] = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
-    plan: dict[str, Any] = {"samples": samples, "max_length": max_length, "batch_size": batch_size, "seed": seed}
-    kinds: dict[str, Any] = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
-    bound: dict[str, Any] = {"tolerance": tolerance, "confidence": confidence}
-    check_arguments(**kinds, **bound, **sizes, **plan, max_minutes=max_minutes, output_dir=output_dir, notes=notes)
+    heads = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
+    sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
+    settings = Settings(samples, max_length, batch_size, seed, **heads, **sizes)  # type: ignore[arg-type]
+    check_arguments(settings, tolerance, confidence, max_minutes, output_dir, notes)
     started = perf_counter()
     end = math.inf if max_minutes is None else started + 60.0 * max_minutes
     check_wrapper(model)
@@ -140,20 +139,22 @@ def calibrate(
         structure = find_structure(model)
         check_precision(model, structure)
         check_parity(model, structure)
-        check_for_model(structure, exit_strategy, translator_rank)
+        check_for_model(structure, settings)
         start = block_start(start_from, model, exit_strategy) if start_from is not None else None
-        routers = _fresh_routers(model, structure, exit_strategy, start, exit_layers, **sizes)
-        text = load_documents(dataset, tokenizer, **plan)
-        check_positions(model, text, max_length)
-        further = weights_hash(start.block) if start is not None else None  # type: ignore[arg-type]
-        settings = Settings(**plan, **kinds | {"exit_layers": routers.exit_layers}, **sizes, start_from=further)
+        routers = _fresh_routers(model, structure, settings, start)
+        text = load_documents(dataset, tokenizer, settings)
+        check_positions(model, text.longest(max_length), max_length)
+        start_hash = weights_hash(start.block) if start is not None else None  # type: ignore[arg-type]
+        settings = replace(settings, exit_layers=routers.exit_layers, start_from=start_hash)
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
             unembed = Unembed(model, structure)
             pipeline = Pipeline(model, tokenizer, unembed, routers, settings, work, processes, steps, end)
-            record = dict(notes or {}) | _run(pipeline, text, select=exit_layers is None, **bound)
+            record = dict(notes or {}) | _run(pipeline, text, exit_layers is None, tolerance, confidence)
             if start is not None:
-                record["block"]["documents_before"] = _num_documents(start)
+                before = start.config.calibration or {}
+                earlier = before.get("block", {}).get("documents_before", 0)
+                record["block"]["documents_before"] = before.get("num_documents", 0) + earlier
             record |= {"max_minutes": max_minutes, "seconds": round(perf_counter() - started, 1)}
             routers.config.calibration = record
             if output_dir is not None and processes.is_main:
@@ -163,15 +164,18 @@ def calibrate(
     return routers
 
 
-def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float, confidence: float) -> dict[str, Any]:
+def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confidence: float) -> dict[str, Any]:
     """Run the stages, bring the routers to the form that is saved, and return the record without its time."""
     structure, settings = pipeline.structure, pipeline.settings
     with faster_passes(structure):
         documents = pipeline.write_text(text)
         store = pipeline.read_states(documents)
-        draft_vocab = _draft_vocab(pipeline, store)
+        read, chosen = store.count_tokens("fit", structure.vocab_size)
+        draft_vocab = frequent_tokens(read + chosen, settings.draft_vocab_size or structure.vocab_size)
         block = pipeline.train_block(store, draft_vocab)
         figures: dict[str, Any] = {"heads": pipeline.fit_heads(store), "routers": pipeline.train_routers(store)}
+        if block is not None:
+            figures["block"] = block
         kept = pipeline.routers.exit_layers
         if select:
             tune = pipeline.decide(store, "tune")
@@ -181,50 +185,35 @@ def _run(pipeline: Pipeline, text: Text, *, select: bool, tolerance: float, conf
     measured = calibration_record(decisions.only(kept), choice, documents, store.splits, pipeline.routers, structure)
     dropped = [layer for layer in decisions.exit_layers if layer not in kept]
     _finish(pipeline.routers, kept, choice.chosen, draft_vocab)
-    return (
-        measured
-        | figures
-        | ({"block": block} if block is not None else {})
-        | {
-            "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
-            "dtype": str(pipeline.model.dtype),
-            "labels": settings.labels,
-            "max_length": settings.max_length,
-            "seed": settings.seed,
-            "data": text.description,
-            "rows_skipped": text.num_skipped,
-            "cut_short": pipeline.cut_short,
-            "num_processes": pipeline.processes.count,
-            "resumed_units": pipeline.resumed_units,
-        }
-    )
-
-
-def _draft_vocab(pipeline: Pipeline, store: StateStore) -> Tensor:
-    """The draft vocabulary, ascending: the most frequent tokens of the fit split, or all."""
-    size = pipeline.routers.config.draft_vocab_size
-    read, chosen = store.count_tokens("fit", pipeline.structure.vocab_size)
-    return frequent_tokens(read + chosen, pipeline.structure.vocab_size if size is None else size)
+    facts = {
+        "dropped_exit_layers": layer_figures(decisions.only(dropped), NEVER_EXIT) if dropped else {},
+        "dtype": str(pipeline.model.dtype),
+        "labels": settings.labels,
+        "max_length": settings.max_length,
+        "seed": settings.seed,
+        "data": text.description,
+        "rows_skipped": text.num_skipped,
+        "cut_short": pipeline.cut_short,
+        "num_processes": pipeline.processes.count,
+        "resumed_units": pipeline.resumed_units,
+    }
+    return measured | figures | facts
 
 
 def _fresh_routers(
-    model: PreTrainedModel,
-    structure: DecoderStructure,
-    exit_strategy: str,
-    start: TIDERouters | None,
-    exit_layers: Sequence[int] | None,
-    *,
-    translator_rank: int | None,
-    draft_vocab_size: int | None,
+    model: PreTrainedModel, structure: DecoderStructure, settings: Settings, start: TIDERouters | None
 ) -> TIDERouters:
     """Untrained routers on the model's output device, with the block head of `start` if given."""
+    layers, size = settings.exit_layers, settings.draft_vocab_size
+    if layers is None:
+        layers = default_exit_layers(structure.num_layers, TIDEConfig.checkpoint_interval, min_layers=1)
     config: dict[str, Any] = {
-        "exit_strategy": exit_strategy,
-        "exit_layers": list(exit_layers) if exit_layers is not None else _candidates(structure),
-        "translator_rank": translator_rank,
-        "draft_vocab_size": None if draft_vocab_size is None else min(draft_vocab_size, structure.vocab_size),
+        "exit_strategy": settings.exit_strategy,
+        "exit_layers": list(layers),
+        "translator_rank": settings.translator_rank,
+        "draft_vocab_size": None if size is None else min(size, structure.vocab_size),
     }
-    if exit_strategy == "block":
+    if settings.exit_strategy == "block":
         layer, block_config = place_block(model, structure)
         if start is not None:
             layer, block_config = start.config.block_layer, start.config.block_config
@@ -233,10 +222,6 @@ def _fresh_routers(
     if start is not None:
         routers.block.load_state_dict(start.block.state_dict())  # type: ignore[union-attr]
     return routers.to(output_device(structure))
-
-
-def _candidates(structure: DecoderStructure) -> list[int]:
-    return default_exit_layers(structure.num_layers, TIDEConfig.checkpoint_interval, min_layers=1)
 
 
 def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Settings, text: Text) -> dict[str, Any]:
@@ -251,12 +236,6 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
         "device": input_device(model).type,
     }
     return asdict(settings) | base | {"data_hash": text.digest()}
-
-
-def _num_documents(routers: TIDERouters) -> int:
-    """Documents of all calibrations of a block head so far, as far as its record tells."""
-    record = routers.config.calibration or {}
-    return record.get("num_documents", 0) + record.get("block", {}).get("documents_before", 0)
 
 
 def _finish(routers: TIDERouters, kept: list[int], exit_threshold: float, draft_vocab: Tensor) -> None:

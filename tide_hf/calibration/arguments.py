@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +16,50 @@ from ..base_model.structure import DecoderStructure, last_position
 from ..common.choices import LABELS, STRATEGIES, check_choice, check_counts, check_minutes, check_share
 from ..common.errors import CalibrationError, ConfigurationError, UnsupportedModelError, describe, quoted, short
 from .heads import can_distil
-from .text import Text
 
 LARGEST_SEED = 2**62  # stages add to the seed, and PyTorch's generators take 64 bits
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings that results of units depend on; see `calibrate`."""
+
+    samples: int
+    max_length: int
+    batch_size: int
+    seed: int
+    labels: str
+    exit_strategy: str
+    exit_layers: Sequence[int] | None
+    translator_rank: int | None
+    draft_vocab_size: int | None
+    start_from: str | None = None  # hash of the block head that is trained further
+
+
 def check_arguments(
-    *,
-    labels: str,
-    exit_strategy: str,
-    exit_layers: object,
+    settings: Settings,
     tolerance: float,
     confidence: float,
-    translator_rank: int | None,
-    draft_vocab_size: int | None,
     max_minutes: float | None,
     output_dir: str | os.PathLike[str] | None,
-    seed: int,
     notes: Mapping[str, Any] | None,
-    **counts: object,
 ) -> None:
     """Refuse arguments that are invalid for every model.
 
     Raises:
         ConfigurationError: An argument is invalid.
     """
-    check_choice("labels", labels, LABELS)
-    check_choice("exit_strategy", exit_strategy, STRATEGIES)
+    check_choice("labels", settings.labels, LABELS)
+    check_choice("exit_strategy", settings.exit_strategy, STRATEGIES)
     check_share("tolerance", tolerance, usual=0.02)
     check_share("confidence", confidence, usual=0.95)
-    sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
-    check_counts(**counts, **{name: size for name, size in sizes.items() if size is not None})
+    check_counts(**{name: getattr(settings, name) for name in ("samples", "max_length", "batch_size")})
+    sizes = {name: getattr(settings, name) for name in ("translator_rank", "draft_vocab_size")}
+    check_counts(**{name: size for name, size in sizes.items() if size is not None})
     check_minutes(max_minutes)
-    if exit_layers is not None and (isinstance(exit_layers, str) or not isinstance(exit_layers, Iterable)):
-        raise _unusable("exit_layers", exit_layers, "a list of numbers of layers", "Pass exit_layers=[8, 16], say.")
+    layers, seed = settings.exit_layers, settings.seed
+    if layers is not None and (isinstance(layers, str) or not isinstance(layers, Iterable)):
+        raise _unusable("exit_layers", layers, "a list of numbers of layers", "Pass exit_layers=[8, 16], say.")
     if type(seed) is not int or abs(seed) >= LARGEST_SEED:
         raise _unusable("seed", seed, "a whole number of fewer than 62 bits", "Pass seed=0, say.")
     if output_dir is not None and Path(output_dir).exists() and not Path(output_dir).is_dir():
@@ -64,17 +75,18 @@ def _unusable(name: str, value: object, expected: str, do: str) -> Configuration
     return ConfigurationError(describe(f"{name} makes no sense", got=got, expected=expected, do=do))
 
 
-def check_for_model(structure: DecoderStructure, exit_strategy: str, translator_rank: int | None) -> None:
+def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
     """Refuse exit heads that this model does not support.
 
     Raises:
         ConfigurationError: The translator's rank exceeds the hidden size.
         UnsupportedModelError: The output head or norm, through which a block head is trained, is not differentiable.
     """
-    if translator_rank is not None and translator_rank > structure.hidden_size:
+    rank = settings.translator_rank
+    if rank is not None and rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
-        raise _unusable("translator_rank", translator_rank, expected, "Leave it out for full rank.")
-    if exit_strategy == "block" and not can_distil(structure):
+        raise _unusable("translator_rank", rank, expected, "Leave it out for full rank.")
+    if settings.exit_strategy == "block" and not can_distil(structure):
         raise UnsupportedModelError(
             describe(
                 "a block head cannot be trained here",
@@ -116,13 +128,13 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
         )
 
 
-def check_positions(model: PreTrainedModel, text: Text, max_length: int) -> None:
-    """Refuse documents that may exceed the model's positions.
+def check_positions(model: PreTrainedModel, longest: int, max_length: int) -> None:
+    """Refuse documents of up to `longest` tokens if the model has fewer positions.
 
     Raises:
         ConfigurationError: A document may be too long.
     """
-    most, longest = last_position(model.config.get_text_config()), text.longest(max_length)
+    most = last_position(model.config.get_text_config())
     if most is not None and longest > most:
         raise ConfigurationError(
             describe(

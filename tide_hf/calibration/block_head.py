@@ -290,7 +290,7 @@ def block_start(
                 "start_from is for block heads, which alone are trained further",
                 got=f"routers {has} a block head, and exit_strategy={exit_strategy!r}",
                 expected="routers with a block head, and exit_strategy='block'",
-                do="Pass these, or leave start_from out, which makes everything anew.",
+                do="Pass these, or leave start_from out to train a new block head.",
             )
         )
     return routers
@@ -368,9 +368,9 @@ class BlockStage:
         """Log-probabilities (N,) of the drafted tokens at counted positions, and whether they are right (N,)."""
         found, agrees = [], []
         for batch in self._batches(split, self.seed):
-            guesses = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
-            top = self.unembed(batch.final[batch.counted].to(guesses.dtype)).argmax(dim=-1)
-            drafted, log_probabilities = self.drafts.top1(guesses)
+            predictions = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
+            top = self.unembed(batch.final[batch.counted].to(predictions.dtype)).argmax(dim=-1)
+            drafted, log_probabilities = self.drafts.top1(predictions)
             found.append(log_probabilities.cpu())
             agrees.append((drafted == top).cpu())
         return torch.cat(found), torch.cat(agrees)

@@ -114,7 +114,7 @@ def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[in
 def token_batch(documents: Sequence[Document], rows: Sequence[int]) -> TokenBatch:
     """Right-pad the documents at indices `rows` into one batch.
 
-    Padding on the right leaves positions as they are, and causal attention never reaches it.
+    Padding on the right leaves positions as they are, and no token attends to it.
     """
     chosen = [documents[i] for i in rows]
     input_ids = pad_sequence([torch.tensor(document.tokens) for document in chosen], batch_first=True)
@@ -333,8 +333,8 @@ def _draw(rows: Iterable[object], size: int, rng: random.Random) -> list[object]
     for count, row in enumerate(rows):
         if count < size:
             drawn.append(row)
-        elif (place := rng.randrange(count + 1)) < size:
-            drawn[place] = row
+        elif (index := rng.randrange(count + 1)) < size:
+            drawn[index] = row
     rng.shuffle(drawn)
     return drawn
 

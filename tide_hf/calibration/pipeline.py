@@ -15,6 +15,7 @@ from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import DraftUnembed, Unembed
 from ..common.progress import Steps
 from ..routers.routers import TIDERouters
+from .arguments import Settings
 from .block_head import BlockStage
 from .documents import Document, split_documents
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
@@ -33,22 +34,6 @@ FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
 BLOCK = "block/head"
 BLOCK_SHARE = 0.7  # share of the remaining time for training the block head
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings that results of units depend on; see `calibrate`."""
-
-    samples: int
-    max_length: int
-    labels: str
-    exit_strategy: str
-    exit_layers: list[int]
-    translator_rank: int | None
-    batch_size: int
-    seed: int
-    draft_vocab_size: int | None
-    start_from: str | None  # fingerprint of the block head to continue from
 
 
 @dataclass

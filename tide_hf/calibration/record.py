@@ -113,7 +113,7 @@ def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, 
     """Count each exit head's parameters, and the weights that an exit there reads over those of a full pass.
 
     An exit reads the layers up to it, its router and exit head, the final norm and the output head (of which only the
-    draft vocabulary's rows, where there is one). A mixture's experts all count, though a token reads but a few.
+    draft vocabulary's rows, where there is one). All experts of a mixture count, though a token uses few of them.
     """
     after = sum(map(_num_weights, (structure.norm, structure.projection)))
     output_head = _num_weights(structure.head)

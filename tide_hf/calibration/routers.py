@@ -53,8 +53,8 @@ def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
     """Cosine similarity of states, both (N, hidden_size) before the final norm -> (N,) float32, computed in slices."""
     rows = max(1, SLICE_ELEMENTS // hidden_states.shape[-1])
     parts = [
-        nn.functional.cosine_similarity(early.float(), final.to(early.device).float(), dim=-1)
-        for early, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True)
+        nn.functional.cosine_similarity(states.float(), final.to(states.device).float(), dim=-1)
+        for states, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True)
     ]
     return torch.cat(parts)
 
@@ -67,9 +67,9 @@ def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, fina
     """
     rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
     divergences = []
-    for early, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True):
-        exit_head = unembed(head(early)).float().log_softmax(dim=-1)
-        full_model = unembed(final.to(early.device)).float().log_softmax(dim=-1)
+    for states, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True):
+        exit_head = unembed(head(states)).float().log_softmax(dim=-1)
+        full_model = unembed(final.to(states.device)).float().log_softmax(dim=-1)
         gaps = nn.functional.kl_div(exit_head, full_model, reduction="none", log_target=True)
         divergences.append(gaps.sum(dim=-1))
     return torch.cat(divergences)

@@ -31,6 +31,7 @@ from ..base_model.wrappers import base_inside
 from ..common.errors import CalibrationError, ChatTemplateError, describe
 from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 from ..engines.gqa_attention import gqa_attention
+from .arguments import Settings
 from .documents import Document, describe_source, read_documents
 
 TOP_K = 50
@@ -89,13 +90,13 @@ def without_generation_defaults(model: Any) -> Iterator[None]:
     Passing a config to `generate` is not enough: fields it leaves open are filled from the model's own.
     """
     plain = GenerationConfig(**{name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS})
-    kept = [(one, one.generation_config) for one in (model, base_inside(model)) if "generation_config" in vars(one)]
+    configs = [(one, one.generation_config) for one in (model, base_inside(model)) if "generation_config" in vars(one)]
     try:
-        for one, _ in kept:
+        for one, _ in configs:
             one.generation_config = plain
         yield
     finally:
-        for one, config in kept:
+        for one, config in configs:
             one.generation_config = config
 
 
@@ -258,22 +259,16 @@ class Text:
         return max(batch.longest_prompt for batch in self.prompts) + max_length
 
 
-def load_documents(
-    dataset: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    samples: int,
-    max_length: int,
-    batch_size: int,
-    seed: int,
-) -> Text:
-    """Read the user's data, or draw prompts if there is none; see `calibrate` for the arguments.
+def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Text:
+    """Read the user's data, or draw prompts if there is none.
 
     Raises:
         CalibrationError: The data cannot be used.
     """
+    samples, seed = settings.samples, settings.seed
     if dataset is not None:
-        documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
+        options = {"samples": samples, "max_length": settings.max_length, "seed": seed}
+        documents, num_skipped = read_documents(dataset, tokenizer, **options)
         return Text(documents, [], describe_source(dataset), num_skipped)
     try:
         turn = find_user_turn(tokenizer)
@@ -289,4 +284,4 @@ def load_documents(
             )
         ) from error
     source = describe_source(None) + (", and to prompts of its own" if num_own else "")
-    return Text([], plan_writing(prompts, batch_size, seed, turn, num_own), source)
+    return Text([], plan_writing(prompts, settings.batch_size, seed, turn, num_own), source)

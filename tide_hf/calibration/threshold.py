@@ -137,14 +137,10 @@ class Decisions:
 
 @dataclass(frozen=True)
 class ThresholdRow:
-    """One threshold of the grid.
+    """One threshold of the grid, its mean disagreement of documents, and the mean depth over the number of layers.
 
-    Attributes:
-        exit_threshold: The threshold.
-        disagreement: Mean share of a document's tokens that differ from the full model's.
-        depth_fraction: Mean depth over the number of layers.
-        p_value: P-value of the hypothesis that the true disagreement exceeds the tolerance.
-        certified: Whether this and all higher thresholds passed the test.
+    The p-value is that of the hypothesis that the true disagreement exceeds the tolerance; `certified` tells whether
+    this and all higher thresholds passed the test.
     """
 
     exit_threshold: float
@@ -298,15 +294,15 @@ def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
     per second of all layers and `MIN_GAIN` over plain decoding. If no layer passes, the fastest one is kept.
     """
     kept = {layer for layer, candidate in candidates.items() if candidate.exit_rate >= MIN_EXIT_RATE}
-    nearest, nearest_gain = min(candidates), 0.0
+    fastest, best_gain = min(candidates), 0.0
     for slope, overhead, ease in product(SLOPES, OVERHEADS, EASE):
         gains = {layer: _gain(candidate, slope, overhead, ease) for layer, candidate in candidates.items()}
         best = max(sorted(gains), key=gains.__getitem__)
         if gains[best] >= MIN_GAIN:
             kept.add(best)
-        if gains[best] > nearest_gain:
-            nearest, nearest_gain = best, gains[best]
-    return sorted(kept or {nearest})
+        if gains[best] > best_gain:
+            fastest, best_gain = best, gains[best]
+    return sorted(kept or {fastest})
 
 
 def _gain(candidate: Candidate, slope: float, overhead: float, ease: float) -> float:

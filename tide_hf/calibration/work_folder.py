@@ -230,7 +230,7 @@ class WorkFolder:
                 describe(
                     f"{self.folder} holds the work of another calibration, or one by other settings",
                     got=differences,
-                    expected="the same model, data and settings, to resume it",
+                    expected="the same model, data and settings",
                     do=f"Pass another output_dir, use the settings of then, or delete {self.folder} if it is no longer "
                     "needed.",
                 )
