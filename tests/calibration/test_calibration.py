@@ -250,10 +250,9 @@ def test_invalid_arguments(parts, changed, message):
         small(*parts, texts(9), **changed)
 
 
-@pytest.mark.parametrize("dataset", [["a river runs", "x", "to the sea"], ["a river", "runs on"]])
-def test_too_few_documents(parts, dataset):
+def test_too_few_documents(parts):
     with pytest.raises(CalibrationError, match=r"too few documents .*: got 2\. Expected at least 3"):
-        small(*parts, dataset)
+        small(*parts, ["a river runs", "x", "to the sea"])
 
 
 @pytest.mark.usefixtures("no_work")

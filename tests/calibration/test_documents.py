@@ -229,15 +229,10 @@ def test_of_a_chat_the_last_answer_counts(tokenizer, tmp_path):
         assert tokenizer.decode(prompt) == f"<system>Be brief.<eos><user>What is {number}?<eos><assistant>"
 
 
-def test_only_the_answer_of_a_chat_is_truncated(tokenizer):
-    (document,) = read([CHATS[3]], tokenizer, max_length=8)[0]
-    assert document.num_positions == 9  # the position that predicts the first token is the prompt's last
-    assert tokenizer.decode(document.tokens).endswith("<assistant>It is 3.")
+def test_of_a_chat_only_the_last_answer_is_truncated_and_what_follows_is_not_read(tokenizer):
     (document,) = read([CHATS[3]], tokenizer, max_length=7)[0]
+    assert document.num_positions == 8  # the position that predicts the first token is the prompt's last
     assert tokenizer.decode(document.tokens).endswith("<assistant>It is 3")
-
-
-def test_what_follows_the_last_answer_is_not_read(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.eos_token = None  # at which the answer would be truncated
     (document,) = read([[*CHATS[3], {"role": "user", "content": "Thanks!"}]], own)[0]
@@ -425,17 +420,12 @@ def test_sources_in_words(tmp_path):
     assert describe_source(str(tmp_path)) == tmp_path.name
 
 
-def test_the_digest_is_that_of_the_tokens_and_counted_positions():
-    variants = [
-        [Document([1, 2, 3], first=1), Document([4, 5], first=1)],
-        [Document([1, 2, 3], first=1), Document([4, 6], first=1)],
-        [Document([1, 2, 3], first=1), Document([4, 5], first=0)],
-        [Document([1, 2], first=1), Document([3, 4, 5], first=1)],
-        [Document([4, 5], first=1), Document([1, 2, 3], first=1)],
-    ]
-    digests = [Text(documents, [], "texts").digest() for documents in variants]
-    assert digests[0] == Text(copy.deepcopy(variants[0]), [], "texts").digest()
-    assert len(set(digests)) == len(variants)
+def test_the_digest_depends_on_tokens_and_counted_positions():
+    documents = [Document([1, 2, 3], first=1), Document([4, 5], first=1)]
+    others = [[Document([1, 2], 1), Document([3, 4, 5], 1)], [Document([1, 2, 3], 1), Document([4, 5], 0)]]
+    digests = [Text(one, [], "texts").digest() for one in (documents, copy.deepcopy(documents), *others)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
 
 
 def test_the_record_names_the_file_and_counts_skipped_rows(tiny_llama, tokenizer, tmp_path):

@@ -10,7 +10,6 @@ from records import made_up_decisions, made_up_record
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.calibration.record import (
-    PRECISIONS,
     coverage_at,
     layer_sizes,
     print_report,
@@ -29,16 +28,6 @@ def test_coverage_by_hand():
     assert coverage_at(scores[:4], agrees[:4], 0.76) == pytest.approx(2 / 4)  # equal scores exit together
     assert coverage_at(scores, ~agrees, 0.5) == 0.0
     assert coverage_at(torch.ones(4), torch.ones(4).bool(), 1.0) == 1.0
-
-
-def test_coverage_against_every_threshold():
-    made = made_up_decisions(40)
-    scores, agrees = made.scores[:, 0], made.agrees[:, 0]
-    for precision in PRECISIONS:
-        shares = [
-            float((scores >= t).double().mean()) for t in scores if agrees[scores >= t].double().mean() >= precision
-        ]
-        assert coverage_at(scores, agrees, precision) == pytest.approx(max(shares, default=0.0))
 
 
 def test_reliability_by_hand():
