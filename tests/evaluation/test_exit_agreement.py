@@ -69,17 +69,11 @@ def test_its_example_runs(metric):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (
-            {"references": [[1, 2, 3], [5, 6]]},
-            r"predictions and references cannot be compared: got answers of \[4, 2\]",
-        ),
+        ({"references": [[1, 2, 3], [5, 6]]}, r"predictions and references cannot be compared: got answers of \[4, 2"),
         ({"exit_layers": [[1, 2, 3, 4]], "num_layers": 8}, "predictions and exit_layers cannot be compared"),
         ({"exit_layers": LAYERS}, "exit_layers do not fit the model: got layers 2 to 8 with num_layers=None"),
         ({"exit_layers": LAYERS, "num_layers": 7}, "exit_layers do not fit the model"),
-        (
-            {"exit_layers": LAYERS, "num_layers": "8"},
-            r"got layers 2 to 8 with num_layers='8'\. Expected .*a whole number",
-        ),
+        ({"exit_layers": LAYERS, "num_layers": "8"}, r"layers 2 to 8 with num_layers='8'\. Expected .*a whole number"),
         ({"exit_layers": [[0] * 4, [0] * 2], "num_layers": 0}, "got layers 0 to 0 with num_layers=0"),
         ({"confidence": 95}, "confidence makes no sense: got 95"),
     ],

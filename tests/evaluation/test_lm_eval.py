@@ -1,5 +1,6 @@
 """The model `tide_hf` in lm-eval itself, on tasks in local files."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -143,12 +144,11 @@ def test_the_depth_of_likelihoods_is_that_of_the_continuations(places, tiny_llam
     routers = str(places / "routers")
     found = evaluate(places, "tide_hf", ["choose"], routers=routers, tide_mode="post_hoc", exit_threshold=0.5)
     assert math.isfinite(found["results"]["choose"]["acc,none"])
-    depths = []
-    for row in ROWS:
-        for choice in row["choices"]:
-            ids = tiny_tokenizer(f"{row['question']} {choice}", return_tensors="pt")["input_ids"]
-            read = exit_logits(tiny_llama(), TIDERouters.from_pretrained(routers), ids, exit_threshold=0.5)
-            depths += read.exit_layers[0, :-1][-len(choice) - 1 :].tolist()
+    model, routers, depths = tiny_llama(), TIDERouters.from_pretrained(routers), []
+    for row, choice in itertools.product(ROWS, ROWS[0]["choices"]):
+        ids = tiny_tokenizer(f"{row['question']} {choice}", return_tensors="pt")["input_ids"]
+        read = exit_logits(model, routers, ids, exit_threshold=0.5)
+        depths += read.exit_layers[0, :-1][-len(choice) - 1 :].tolist()
     assert found["config"]["tide"]["likelihood_depth_fraction"] == pytest.approx(sum(depths) / len(depths) / 4)
 
 

@@ -54,10 +54,13 @@ def test_one_pass_gives_the_logits_of_decoding(family):
     torch.testing.assert_close(read.logits[0, decoding], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_padding_on_the_right_and_attachment_change_nothing():
-    model = tiny_model("llama")
+def test_padding_attachment_and_a_threshold_above_one():
+    model = tiny_model("granite")
     routers = random_routers(model)
     ids = random_ids(2, 10)
+    never = exit_logits(model, routers, ids, exit_threshold=1.5)
+    assert never.exit_layers.unique().tolist() == [4]
+    torch.testing.assert_close(never.logits, model(input_ids=ids).logits.detach(), rtol=1e-4, atol=1e-4)
     ids[1, 6:] = 0
     read = exit_logits(model, routers, ids, exit_threshold=0.5)
     short = exit_logits(model, routers, ids[1:, :6], exit_threshold=0.5)
@@ -66,14 +69,6 @@ def test_padding_on_the_right_and_attachment_change_nothing():
     attached = TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
     torch.testing.assert_close(exit_logits(attached, routers, ids, exit_threshold=0.5).logits, read.logits)
     assert isinstance(attached, TIDEModelForCausalLM)
-
-
-def test_above_one_no_position_exits():
-    model = tiny_model("granite")
-    ids = random_ids(2, 9)
-    read = exit_logits(model, random_routers(model), ids, exit_threshold=1.5)
-    assert read.exit_layers.unique().tolist() == [4]
-    torch.testing.assert_close(read.logits, model(input_ids=ids).logits.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_perplexity_by_hand():
@@ -145,22 +140,15 @@ def test_an_offloaded_model_gives_the_same_and_the_routers_are_unchanged(tiny_ll
     model, offloaded = tiny_llama(), cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
     assert offloaded.device.type == "meta"
     routers = random_routers(model)
-    early = [
+    expected, read = (
         exit_logits(one, copy.deepcopy(routers), random_ids(1, 9), exit_threshold=0.5) for one in (model, offloaded)
-    ]
-    torch.testing.assert_close(early[1].logits, early[0].logits)
+    )
+    torch.testing.assert_close(read.logits, expected.logits)
     routers.bfloat16()
     options = QualityOptions(text=["a text", "another"], thresholds=(0.5,))
-    plain, away = (measure_quality(one, tiny_tokenizer, routers, options) for one in (model, offloaded))
-    assert json.dumps(away) == json.dumps(plain)
+    expected, record = (measure_quality(one, tiny_tokenizer, routers, options) for one in (model, offloaded))
+    assert json.dumps(record) == json.dumps(expected)
     assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in routers.parameters())
-
-
-def test_an_attached_model_is_refused_as_the_baseline(tiny_llama, tiny_tokenizer):
-    routers = random_routers(tiny_llama())
-    attached = TIDEModelForCausalLM.attach(tiny_llama(), routers, mode="early_exit", exit_threshold=0.0)
-    with pytest.raises(ConfigurationError, match=r"nothing to compare with: got a model with TIDE attached\. Expected"):
-        measure_quality(attached, tiny_tokenizer, routers, QualityOptions(text=["a text"]))
 
 
 def test_a_recurrent_model_is_measured(tiny_tokenizer):
@@ -185,7 +173,11 @@ def test_options_with_impossible_values_are_refused(settings, message):
         QualityOptions(**{"text": ["a text"], **settings}).check()
 
 
-def test_routers_of_another_model_are_refused(tiny_llama, tiny_tokenizer):
-    routers = random_routers(tiny_llama(seed=5))
+def test_attached_models_and_routers_of_another_model_are_refused(tiny_llama, tiny_tokenizer):
+    options = QualityOptions(text=["a text", "another"])
+    routers = random_routers(tiny_llama())
+    attached = TIDEModelForCausalLM.attach(tiny_llama(), routers, mode="early_exit", exit_threshold=0.0)
+    with pytest.raises(ConfigurationError, match=r"nothing to compare with: got a model with TIDE attached\. Expected"):
+        measure_quality(attached, tiny_tokenizer, routers, options)
     with pytest.raises(BaseModelMismatchError):
-        measure_quality(tiny_llama(), tiny_tokenizer, routers, QualityOptions(text=["a text", "another"]))
+        measure_quality(tiny_llama(seed=5), tiny_tokenizer, routers, options)

@@ -27,7 +27,7 @@ from ..evaluation.benchmark import (
     compare,
     count_runs,
     prompt_lookup,
-    those_that_run,
+    runnable_methods,
     tide_methods,
 )
 from ..hub.provenance import provenance
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     inputs = encode_prompts(loaded, prompts, args)
     plain, *ours = methods_of(loaded, args)
     record = setting(loaded, args.engine, console)
-    theirs, left_out = those_that_run([prompt_lookup(loaded.model), assistant_early_exit(loaded.model)], inputs[0])
+    theirs, left_out = runnable_methods([prompt_lookup(loaded.model), assistant_early_exit(loaded.model)], inputs[0])
     record = measure([plain, *theirs, *ours], inputs, record, args, console)
     for name, reason in left_out.items():
         note = f"{name}: left out, since this model does not support it ({reason})."

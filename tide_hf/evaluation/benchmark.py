@@ -298,7 +298,7 @@ def assistant_early_exit(model: Any) -> DecodingMethod:
     return DecodingMethod(f"assistant_early_exit={layers}", model, {"assistant_early_exit": layers})
 
 
-def those_that_run(
+def runnable_methods(
     methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
 ) -> tuple[list[DecodingMethod], dict[str, str]]:
     """Try methods of transformers for a few tokens, since not every model supports every method.

@@ -31,7 +31,7 @@ class ExitLogits:
 
     Attributes:
         logits: (rows, length, vocab_size) of the next token, in the model's dtype.
-        exit_layers: (rows, length) layers executed for them, int64; the number of layers where a position stays.
+        exit_layers: (rows, length) layers executed for them, int64; all layers where a position does not exit.
     """
 
     logits: Tensor
@@ -81,8 +81,8 @@ def exit_logits(
     indices = exit_indices(exit_scores(unembed, routers, states, final.device), exit_threshold)
     read = final.clone()
     for index, layer in enumerate(routers.exit_layers):
-        leaves = indices == index
-        if leaves.any():
-            early = states[layer][leaves.to(states[layer].device)]
-            read[leaves] = on_device(routers[layer], early).head(early).to(read)
+        exits = indices == index
+        if exits.any():
+            hidden_states = states[layer][exits.to(states[layer].device)]
+            read[exits] = on_device(routers[layer], hidden_states).head(hidden_states).to(read)
     return ExitLogits(unembed(read), exit_depths(indices, routers.exit_layers, structure.num_layers))

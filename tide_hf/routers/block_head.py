@@ -1,4 +1,4 @@
-"""The block head: a translator and one decoder layer that draft from an early state and the previous final state.
+"""The block head: a translator and a decoder layer that draft from an early layer and the previous token's final state.
 
 A linear head sees one early state. The block head also sees the previous token's final state, which the last verify
 pass has computed, and attends to all earlier tokens through its own K/V (compare EAGLE, arXiv 2401.15077). It therefore
@@ -41,9 +41,9 @@ class BlockHead(nn.Module):
             if "layer_idx" in vars(module):
                 setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
 
-    def translate(self, early: Tensor, prev_hidden_state: Tensor) -> Tensor:
+    def translate(self, hidden_states: Tensor, prev_hidden_state: Tensor) -> Tensor:
         """Join the states, both (..., D) after the final norm, into the layer's input (..., D)."""
-        return self.translator(torch.cat([early, prev_hidden_state], dim=-1))
+        return self.translator(torch.cat([hidden_states, prev_hidden_state], dim=-1))
 
     def state_of(self, output: Any) -> Tensor:
         """The hidden states in the layer's output."""
@@ -52,9 +52,9 @@ class BlockHead(nn.Module):
     def use_attention_of(self, config: Any) -> None:
         """Use the base model's attention implementation, since the block head gets its masks."""
         for module in self.layer.modules():
-            own: Any = vars(module).get("config")
-            if own is not None:
-                own._attn_implementation = config._attn_implementation
+            layer_config: Any = vars(module).get("config")
+            if layer_config is not None:
+                layer_config._attn_implementation = config._attn_implementation
 
 
 def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:

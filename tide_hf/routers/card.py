@@ -73,7 +73,7 @@ def _render(
     routers: PreTrainedModel, record: dict[str, Any], repo_id: str, license: str | None, folder: Path
 ) -> ModelCard:
     command = " ".join((record.get("command") or "").split()).replace("`", "'")  # the card puts it in backticks
-    record = _harmless(record)
+    record = _without_markup(record)
     base = routers.config.base_model_name_or_path
     data = ModelCardData(
         base_model=base,
@@ -86,8 +86,8 @@ def _render(
         eval_results=_eval_results(record),
     )
     values = {
-        "base": _harmless(base) or "the base model",
-        "repo_id": _harmless(repo_id),
+        "base": _without_markup(base) or "the base model",
+        "repo_id": _without_markup(repo_id),
         "command": command,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "tables": tables_of(record, routers.config.num_hidden_layers),
@@ -98,15 +98,15 @@ def _render(
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
 
 
-def _harmless(value: Any) -> Any:
+def _without_markup(value: Any) -> Any:
     """The value with all strings on one line and without markup of Markdown, HTML or code.
 
     The record may come from a stranger, while readers of the card trust its publisher.
     """
     if isinstance(value, dict):
-        return {key: _harmless(one) for key, one in value.items()}
+        return {key: _without_markup(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_harmless(one) for one in value]
+        return [_without_markup(one) for one in value]
     return MARKUP.sub("?", " ".join(value.split())) if isinstance(value, str) else value
 
 
@@ -142,8 +142,8 @@ def _plots_if_possible(record: dict[str, Any], folder: Path) -> list[Path]:
 def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """About ten rows of the grid, with those around the last certified one."""
     last = max((index for index, row in enumerate(table) if row["certified"]), default=0)
-    keep = set(range(0, len(table), max(1, len(table) // 8))) | {last, min(last + 1, len(table) - 1)}
-    return [row for index, row in enumerate(table) if index in keep]
+    shown = set(range(0, len(table), max(1, len(table) // 8))) | {last, min(last + 1, len(table) - 1)}
+    return [row for index, row in enumerate(table) if index in shown]
 
 
 def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[Path]:

@@ -32,8 +32,8 @@ from ..common.files import remove_abandoned, write_atomically
 from .config import TIDEConfig, bad_file
 
 # Metadata of the safetensors file.
-OWN_CONFIG = "tide_config"
-OWN_DIGEST = "tide_config_and_values_sha256"
+CONFIG_COPY = "tide_config"
+DIGEST = "tide_config_and_values_sha256"
 # Errors of torch, pickle and zipfile on a damaged file.
 DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError)
 DAMAGE += (TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def explained(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
+def translated_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
     """Translate errors of loading from `name_or_path` into `RoutersNotFoundError` and `RoutersFileError`."""
     try:
         yield
@@ -69,16 +69,17 @@ def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> Routers
 def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) -> None:
     """Write weights and config such that a kill at any time leaves the old routers or the new ones.
 
-    Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which [`config_for`]
-    uses if the config file is still the old one.
+    Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which
+    [`matching_config`] uses if the config file is still the old one.
 
     Raises:
         RoutersNotSavedError: The folder cannot be written.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     config.weights_sha256 = None
-    own = config.to_json_string()
-    content = save(tensors, {"format": "pt", OWN_CONFIG: own, OWN_DIGEST: _digest_with(own, save(tensors))})
+    config_copy = config.to_json_string()
+    digest = _digest(config_copy, save(tensors))
+    content = save(tensors, {"format": "pt", CONFIG_COPY: config_copy, DIGEST: digest})
     config.weights_sha256 = hashlib.sha256(content).hexdigest()
     weights_file, config_file = folder / SAFE_WEIGHTS_NAME, folder / CONFIG_NAME
     try:
@@ -96,7 +97,7 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
         ) from error
 
 
-def config_for(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
+def matching_config(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
     """The config that weights were saved with, after checking the checksum in it (safetensors has none).
 
     That is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
@@ -113,21 +114,21 @@ def config_for(name_or_path: str | os.PathLike[str], content: bytes, config: TID
     known, found = config.weights_sha256, hashlib.sha256(content).hexdigest()
     if known in (None, found):
         return config
-    facts = _header(content)[0].get("__metadata__", {})
-    own = facts.get(OWN_CONFIG)
-    if own is None or facts.get(OWN_DIGEST) != _digest_with(own, content):
+    metadata = _header(content)[0].get("__metadata__", {})
+    config_copy = metadata.get(CONFIG_COPY)
+    if config_copy is None or metadata.get(DIGEST) != _digest(config_copy, content):
         got = f"weights with SHA-256 {found[:12]}... where config.json says {str(known)[:12]}..."
         raise bad_file(name_or_path, got)
     logger.warning(
-        "%s of %s belongs to other weights, as a save that was killed leaves it: the copy in %s is used. Save them "
-        "again to mend that.",
+        "%s of %s belongs to other weights, as after a save that was killed: the copy in %s is used. Save the routers "
+        "again to repair it.",
         CONFIG_NAME,
         name_or_path,
         SAFE_WEIGHTS_NAME,
     )
-    taken = TIDEConfig.from_dict(json.loads(own))
-    taken.weights_sha256 = found
-    return taken
+    config = TIDEConfig.from_dict(json.loads(config_copy))
+    config.weights_sha256 = found
+    return config
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], int]:
@@ -136,7 +137,7 @@ def _header(content: bytes) -> tuple[dict[str, Any], int]:
     return json.loads(content[8:start]), start
 
 
-def _digest_with(config: str, content: bytes) -> str:
+def _digest(config: str, content: bytes) -> str:
     """SHA-256 of a config and the tensor data of a safetensors file."""
     digest = hashlib.sha256(config.encode())
     digest.update(memoryview(content)[_header(content)[1] :])
@@ -151,7 +152,7 @@ def read_router_pt(
     Args:
         path: The file.
         hidden_size: Width D of the base model's hidden states.
-        num_layers: Its number of layers; a router behind the last one, where nothing is left to skip, is left out.
+        num_layers: Its number of layers; a router after the last one has nothing to skip and is left out.
 
     Returns:
         The routers' bottleneck B, and by exit layer the weights of `down`, (B, D), and of `up`, (1, B).

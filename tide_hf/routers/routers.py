@@ -21,7 +21,7 @@ from ..common.hub_access import hub_options
 from .block_head import BlockHead
 from .config import WHERE, TIDEConfig, bad_file, find_file, read_config
 from .exit_points import BlockPoint, ExitPoint
-from .files import config_for, explained, read_router_pt, routers_not_found, write_routers
+from .files import matching_config, read_router_pt, routers_not_found, translated_errors, write_routers
 
 MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; another model's head differs in half
 
@@ -107,7 +107,7 @@ class TIDERouters(PreTrainedModel):
 
         Its layers are 0-based positions and its routers have no bias; both are converted here. Its scores at layer
         position i equal ours at `exit_layer` i + 1. Where the number of layers is a multiple of its checkpoint interval
-        it has a router behind the last layer, where nothing is left to skip: that one is left out.
+        it has a router after the last layer, which has nothing to skip and is left out.
 
         Args:
             path: The file. It is read with `weights_only=True`, so code inside it cannot run.
@@ -153,7 +153,7 @@ class TIDERouters(PreTrainedModel):
         kwargs |= hub_options(name_or_path, kwargs, routers_not_found)
         where = {name: kwargs.pop(name) for name in WHERE if name in kwargs}
         changes = {name: kwargs.pop(name) for name in TIDEConfig.__annotations__ if name in kwargs}
-        with explained(name_or_path):
+        with translated_errors(name_or_path):
             config = kwargs.pop("config", None)
             if config is None:
                 content, commit = read_config(name_or_path, **where)
@@ -161,7 +161,7 @@ class TIDERouters(PreTrainedModel):
                 where |= {"revision": commit} if commit else {}  # or a push between both reads would mix two commits
             weights = find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
             tensors = load(weights)
-            config = config_for(name_or_path, weights, config)
+            config = matching_config(name_or_path, weights, config)
             if changes:
                 config = TIDEConfig.from_dict(config.to_dict() | changes)
             # Without a name transformers looks for no other files, such as adapter_config.json, whose adapter would
@@ -215,10 +215,10 @@ class TIDERouters(PreTrainedModel):
 
         Args:
             repo_id: Hub repository, such as `"org/name"`; made where it does not exist.
-            license: What the card says, such as `"apache-2.0"`; default: nothing (see `write_model_card`).
+            license: Its identifier for the card, such as `"apache-2.0"`; default: none (see `write_model_card`).
             private: Whether a repository that is made is private; `None` leaves it to the organisation.
             create_pr: Open a pull request instead of committing.
-            commit_message: What the commit says.
+            commit_message: Message of the commit.
             revision: Branch to commit to, made where it does not exist; default: `main`.
             token: As in huggingface_hub; default: that of `hf auth login` or `HF_TOKEN`.
 
@@ -248,7 +248,7 @@ class TIDERouters(PreTrainedModel):
 
 
 def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:
-    """Refuse a base model that the routers of `config` were not made for; see [`TIDERouters.check_base_model`]."""
+    """Refuse a base model that the routers of `config` were not made for; see `TIDERouters.check_base_model`."""
     structure = find_structure(model)
     ours = (config.num_hidden_layers, config.hidden_size, config.vocab_size)
     theirs = (structure.num_layers, structure.hidden_size, structure.vocab_size)

@@ -18,7 +18,7 @@ from ..teacher_forcing import exit_logits
 
 
 class RowStops(StoppingCriteria):
-    """Ends a row behind the first stop string. lm-eval's own remembers a batch, and cannot be asked for one row.
+    """Ends each row at its first stop string. lm-eval's own criterion keeps the state of a batch, not of its rows.
 
     Args:
         tokenizer: The model's.
@@ -46,7 +46,7 @@ class TIDELM(HFLM):
     Tasks that generate go through `generate` in `tide_mode`. Likelihoods are the base model's own in
     `self_speculative`; in `early_exit` and `post_hoc` each position is read from the earliest exit layer whose router's
     score reaches the threshold, as if every token had been decoded by itself (see `evaluation.teacher_forcing`), the
-    last one of the context among them. The results' config tells how deep tokens were read, under `tide`.
+    last one of the context among them. The results' config has the depth that tokens were read from, under `tide`.
 
     Args:
         pretrained: As in lm-eval's `hf`: Hub name or folder of the base model, or a model.
@@ -105,7 +105,7 @@ class TIDELM(HFLM):
         return super()._select_cont_toks(logits, contlen=contlen, inplen=inplen)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
-        """Generate as lm-eval's `hf` does, but for what tells the end of a row, and count how deep."""
+        """Generate as lm-eval's `hf` does, but with `RowStops`, and count the layers executed."""
         if not kwargs.get("do_sample"):
             kwargs.pop("temperature", None)
         with self._autocast():
@@ -131,7 +131,7 @@ class TIDELM(HFLM):
         self._layers_read[kind][1] += len(layers)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the results: the mode, and the depth of all tokens so far."""
+        """What lm-eval writes next to the results: the mode, and the depth of all tokens so far."""
         attachment = self.model._tide
         depth = {
             f"{kind}_depth_fraction": layers / tokens / attachment.structure.num_layers

@@ -1,4 +1,4 @@
-"""``exit_agreement``, for `evaluate.load`: do early exits say what the full model says, and how deep do they run?"""
+"""``exit_agreement``, for `evaluate.load`: do early exits agree with the full model, and at what depth?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Returns:
     agreement_interval: exact (Clopper-Pearson), as if tokens were independent.
     disagreement_per_answer: mean share of an answer's tokens that differ.
     disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent;
-        where all answers have the same share, as wide as their number leaves it.
+        where all answers have the same share, as wide as their number allows.
     equal_answers: share of the answers that are the full model's, token for token.
     equal_answers_interval: exact (Clopper-Pearson).
     same_start: mean share of an answer's tokens before the first that differs.
