@@ -21,45 +21,16 @@ from tide_hf.engines.gqa_attention import NAME, gqa_attention
 from tide_hf.engines.steps.capturable_forward import capturable_forward
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-ENCODER = {
-    "model_type": "vibevoice_acoustic_tokenizer_encoder",
-    "hidden_size": 8,
-    "num_filters": 4,
-    "depths": [1, 1],
-    "downsampling_ratios": [2],
-    "kernel_size": 3,
-}
-CODEC = {
-    "model_type": "mimi",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_filters": 2,
-    "codebook_size": 16,
-    "codebook_dim": 8,
-    "upsampling_ratios": [4, 2],
-    "num_residual_layers": 1,
-    "intermediate_size": 16,
-    "vector_quantization_hidden_dimension": 8,
-    "upsample_groups": 16,
-}
-EYES = {
-    "hidden_size": 16,
-    "attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_hidden_layers": 2,
-    "num_global_layers": 1,
-    "intermediate_size": 24,
-    "vision_output_dim": 48,
-    "max_num_tiles": 1,
-    "supported_aspect_ratios": [[1, 1]],
-    "intermediate_layers_indices": [0, 1],
-}
-
-
 TEXT = {**_COMMON, "tie_word_embeddings": False}
+ENCODER = {"model_type": "vibevoice_acoustic_tokenizer_encoder", "hidden_size": 8, "num_filters": 4}
+ENCODER |= {"depths": [1, 1], "downsampling_ratios": [2], "kernel_size": 3}
+CODEC = {"model_type": "mimi", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+CODEC |= {"num_key_value_heads": 2, "num_filters": 2, "codebook_size": 16, "codebook_dim": 8, "upsample_groups": 16}
+CODEC |= {"upsampling_ratios": [4, 2], "num_residual_layers": 1, "intermediate_size": 16}
+CODEC |= {"vector_quantization_hidden_dimension": 8}
+VISION = {"hidden_size": 16, "attention_heads": 2, "image_size": 16, "patch_size": 4, "num_hidden_layers": 2}
+VISION |= {"num_global_layers": 1, "intermediate_size": 24, "vision_output_dim": 48, "max_num_tiles": 1}
+VISION |= {"supported_aspect_ratios": [[1, 1]], "intermediate_layers_indices": [0, 1]}
 
 
 @pytest.fixture
@@ -136,12 +107,9 @@ def test_an_error_while_the_attention_is_being_changed_restores_it(hears):
 
 
 def test_a_last_layer_that_needs_images_is_refused():
-    text = {
-        **TEXT,
-        "cross_attention_layers": [LAYERS - 1],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    model = MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=EYES)).eval()
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    text = {**TEXT, "cross_attention_layers": [LAYERS - 1], "rope_parameters": rope}
+    model = MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=VISION)).eval()
     with pytest.raises(UnsupportedModelError, match="got a last layer that does not run on text alone"):
         TIDEModelForCausalLM.attach(model)
     assert type(model) is MllamaForConditionalGeneration

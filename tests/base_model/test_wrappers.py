@@ -8,7 +8,7 @@ import torch
 from families import repeating_prompt as prompt
 from families import tiny_model
 from packaging import version
-from packed_weights import let_pay
+from packed_weights import set_fastest_layouts
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, CompileConfig
@@ -77,7 +77,7 @@ def test_tokens_are_the_adapted_models(family, rows, config):
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this PyTorch has no oneDNN")
 def test_a_merged_model_stays_attached(tmp_path, monkeypatch):
-    let_pay(monkeypatch, order=(PrepackedWeight, None))  # and merging changes the weights
+    set_fastest_layouts(monkeypatch, order=(PrepackedWeight, None))  # and merging changes the weights
     model, short = adapted(), prompt(repeats=1)
     expected = generated(model, short)
     generated(attached(model), short)
@@ -214,6 +214,14 @@ def test_an_activated_lora_is_refused():
     assert torch.equal(generated(TIDEModelForCausalLM.detach(model)), expected)
 
 
+def compile_forward(module):
+    module.forward = torch.compile(module.forward, backend="eager")
+
+
+def compile_in_place(module):
+    module.compile(backend="eager")
+
+
 class TestCompile:
     """Models that a user compiles: refused where TIDE has to decide which layers run, whole graphs elsewhere."""
 
@@ -221,14 +229,6 @@ class TestCompile:
     def _forget_graphs(self):
         """Dynamo counts the graphs of a function, whichever model they were for, and gives up."""
         torch.compiler.reset()
-
-    @staticmethod
-    def compile_forward(module):
-        module.forward = torch.compile(module.forward, backend="eager")
-
-    @staticmethod
-    def compile_in_place(module):
-        module.compile(backend="eager")
 
     @pytest.mark.parametrize("compile_module", [compile_forward, compile_in_place])
     @pytest.mark.parametrize("part", ["the model", "model.model", "model.model.layers.1", "model.model.layers.2.mlp"])
@@ -246,8 +246,8 @@ class TestCompile:
     def test_parts_of_a_layer_may_be_compiled(self, tiny_llama):
         model = tiny_llama(num_hidden_layers=2)
         expected = generated(model, max_new_tokens=4)
-        self.compile_forward(model.model.layers[0].self_attn)
-        self.compile_in_place(model.model.layers[1].self_attn)
+        compile_forward(model.model.layers[0].self_attn)
+        compile_in_place(model.model.layers[1].self_attn)
         TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1]))
         assert torch.equal(generated(model, max_new_tokens=4), expected)
         assert model.last_exit_stats is not None

@@ -6,7 +6,7 @@ from block_heads import block_layer_of, routers_for
 from drafters import use_drafter, use_heads
 from families import tiny_model
 from on_steps import LAYERS, NEW, OPTIONS, linear_heads, prompts
-from packed_weights import attach_packed, let_pay
+from packed_weights import attach_packed, set_fastest_layouts
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones, and quantised ones are faster still."""
-    let_pay(monkeypatch)
+    set_fastest_layouts(monkeypatch)
 
 
 @pytest.fixture

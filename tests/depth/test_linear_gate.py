@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from packed_weights import let_pay
+from packed_weights import set_fastest_layouts
 from recorded import Recording
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def _packed_is_faster(monkeypatch):
     """On any machine, packed weights are the faster ones but for 64 to 127 rows."""
-    let_pay(monkeypatch, DTYPES, but=64)
+    set_fastest_layouts(monkeypatch, DTYPES, except_rows=64)
 
 
 class Subclass(torch.Tensor):
@@ -70,7 +70,7 @@ def test_packed_weights_give_the_layers_output_for_any_number_of_rows(attached, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size_in", "size_out", "bias"), SIZES)
 def test_kernels_read_the_weights_as_they_are_stored(attached, size_in, size_out, bias, dtype, monkeypatch):
-    let_pay(monkeypatch, DTYPES, order=(PlainWeight, PrepackedWeight, None))
+    set_fastest_layouts(monkeypatch, DTYPES, order=(PlainWeight, PrepackedWeight, None))
     linear = make_linear(size_in, size_out, bias).to(dtype)
     linear.forward.may_copy = False
     for rows in (1, 2, 300):
@@ -88,7 +88,7 @@ def test_kernels_read_the_weights_as_they_are_stored(attached, size_in, size_out
 
 
 def test_a_replaced_weight_is_read_until_the_next_release_if_changed(attached, monkeypatch):
-    let_pay(monkeypatch, order=(PlainWeight, PrepackedWeight, None))
+    set_fastest_layouts(monkeypatch, order=(PlainWeight, PrepackedWeight, None))
     linear, state = make_linear(32, 32, bias=False), torch.randn(2, 32)
     with allowed_layouts(KERNEL_LAYOUTS):
         before = linear(state)
@@ -101,7 +101,7 @@ def test_a_replaced_weight_is_read_until_the_next_release_if_changed(attached, m
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_onednn", [True, False])
 def test_weights_without_fast_products_are_upcast_in_chunks(attached, dtype, has_onednn, monkeypatch):
-    let_pay(monkeypatch, [dtype], order=(UpcastWeight, None))
+    set_fastest_layouts(monkeypatch, [dtype], order=(UpcastWeight, None))
     monkeypatch.setattr(weight_layouts, "UPCAST_CHUNK", 100)
     monkeypatch.setattr(weight_layouts, "can_pack", lambda dtype: has_onednn and dtype is torch.float32)
     for size_in, size_out, bias in [(16, 3, True), (112, 65, False), (30, 33, True)]:

@@ -8,7 +8,7 @@ from block_heads import routers_for
 from drafters import use_drafter
 from families import ATTENTION, SDPA, tiny_model
 from on_steps import OPTIONS, linear_heads, prompts
-from packed_weights import let_pay
+from packed_weights import set_fastest_layouts
 from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 @pytest.fixture(autouse=True)
 def _they_pay(monkeypatch):
     """Whatever this machine is, the kernels are the faster ones."""
-    let_pay(monkeypatch, kernels.CPP_TYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
+    set_fastest_layouts(monkeypatch, kernels.CPP_TYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
     monkeypatch.setattr(attention, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
 
 

@@ -5,7 +5,7 @@ import torch
 from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
 from on_steps import FEW, LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, prompts
-from packed_weights import Graphs, attach_packed, let_pay
+from packed_weights import Graphs, attach_packed, set_fastest_layouts
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
@@ -29,7 +29,7 @@ ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one pro
 @pytest.fixture(autouse=True)
 def _it_pays(monkeypatch):
     """Whatever this machine is, packed weights are the faster ones."""
-    let_pay(monkeypatch)
+    set_fastest_layouts(monkeypatch)
 
 
 @pytest.mark.parametrize(

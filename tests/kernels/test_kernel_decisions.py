@@ -1,4 +1,4 @@
-"""Kernels change no decision: where a token leaves, what is drafted and what is answered.
+"""Kernels change no decision: where a token exits, what is drafted and what is generated.
 
 Without a GPU they run under Triton's interpreter. What each of them computes is tested in hub_kernels/.
 """
@@ -16,6 +16,7 @@ from tide_hf.kernels import ops
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 9]], device=DEVICE)
 
 
 @pytest.fixture
@@ -50,45 +51,36 @@ def calls(monkeypatch, local_kernels):
     return counted
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "propagate"])
-def test_early_exit_decides_the_same(attached, calls, strategy):
-    ids = torch.tensor([[5, 6, 7, 5, 6, 7], [9, 8, 7, 6, 5, 4]], device=DEVICE)
+@pytest.mark.parametrize(
+    ("mode", "config", "options", "called"),
+    [
+        ("early_exit", {"kv_cache_strategy": "recompute"}, {"max_new_tokens": 8}, {"norm_route"}),
+        ("early_exit", {"kv_cache_strategy": "propagate"}, {"max_new_tokens": 8}, {"norm_route"}),
+        (
+            "early_exit",
+            {"kv_cache_strategy": "propagate"},
+            {"max_new_tokens": 4, "exits_in_prompt": True},
+            {"exit_compact", "exit_scatter"},
+        ),
+        ("self_speculative", {"compaction_threshold": 0.0}, {"max_new_tokens": 16}, {"draft_top1", "kv_compact"}),
+    ],
+    ids=["recompute", "propagate", "exits in the prompt", "drafts"],
+)
+def test_tokens_and_statistics_stay(attached, calls, monkeypatch, mode, config, options, called):
+    monkeypatch.setattr("tide_hf.engines.eager.perf_counter", iter(range(10**6)).__next__)
     results = []
     for use_kernels in (False, True):
-        model = attached(use_kernels, "early_exit", kv_cache_strategy=strategy)
-        tokens = model.generate(ids, max_new_tokens=12, do_sample=False)
-        results.append((tokens.tolist(), model.last_exit_stats.per_token))
+        model = attached(use_kernels, mode, **config)
+        tokens = model.generate(IDS, do_sample=False, **options)
+        stats = model.last_exit_stats
+        results.append([tokens.tolist(), stats.per_token, stats.mlp_tokens_skipped, stats.drafted, stats.accepted])
     assert results[0] == results[1]
-    assert {layer for row in results[0][1] for layer in row} > {4}
-    assert calls["norm_route"] > 10
+    assert stats.depth_fraction < 1.0 or stats.drafted
+    assert bool(stats.mlp_tokens_skipped) == ("exits_in_prompt" in options)
+    assert called <= calls.keys()
 
 
-def test_tokens_that_leave_in_the_prompt_are_the_same(attached, calls):
-    ids = torch.arange(5, 45, device=DEVICE).view(2, 20)
-    results = []
-    for use_kernels in (False, True):
-        model = attached(use_kernels, "early_exit", kv_cache_strategy="propagate")
-        tokens = model.generate(ids, max_new_tokens=6, do_sample=False, exits_in_prompt=True)
-        results.append((tokens.tolist(), model.last_exit_stats.mlp_tokens_skipped))
-    assert results[0] == results[1]
-    assert results[0][1] > 0
-    assert calls["exit_compact"] == calls["exit_scatter"] > 0
-
-
-def test_drafts_and_answers_are_the_same(attached, calls, monkeypatch):
-    clock = iter(range(10**6)).__next__
-    monkeypatch.setattr("tide_hf.engines.eager.perf_counter", clock)
-    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 9]], device=DEVICE)
-    results = []
-    for use_kernels in (False, True):
-        model = attached(use_kernels, "self_speculative", compaction_threshold=0.0)
-        tokens = model.generate(ids, max_new_tokens=24, do_sample=False)
-        results.append((tokens.tolist(), model.last_exit_stats.drafted, model.last_exit_stats.accepted))
-    assert results[0] == results[1]
-    assert calls["kv_compact"] > 0
-
-
-def test_a_shallow_step_drafts_the_same(attached, calls):
+def test_heads_and_routers_give_the_same(attached, calls):
     states = torch.randn(3, 32, device=DEVICE)
     plain, fused = (attached(use_kernels, "self_speculative")._tide for use_kernels in (False, True))
     for exit_layer in (1, 2):
@@ -99,7 +91,7 @@ def test_a_shallow_step_drafts_the_same(attached, calls):
     assert calls == {"draft_top1": 2, "norm_route": 2}
 
 
-def test_a_norm_that_is_none_of_these_is_left_alone(local_kernels, calls, tiny_llama):
+def test_an_unknown_norm_runs_in_pytorch(local_kernels, calls, tiny_llama):
     class Cubic(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -112,15 +104,13 @@ def test_a_norm_that_is_none_of_these_is_left_alone(local_kernels, calls, tiny_l
     model.model.norm = Cubic()
     model.to(DEVICE)
     unembed = Unembed(model, find_structure(model), ops.load_kernels(use_kernels=True))
-    router, states = (
-        TIDERouters.for_model(model, exit_layers=[1])[1].router.to(DEVICE),
-        torch.randn(2, 32, device=DEVICE),
-    )
+    router = TIDERouters.for_model(model, exit_layers=[1])[1].router.to(DEVICE)
+    states = torch.randn(2, 32, device=DEVICE)
     assert torch.equal(unembed.route(router, states), router(states**3))
     assert calls == {}
 
 
-def test_copies_keep_their_ops_and_pickles_ask_anew(attached):
+def test_copies_share_their_kernels_and_pickles_load_their_own(attached):
     model = attached(True, "early_exit")
     assert copy.deepcopy(model)._tide.unembed.ops is model._tide.unembed.ops
     again = pickle.loads(pickle.dumps(model._tide.unembed.ops))

@@ -1,20 +1,18 @@
 """Layouts of weights: products are those of PyTorch's linear, and the layout that is measured the fastest is chosen."""
 
-import logging
 import platform
 
 import pytest
 import torch
 from drafters import use_drafter
 from on_steps import LAYERS, NEW, OPTIONS, attach_compiled, new_tokens, prompts
-from packed_weights import Graphs, let_pay
-from torch._inductor.codecache import CppCodeCache
+from packed_weights import Graphs, set_fastest_layouts
 from torch.nn import functional
 
 from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import DRAFT_LAYOUTS
 from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, load_op
+from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES
 from tide_hf.kernels.cpu.weight_layouts import (
     MAX_QUANTIZED_ROWS,
     WEIGHT_LAYOUTS,
@@ -73,19 +71,6 @@ def test_plain_weights_need_no_aligned_address(rows):
     assert layout._plain[0].data_ptr() == weight.data_ptr()
 
 
-def test_without_a_compiler_plain_weights_are_not_served(monkeypatch, caplog):
-    def failing(*_args, **_kwargs):
-        raise RuntimeError("C++ compile error\nand much more")
-
-    monkeypatch.setattr(CppCodeCache, "load", failing)
-    with caplog.at_level(logging.WARNING, logger="tide_hf.kernels.cpu.cpp_kernels"):
-        assert not PlainWeight.serves(torch.float32, 1)
-        assert load_op("skinny_gemm", torch.float32) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "skinny_gemm.cpp cannot be compiled, so PyTorch's own operations are used: C++ compile error"
-    ]
-
-
 @needs_onednn
 @pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
 def test_weights_and_biases_may_have_any_strides(layout):
@@ -142,7 +127,7 @@ def test_a_layout_can_be_measured_and_chosen(monkeypatch, layout):
     assert weight_layouts._measure(layout, torch.float32, 4) > 0.0
     others = [other for other in (None, *WEIGHT_LAYOUTS) if other is not layout]
     monkeypatch.setattr(UpcastWeight, "serves", lambda *_: True)
-    let_pay(monkeypatch, order=(layout, *others))
+    set_fastest_layouts(monkeypatch, order=(layout, *others))
     assert fastest_layout(torch.float32, 4, WEIGHT_LAYOUTS) is layout
     allowed = tuple(other for other in WEIGHT_LAYOUTS if other is not layout)
     assert fastest_layout(torch.float32, 4, allowed) is (others[0] if layout is not None else None)
@@ -166,7 +151,7 @@ def test_copies_and_compute_bound_layouts_have_to_be_clearly_faster(monkeypatch,
 
 
 def test_quantized_weights_serve_few_rows_and_plain_ones_any(monkeypatch):
-    let_pay(monkeypatch, order=(QuantizedWeight, PlainWeight, PrepackedWeight, None))
+    set_fastest_layouts(monkeypatch, order=(QuantizedWeight, PlainWeight, PrepackedWeight, None))
     rows = (1, MAX_QUANTIZED_ROWS, MAX_QUANTIZED_ROWS + 1, 300)
     layouts = [fastest_layout(torch.float32, number, DRAFT_LAYOUTS) for number in rows]
     assert layouts == [QuantizedWeight, QuantizedWeight, PlainWeight, PlainWeight]
@@ -179,13 +164,18 @@ def test_only_dtypes_that_onednn_lacks_are_upcast(monkeypatch, has_onednn):
     assert [UpcastWeight.serves(dtype, 1) for dtype in dtypes] == [False, not has_onednn, not has_onednn]
 
 
+def test_plain_weights_need_a_compiler(monkeypatch):
+    monkeypatch.setattr(weight_layouts, "load_op", lambda *_: None)
+    assert not PlainWeight.serves(torch.float32, 1)
+
+
 class TestCompiledSteps:
     """Compiled steps that read weights as the model stores them."""
 
     @pytest.fixture(autouse=True)
     def _plain_weights_are_the_fastest(self, monkeypatch):
         """Whatever this machine is; and there is no memory for copies."""
-        let_pay(monkeypatch, order=(PlainWeight, None, *WEIGHT_LAYOUTS[:2]))
+        set_fastest_layouts(monkeypatch, order=(PlainWeight, None, *WEIGHT_LAYOUTS[:2]))
         monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
 
     def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(self, tiny_llama):

@@ -1,4 +1,4 @@
-"""Models whose weights are prepacked, on any machine."""
+"""Models whose linear layers read packed or plain weights, on any machine."""
 
 from itertools import product
 
@@ -16,23 +16,30 @@ from tide_hf.kernels.cpu.weight_layouts import (
     QuantizedWeight,
 )
 
+DRAFT_ORDER = (QuantizedWeight, PrepackedWeight, None, PlainWeight)
 
-def let_pay(
-    monkeypatch, dtypes=(torch.float32,), but=None, order=(QuantizedWeight, PrepackedWeight, None, PlainWeight)
-):
-    """Have measured which layouts are the faster ones, the fastest first; `but` one number of rows, where none is."""
+
+def set_fastest_layouts(monkeypatch, dtypes=(torch.float32,), order=DRAFT_ORDER, except_rows=None):
+    """Replace the measurements of layouts, whatever this machine is.
+
+    Args:
+        monkeypatch: pytest's.
+        dtypes: Of the weights.
+        order: Layouts, the fastest first; `None` is PyTorch's linear.
+        except_rows: A number of rows for which PyTorch's linear is the fastest.
+    """
     threads = torch.get_num_threads()
     order = (*order, *(layout for layout in WEIGHT_LAYOUTS if layout not in order))
     seconds = {
-        (layout, dtype, threads, rows): 0.0 if layout is None and rows == but else 1.0 + place
-        for (place, layout), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
+        (layout, dtype, threads, rows): 0.0 if layout is None and rows == except_rows else 1.0 + rank
+        for (rank, layout), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)
     }
     monkeypatch.setattr(weight_layouts, "_measured", seconds)
     weight_layouts._fastest_layout.cache_clear()
 
 
 class Graphs:
-    """Stands in for Inductor; notes how many layers each product is of, and which ops there are."""
+    """Stands in for Inductor; records how many layers each fused product has, and which ops are called."""
 
     def __init__(self):
         self.products, self.ops = [], set()
