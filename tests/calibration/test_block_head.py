@@ -47,7 +47,7 @@ def batches(parts):
 
 def started_trainer(model, routers, batches):
     unembed = Unembed(model, find_structure(model))
-    trainer = BlockTrainer(model, unembed, lambda x: unembed(x).log_softmax(-1), routers.block.head, 1)
+    trainer = BlockTrainer(model, unembed, routers.block, 1, torch.arange(260))
     trainer.start(batches)
     return trainer
 

@@ -48,7 +48,7 @@ def test_drafts_start_with_the_top_token_of_a_pass_over_the_whole_text(family, r
     ids = torch.randint(3, 90, (rows, 6), generator=torch.Generator().manual_seed(0))
     model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)
     TIDEModelForCausalLM.detach(model)
-    trainer = BlockTrainer(model, unembed, unembed, routers.block.head, block_layer)
+    trainer = BlockTrainer(model, unembed, routers.block, block_layer, torch.arange(structure.vocab_size))
     assert len(made[0].drafted) > 2
     for text, draft in made[0].drafted:
         if not draft:

@@ -23,9 +23,10 @@ from ..base_model.unembed import DraftUnembed, Unembed
 from ..common.errors import ConfigurationError, UnsupportedModelError, describe
 from ..common.timing import least_seconds
 from ..depth.gates import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
-from ..routers.block_head import BlockHead, block_config_of
+from ..routers.block_head import block_config_of
 from ..routers.exit_points import BlockPoint, logit_of
 from ..routers.routers import TIDERouters
+from .documents import TokenBatch
 from .heads import FrequentUnembed, distillation_loss, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
@@ -64,42 +65,37 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
-class DocumentBatch:
+class DocumentBatch(TokenBatch):
     """Whole documents, right-padded, with what the base model computed on them.
 
     Attributes:
-        input_ids: (rows, length).
-        attention_mask: (rows, length), 1 where there is a token.
-        counted: (rows, length), True at counted positions.
         states: (rows, length, D) states at the block's exit layer, before the final norm.
         final: (rows, length, D) states after the last layer, before the final norm.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    counted: Tensor
     states: Tensor
     final: Tensor
 
 
 class BlockTrainer:
-    """Trains one block head, in float32, in place; it drafts after `block_layer` layers of the model at full depth.
+    """Trains one block head, in float32, in place.
 
-    `log_probs` is a frozen map of final states to float32 log-probabilities of the draft vocabulary.
+    Args:
+        model: The base model, at full depth.
+        unembed: Its unembedding.
+        point: The block head and its confidence.
+        block_layer: Layers executed before it drafts.
+        tokens: (V,) the draft vocabulary, ascending.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        unembed: Unembed,
-        log_probs: Callable[[Tensor], Tensor],
-        head: BlockHead,
-        block_layer: int,
+        self, model: PreTrainedModel, unembed: Unembed, point: BlockPoint, block_layer: int, tokens: Tensor
     ) -> None:
-        self.model, self.structure, self.block_layer = model, unembed.structure, block_layer
-        self.unembed, self.log_probs, self.head = unembed, log_probs, head
-        self.gate = Gate(head.layer)
-        head.use_attention_of(model.config.get_text_config())
+        self.model, self.structure, self.unembed = model, unembed.structure, unembed
+        self.point, self.head, self.block_layer = point, point.head, block_layer
+        self.log_probs, self.drafts = FrequentUnembed(unembed, tokens), DraftUnembed(unembed, tokens)
+        self.gate = Gate(self.head.layer)
+        self.head.use_attention_of(model.config.get_text_config())
 
     def start(self, batches: Iterable[DocumentBatch]) -> None:
         """Initialise: the layer as a copy of the base model's last, the translator by ridge regression."""
@@ -296,34 +292,21 @@ def block_start(
     return routers
 
 
+@dataclass(frozen=True)
 class BlockStage:
-    """The stage that trains and measures one block head, from states in `store`.
+    """The stage that trains and measures a block head from stored states; `seed` is that of the documents' order."""
 
-    `tokens` (V,) is the draft vocabulary, ascending; `seed` that of the order of documents.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        unembed: Unembed,
-        store: StateStore,
-        point: BlockPoint,
-        block_layer: int,
-        tokens: Tensor,
-        seed: int,
-    ) -> None:
-        self.store, self.point, self.block_layer, self.seed = store, point, block_layer, seed
-        self.unembed, self.device = unembed, output_device(unembed.structure)
-        self.drafts = DraftUnembed(unembed, tokens)
-        self.trainer = BlockTrainer(model, unembed, FrequentUnembed(unembed, tokens), point.head, block_layer)
+    trainer: BlockTrainer
+    store: StateStore
+    seed: int
 
     def make(self, deadline: float, *, is_fresh: bool) -> dict[str, Any]:
         """Train until `deadline` (of `perf_counter`) at the latest; return facts about the training.
 
         A block head that was already trained keeps its old weights if the new ones agree less on the tune split.
         """
-        plan, facts = (FRESH if is_fresh else FURTHER), {}
-        before = copy.deepcopy(self.point.head.state_dict())
+        plan, point, facts = (FRESH if is_fresh else FURTHER), self.trainer.point, {}
+        before = copy.deepcopy(point.head.state_dict())
         if is_fresh:
             self.trainer.start(self._batches("fit"))
         else:
@@ -333,15 +316,15 @@ class BlockStage:
         trained = list(
             self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, *plan, deadline=deadline)
         )
-        round_weights(self.point.head)
+        round_weights(point.head)
         if not is_fresh:
             facts["tune_agreement"] = self._agreement("tune")
             if facts["tune_agreement"] < facts["tune_agreement_before"]:
-                self.point.head.load_state_dict(before)
+                point.head.load_state_dict(before)
         log_probabilities, agrees = self._scored("tune")
         scaling = platt_scaling(logit_of(log_probabilities), agrees)
         with torch.no_grad():
-            self.point.confidence.copy_(torch.tensor(scaling).bfloat16())
+            point.confidence.copy_(torch.tensor(scaling).bfloat16())
         steps, loss = trained[-1]
         stopped = steps < plan.epochs * num_batches
         return {"epochs": len(trained), "steps": steps, "stopped": stopped, "loss": loss, **facts}
@@ -350,13 +333,13 @@ class BlockStage:
     def figures(self) -> dict[str, float]:
         """Measure the block head and its confidence on the certify split, ready for JSON."""
         log_probabilities, agrees = self._scored("certify")
-        scores = self.point.score(log_probabilities).cpu()
+        scores = self.trainer.point.score(log_probabilities).cpu()
         return {
-            "layer": self.block_layer,
+            "layer": self.trainer.block_layer,
             "agreement": float(agrees.double().mean()),
             "confidence_auc": area_under_curve(scores, agrees),
             "expected_calibration_error": expected_calibration_error(scores, agrees),
-            "parameters": sum(parameter.numel() for parameter in self.point.parameters()),
+            "parameters": sum(parameter.numel() for parameter in self.trainer.point.parameters()),
         }
 
     def _agreement(self, split: str) -> float:
@@ -369,24 +352,25 @@ class BlockStage:
         found, agrees = [], []
         for batch in self._batches(split, self.seed):
             predictions = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
-            top = self.unembed(batch.final[batch.counted].to(predictions.dtype)).argmax(dim=-1)
-            drafted, log_probabilities = self.drafts.top1(predictions)
+            top = self.trainer.unembed(batch.final[batch.counted].to(predictions.dtype)).argmax(dim=-1)
+            drafted, log_probabilities = self.trainer.drafts.top1(predictions)
             found.append(log_probabilities.cpu())
             agrees.append((drafted == top).cpu())
         return torch.cat(found), torch.cat(agrees)
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[DocumentBatch]:
         """Whole documents, `DOCUMENTS_PER_STEP` at a time; shuffled if there is a seed."""
+        device, block_layer = output_device(self.trainer.structure), self.trainer.block_layer
         shards = self.store.shards(split)
         if seed is not None:
             random.Random(seed).shuffle(shards)
         for shard in shards:
-            whole = self.store.read(shard, [self.block_layer]).to(self.device, torch.float32)
+            whole = self.store.read(shard, [block_layer]).to(device, torch.float32)
             documents = whole.document_ids.unique_consecutive().tolist()
             if seed is not None:
                 random.Random(seed + shard.number).shuffle(documents)
             for start in range(0, len(documents), DOCUMENTS_PER_STEP):
-                yield pad_documents(whole, documents[start : start + DOCUMENTS_PER_STEP], self.block_layer)
+                yield pad_documents(whole, documents[start : start + DOCUMENTS_PER_STEP], block_layer)
 
 
 def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:

@@ -16,7 +16,7 @@ from ..base_model.unembed import DraftUnembed, Unembed
 from ..common.progress import Steps
 from ..routers.routers import TIDERouters
 from .arguments import Settings
-from .block_head import BlockStage
+from .block_head import BlockStage, BlockTrainer
 from .documents import Document, split_documents
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
 from .routers import decide, fit_router
@@ -144,7 +144,8 @@ class Pipeline:
             return None
 
         def train(_: int) -> None:
-            stage = BlockStage(self.model, self.unembed, store, point, block_layer, tokens, self.settings.seed)
+            trainer = BlockTrainer(self.model, self.unembed, point, block_layer, tokens)
+            stage = BlockStage(trainer, store, self.settings.seed)
             facts = stage.make(self._share_of_rest(BLOCK_SHARE), is_fresh=self.settings.start_from is None)
             self.work.write(BLOCK, point.state_dict(), facts | stage.figures())
 

@@ -36,18 +36,16 @@ def calibration_record(
 ) -> dict[str, Any]:
     """The measurements of a calibration, ready for JSON."""
     sizes = layer_sizes(routers, structure)
-    layers = {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()}
-    return (
-        {"exit_layers": layers, "threshold": asdict(choice), "tolerances": tolerance_rows(decisions, choice.confidence)}
-        | data_figures(documents, splits)
-        | {"versions": versions(), "machine": machine(routers.device)}
-    )
-
-
-def data_figures(documents: Sequence[Document], splits: dict[str, list[Document]]) -> dict[str, Any]:
-    """Counts of documents and counted positions."""
-    sizes = {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in splits.items()}
-    return {"num_documents": len(documents), "num_tokens": num_positions(documents), "splits": sizes}
+    return {
+        "exit_layers": {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()},
+        "threshold": asdict(choice),
+        "tolerances": tolerance_rows(decisions, choice.confidence),
+        "num_documents": len(documents),
+        "num_tokens": num_positions(documents),
+        "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in splits.items()},
+        "versions": versions(),
+        "machine": machine(routers.device),
+    }
 
 
 def versions() -> dict[str, str]:
