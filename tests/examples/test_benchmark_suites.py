@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from router_folders import edit_config
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
@@ -19,6 +20,7 @@ TINY = {
     "decode": {
         "ways": ["generate", "prompt_lookup", "static_skip", "confidence", "fixed", "published", "ngrams", "heads"],
         "slow_ways": ["assistant_early_exit"],
+        "categories": ["chat", "maths"],
         "max_new_tokens": 4,
         "repeats": 1,
         "prompts": 1,
@@ -56,6 +58,7 @@ TINY = {
 @pytest.fixture
 def run(tiny_model_folder, tmp_path):
     """A function that runs a suite from the command line, with settings that take seconds, and returns its record."""
+    edit_config(tiny_model_folder, max_position_embeddings=512)  # so that the longest prompts are short
     record = {"exit_layers": {}, "num_documents": 4, "seed": 0}
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     TIDERouters.for_model(model, exit_layers=[1, 3], calibration=record).save_pretrained(tmp_path / "routers")

@@ -7,14 +7,15 @@ import re
 import shlex
 
 import pytest
-from repository import GUIDES, PAGES, ROOT, SHIPPED, SNIPPETS
+from repository import GUIDES, PAGES, ROOT, SNIPPETS
 from transformers import GenerationConfig
 
-from tide_hf import TIDEConfig, TIDEModelForCausalLM
+from tide_hf import TIDEConfig, TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli import demo_model
 from tide_hf.cli.main import main
 from tide_hf.cli.parser import COMMANDS
-from tide_hf.generation import OPTIONS
+from tide_hf.generation import OPTIONS, TIDEGenerationMixin
+from tide_hf.hub import load as loading
 
 LINKED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "hub_kernels/README.md")),
@@ -24,26 +25,26 @@ LINKED = [
 ]
 
 
-@pytest.mark.real_model
-@pytest.mark.xdist_group("real_model")
-def test_the_snippets_run(smollm2, tmp_path, monkeypatch, capsys):
-    """A copy of the base model stands for its name, since the Hub may be out of reach."""
-    smollm2[0].save_pretrained(tmp_path / "base")
-    smollm2[1].save_pretrained(tmp_path / "base")
-    (tmp_path / "model_cards").mkdir()
-    (tmp_path / "model_cards" / SHIPPED.name).symlink_to(SHIPPED)
+def test_the_snippets_run(tiny_llama, tiny_tokenizer, tmp_path, monkeypatch, capsys):
+    """As written, but on a tiny model with enough layers, for which the library ships routers here."""
+    model, base = tiny_llama(num_hidden_layers=25, eos_token_id=None), str(tmp_path / "base")
+    for part in (model, tiny_tokenizer):
+        part.save_pretrained(base)
+    package = tmp_path / "site-packages" / "tide_hf"
+    TIDERouters.for_model(model, exit_layers=[2]).save_pretrained(package / "model_cards" / "org--tiny")
+    monkeypatch.setattr(loading, "__file__", str(package / "hub" / "load.py"))
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     assert len(SNIPPETS) >= 6
     for snippet in (snippet for snippet in SNIPPETS if '"org/' not in snippet):  # test_custom_generate.py runs those
-        local = snippet.replace(f'"{demo_model.DEFAULT_MODEL}"', f'"{tmp_path / "base"}"')
-        exec(compile(local, "a page", "exec"), namespace)
+        exec(compile(snippet.replace(f'"{demo_model.DEFAULT_MODEL}"', repr(base)), "a page", "exec"), namespace)
     assert "self_speculative: 64 tokens" in capsys.readouterr().out
     assert (tmp_path / "my-routers" / "model.safetensors").is_file()
 
 
-def test_the_command_lines_run(tiny_model_folder, pipe_in, capsys):
+def test_the_command_lines_run(tiny_model_folder, pipe_in, monkeypatch, capsys):
     """A tiny model stands for the real one; the test does the pipe and the redirection instead of a shell."""
+    monkeypatch.setattr(TIDEGenerationMixin, "tide_warm_up", lambda model: None)  # which test_serve runs
     text = (GUIDES / "command-line.md").read_text(encoding="utf-8")
     block = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)[0]
     commands = []
