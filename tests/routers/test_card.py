@@ -1,16 +1,18 @@
-"""The card of calibrated routers."""
+"""The card of calibrated routers, and its plots."""
 
+import json
 import sys
 
 import pytest
+from axes import Axes
 from families import tiny_model
 from huggingface_hub import ModelCard
 from records import ROW, made_up_record, record
 from repository import SHIPPED
 
 from tide_hf import TIDERouters
-from tide_hf.common.errors import ConfigurationError
-from tide_hf.routers.card import write_model_card
+from tide_hf.common.errors import ConfigurationError, MissingPackageError
+from tide_hf.routers.card import PLOTS, save_plots, write_model_card
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,13 @@ def routers_with(model):
     return make
 
 
-def test_what_the_card_of_older_routers_says(routers_with, tmp_path, monkeypatch):
+@pytest.fixture
+def without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_the_card_of_older_routers(routers_with, tmp_path):
     file = write_model_card(routers_with(record() | {"command": "make them"}), tmp_path, repo_id="org/base-tide")
     card = ModelCard.load(file)
     assert card.data.base_model == "org/base"
@@ -63,7 +70,8 @@ def test_what_the_card_of_older_routers_says(routers_with, tmp_path, monkeypatch
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
 
 
-def test_what_was_resumed_what_was_not_certified_and_the_licence(routers_with, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_matplotlib")
+def test_a_resumed_calibration_without_certified_threshold_and_a_licence(routers_with, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     routers = routers_with(record(chosen=2.0) | {"resumed_units": 7})
     card = ModelCard.load(write_model_card(routers, ".", license="mit"))
@@ -75,7 +83,7 @@ def test_what_was_resumed_what_was_not_certified_and_the_licence(routers_with, t
 
 
 def test_new_records_have_every_table_and_plot(routers_with, tmp_path):
-    full = record() | made_up_record()
+    full, had_pyplot = record() | made_up_record(), "matplotlib.pyplot" in sys.modules
     text = write_model_card(routers_with(full), tmp_path).read_text()
     coverage = full["exit_layers"]["12"]["coverage"]
     for expected in (
@@ -93,10 +101,12 @@ def test_new_records_have_every_table_and_plot(routers_with, tmp_path):
     assert text.index("| 4 of 16 |") < text.index("| 12 of 16 |")
     for plot in ("exit_depth", "agreement", "reliability", "risk"):
         assert f"](plots/{plot}.png)" in text
-        assert (tmp_path / "plots" / f"{plot}.png").is_file()
+        assert (tmp_path / "plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     assert "Not drawn" not in text
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # it holds global state
 
 
+@pytest.mark.usefixtures("without_matplotlib")
 def test_the_shipped_routers_get_a_card_with_their_layers_in_order(tmp_path):
     text = write_model_card(TIDERouters.from_pretrained(SHIPPED), tmp_path).read_text()
     lines = [line for line in text.splitlines() if " of 30 |" in line]
@@ -105,6 +115,7 @@ def test_the_shipped_routers_get_a_card_with_their_layers_in_order(tmp_path):
     assert "{{" not in text
 
 
+@pytest.mark.usefixtures("without_matplotlib")
 def test_texts_of_a_record_become_neither_markup_nor_code(routers_with, tmp_path):
     evil = "x\n\n# A title of theirs\n<script>alert(1)</script> [click](javascript:x) {{ 6 * 7 }} {% raw %}"
     routers = routers_with(record() | {"weights": evil, "data": evil, "command": f"`{evil}", "labels": evil})
@@ -150,3 +161,46 @@ def test_links_in_the_folder_are_not_written_through(routers_with, tmp_path):
         (tmp_path / "routers" / name).symlink_to(tmp_path / "mine")
     write_model_card(routers_with(record()), tmp_path / "routers")
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_an_older_record_gives_the_plots_that_it_can(tmp_path):
+    record = json.loads((SHIPPED / "config.json").read_text())["calibration"]
+    del record["threshold"]
+    for row in record["exit_layers"].values():
+        row.pop("reliability", None)
+    assert [file.stem for file in save_plots(record, tmp_path)] == ["exit_depth", "agreement"]
+    assert save_plots({}, tmp_path) == []
+
+
+def test_what_the_plots_show():
+    record = made_up_record()
+    drawn = {name: Axes() for name in PLOTS}
+    for name, (draw, _) in PLOTS.items():
+        draw(drawn[name], record)
+    layers = record["exit_layers"]
+    labels, heights = drawn["exit_depth"].drawn("bar")[0]
+    assert labels == ["4", "12", "none"]
+    assert heights[:2] == [100 * layers[layer]["exit_rate"] for layer in ("4", "12")]
+    assert sum(heights) == pytest.approx(100)
+    assert drawn["agreement"].drawn("plot") == [([4, 12], [100 * layers[n]["agreement"] for n in ("4", "12")])]
+    reliability = drawn["reliability"].drawn("plot")
+    assert [list(zip(*curve, strict=True)) for curve in reliability[:2]] == [
+        [(score, share) for score, share, _ in layers[layer]["reliability"]] for layer in ("4", "12")
+    ]
+    table = record["threshold"]["table"]
+    certified, others = drawn["risk"].drawn("plot")
+    assert certified[0] == [row["exit_threshold"] for row in table if row["certified"]]
+    assert others[1] == [100 * row["disagreement"] for row in table if not row["certified"]]
+
+
+def test_many_layers_are_thinned_out():
+    row = made_up_record()["exit_layers"]["4"]
+    axes = Axes()
+    PLOTS["reliability"][0](axes, {"exit_layers": {str(layer): row for layer in range(1, 31)}})
+    assert 4 <= len(axes.drawn("plot")) - 1 <= 8
+
+
+def test_without_matplotlib_plots_are_refused(tmp_path, without_matplotlib):
+    with pytest.raises(MissingPackageError, match=r"got no matplotlib\. Expected .*pip install tide-hf\[plots\]"):
+        save_plots(made_up_record(), tmp_path / "plots")
+    assert not (tmp_path / "plots").exists()

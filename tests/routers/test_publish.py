@@ -1,5 +1,7 @@
 """What is uploaded: routers with their card, by their method and by the command."""
 
+import sys
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -8,6 +10,12 @@ from loopback_hub import TOKEN
 from tide_hf import TIDERouters
 from tide_hf.cli import main as cli
 from tide_hf.common.errors import ConfigurationError, HubError
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    """Cards without plots take less time."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 def test_push_to_hub_uploads_routers_and_their_card(model_hub, hub_routers, tmp_path):
@@ -27,6 +35,7 @@ def test_push_to_hub_uploads_routers_and_their_card(model_hub, hub_routers, tmp_
     assert set(model_hub.repos["models", "org/again"].files()) == set(repo.files())
 
 
+@pytest.mark.usefixtures("without_matplotlib")
 def test_push_to_hub_privately_to_a_branch_and_as_a_pull_request(model_hub, hub_routers):
     hub_routers.push_to_hub("org/new-tide", private=True, revision="next", commit_message="First", token=TOKEN)
     repo = model_hub.repos["models", "org/new-tide"]
@@ -53,6 +62,7 @@ def test_refused_pushes_make_no_repository(model_hub, hub_routers, tmp_path):
     assert ("models", "org/new-tide") not in model_hub.repos
 
 
+@pytest.mark.usefixtures("without_matplotlib")
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -66,12 +76,14 @@ def test_a_card_that_the_hub_refuses(model_hub, hub_routers, answer, message):
         hub_routers.push_to_hub("org/new-tide", token=TOKEN)
 
 
+@pytest.mark.usefixtures("without_matplotlib")
 def test_push_while_the_hub_cannot_be_reached(hub_routers, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubError, match="org/new-tide cannot be uploaded to"):
         hub_routers.push_to_hub("org/new-tide", token=TOKEN)
 
 
+@pytest.mark.usefixtures("without_matplotlib")
 def test_the_push_command(model_hub, on_hub, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     options = ["--private", "--revision", "next", "--commit-message", "From the command line"]
