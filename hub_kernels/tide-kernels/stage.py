@@ -78,11 +78,11 @@ def stage_cuda(
 
     Args:
         folder: Where the variant's folder goes.
-        capabilities: What to compile for, ascending; the last one as PTX as well, which newer GPUs compile themselves.
+        capabilities: Compute capabilities, ascending; the last one as PTX as well, which newer GPUs compile themselves.
         verbose_ptxas: Have the assembler report registers and spills.
 
     Returns:
-        The variant's folder, and what the compiler said.
+        The variant's folder, and the compiler's output.
 
     Raises:
         SystemExit: nvcc is missing or refuses the sources.
@@ -104,7 +104,7 @@ def stage_cuda(
 
 
 def load_variant(variant: Path) -> ModuleType:
-    """Import a staged variant by itself, for tests and benchmarks; everyone else goes through the `kernels` client."""
+    """Import a staged variant directly, for tests and benchmarks; users go through the `kernels` client."""
     name = f"staged_{hashlib.sha256(str(variant.resolve()).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(name, variant / "__init__.py", submodule_search_locations=[str(variant)])
     if spec is None or spec.loader is None:
@@ -147,8 +147,8 @@ def _nvcc_command(
 def _link_flags(stubs: Path) -> list[str]:
     """Flags that link to PyTorch.
 
-    Where this PyTorch has no CUDA, one function of its CUDA library is linked from a stand-in, which is not shipped:
-    at run time the linker takes the library of that name that PyTorch has loaded.
+    Where this PyTorch has no CUDA, one function of its CUDA library is linked from a stub, which is not shipped: at run
+    time the linker takes the library of that name that PyTorch has loaded.
     """
     import torch  # noqa: PLC0415 (copying Triton files needs no PyTorch)
 

@@ -1,4 +1,4 @@
-"""C++ kernels: compiled in parallel, loaded one at a time, and cached where nobody else can write."""
+"""C++ kernels: compiled in parallel, and cached where nobody else can write."""
 
 import ctypes
 import hashlib
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,26 +70,6 @@ def test_all_kernels_are_compiled_in_parallel_with_the_first(monkeypatch, compil
     assert compile_kernel("groupwise_gemm", torch.bfloat16)
     assert loaded == [kernels._source_of(OPS), kernels._source_of("groupwise_gemm", torch.bfloat16)]
     assert sorted(future.result() for future in futures) == list(range(len(KERNELS) + 1))
-
-
-def test_threads_load_one_at_a_time(compiler):
-    busy, together = threading.Lock(), threading.Barrier(len(KERNELS), timeout=WAIT_SECONDS)
-    alone = []
-
-    def load(_text, device_type):
-        alone.append(busy.acquire(blocking=False))
-        threading.Event().wait(0.05)  # in which another thread would enter
-        busy.release()
-        return LIBRARY
-
-    def compile_together(name):
-        together.wait()
-        return compile_kernel(name, torch.float32)
-
-    compiler(load)
-    with ThreadPoolExecutor(len(KERNELS)) as pool:
-        assert all(pool.map(compile_together, KERNELS))
-    assert alone == [True] * (len(KERNELS) + 1)  # the ops are one library
 
 
 def fail_to_compile(_text, device_type):

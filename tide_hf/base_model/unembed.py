@@ -21,13 +21,7 @@ SCALING_MULTIMODAL = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4
 
 
 class Unembed:
-    """The base model's final norm, projection, head, and scaling or softcapping of logits.
-
-    Args:
-        model: The base model.
-        structure: Its structure.
-        ops: The fused kernels, if any.
-    """
+    """The base model's final norm, projection, head, and scaling or softcapping of logits."""
 
     def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = PLAIN) -> None:
         config = model.config.get_text_config()
@@ -79,13 +73,9 @@ class Unembed:
 
 
 class DraftUnembed:
-    """Top-1 tokens of hidden states, over the whole or a draft vocabulary.
+    """Top-1 tokens of hidden states, over the draft vocabulary `token_ids` (draft_vocab_size,), or over all tokens.
 
     Scaling and softcapping keep the order of the logits, so they are left out.
-
-    Args:
-        unembed: The base model's unembedding.
-        token_ids: (draft_vocab_size,) the draft vocabulary; `None` for all tokens.
     """
 
     def __init__(self, unembed: Unembed, token_ids: Tensor | None = None) -> None:

@@ -43,10 +43,10 @@ class Case:
 
     Attributes:
         op: Its name.
-        size: What the size is, for people.
+        size: A description of the size.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        num_bytes: What it has to read and write at the least.
+        num_bytes: The least number of bytes that it reads and writes.
     """
 
     op: str
@@ -107,7 +107,7 @@ def _random(*shape: int) -> Tensor:
 
 @cache
 def compiled(op: str) -> Callable[..., Any]:
-    """The reference under torch.compile, kept, so that it compiles for sizes in general once it has seen a second."""
+    """The reference under torch.compile; cached, since it compiles for dynamic sizes once it has seen a second one."""
     return torch.compile(getattr(reference_ops, op))
 
 
@@ -122,7 +122,7 @@ def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_by
         check(case, name, getattr(module, case.op))
     runs = {name: (lambda call=call: call(*case.args, **case.kwargs)) for name, call in calls.items()}
     if published is not None and case.op == "norm_route":
-        states, weight, _, down, _, up, _ = case.args  # it knows no biases, and wants the weights transposed
+        states, weight, _, down, _, up, _ = case.args  # it takes no biases, and transposed weights
         prepared = weight.float(), down.t().contiguous(), up.t().contiguous()
         runs["published"] = lambda: published(states, *prepared, 1e-5)
     results = []
@@ -154,7 +154,7 @@ def _copied(args: tuple[Any, ...]) -> list[Any]:
 
 
 def time_called(run: Callable[[], Any]) -> float:
-    """Median microseconds of a call among many, launch and all."""
+    """Median microseconds of a call, its launch included."""
     samples = []
     for _ in range(REPEATS + 2):
         torch.cuda.synchronize()
