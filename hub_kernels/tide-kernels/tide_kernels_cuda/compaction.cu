@@ -1,5 +1,5 @@
-// exit_compact and exit_scatter: rows that stay to the front, and rows back to their places. Elements are only copied,
-// so what counts of a dtype is its size.
+// exit_compact sorts the rows that continue before those that exit; exit_scatter writes them back. Elements are only
+// copied, so only the size of a dtype matters.
 
 #include "../torch-ext/torch_binding.h"
 #include "common.cuh"
@@ -8,7 +8,7 @@ namespace tide {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int CHUNK = 1024;  // rows whose staying is counted together
+constexpr int CHUNK = 1024;  // rows that are counted together
 constexpr int ROWS = 8;      // rows that one block moves; divides CHUNK
 
 __device__ inline int block_count(int x) {
@@ -24,7 +24,7 @@ __device__ inline int block_count(int x) {
   return sum;
 }
 
-// Rows that stay among [begin, end), counted by the block.
+// Number of continuing rows in [begin, end), counted by the block.
 __device__ inline int count_staying(const bool* exit_mask, int64_t mask_stride, int64_t begin, int64_t end) {
   int staying = 0;
   for (int64_t row = begin + threadIdx.x; row < end; row += THREADS) staying += !exit_mask[row * mask_stride];
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0) chunk_counts[blockIdx.x] = staying;
 }
 
-// E: an unsigned integer as wide as what is moved at a time, `size` of them to a row.
+// E: the unsigned integer that is moved at a time; a row has `size` of them.
 template <typename E>
 __global__ void __launch_bounds__(THREADS) compact_kernel(
     const E* hidden_states,
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(THREADS) scatter_kernel(
   }
 }
 
-// Calls `run` with an element of the width to move at a time, and how many elements of the tensor that is.
+// Calls `run` with an element of the width to move at a time, and with the number of tensor elements in it.
 template <typename Run>
 void for_width(size_t element_size, bool by_16_bytes, Run run) {
   if (by_16_bytes) return run(uint4{}, 16 / static_cast<int64_t>(element_size));
@@ -116,7 +116,7 @@ void for_width(size_t element_size, bool by_16_bytes, Run run) {
   }
 }
 
-// Whether each row is whole aligned groups of 16 bytes.
+// Whether each row consists of whole, aligned groups of 16 bytes.
 bool moves_by_16_bytes(const Tensor& tensor) {
   const size_t row = tensor.stride(0) * tensor.element_size(), width = tensor.size(1) * tensor.element_size();
   return tensor.stride(1) == 1 && row % 16 == 0 && width % 16 == 0 && is_aligned(tensor.const_data_ptr(), 16);

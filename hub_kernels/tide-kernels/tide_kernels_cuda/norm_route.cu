@@ -1,8 +1,8 @@
 // norm_route: norm, router MLP, sigmoid and threshold in one launch.
 //
-// A block takes TOKENS rows and RANKS of the router's hidden units: a whole row's router weights are more than one
-// multiprocessor can read in the time that a launch takes. The last block of a row to arrive adds up what all found, in
-// a fixed order, so that results do not vary.
+// A block takes TOKENS rows and RANKS of the router's hidden units, since one multiprocessor could not read all router
+// weights in the time that a launch takes. The last block of a row to finish adds up the partial sums in a fixed order,
+// so that results do not vary.
 
 #include "../torch-ext/torch_binding.h"
 #include "common.cuh"
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS) norm_route_kernel(const Arguments a) 
   __shared__ bool is_last;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * TOKENS;
   const int first_unit = blockIdx.y * RANKS, parts = gridDim.y;
-  const T* rows[TOKENS];  // rows behind the last repeat it, and write nothing
+  const T* rows[TOKENS];  // rows beyond the last repeat it, and write nothing
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
     const int64_t row = min(first_row + t, a.num_rows - 1);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS) norm_route_kernel(const Arguments a) 
     Vector<float, WIDTH> down[RANKS];
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      const int64_t unit = min(first_unit + r, a.rank - 1);  // units behind the last are given no weight below
+      const int64_t unit = min(first_unit + r, a.rank - 1);  // units beyond the last get no weight below
       down[r] = load<float, WIDTH>(a.down_weight + unit * a.down_row_stride + col * a.down_col_stride, 1);
     }
     const auto weight = load<W, WIDTH>(static_cast<const W*>(a.norm_weight) + col, 1);
