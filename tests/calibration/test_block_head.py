@@ -41,7 +41,7 @@ def trained(parts, tmp_path_factory):
 @pytest.fixture(scope="module")
 def batches(parts):
     torch.manual_seed(0)
-    documents = [Document(torch.randint(3, 250, (24,)).tolist(), first=1) for _ in range(32)]
+    documents = [Document(torch.randint(3, 250, (16,)).tolist(), first=1) for _ in range(16)]
     return list(document_batches(parts[0], 1, documents, 8))
 
 
@@ -70,8 +70,8 @@ def test_training_lowers_the_loss(parts, batches, monkeypatch, in_bfloat16):
     routers = routers_for(model, 1)
     trainer = started_trainer(model, routers, batches)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    losses = [loss for _, loss in trainer.train(lambda: batches, len(batches), epochs=15)]
-    assert len(losses) == 15
+    losses = [loss for _, loss in trainer.train(lambda: batches, len(batches), epochs=30)]
+    assert len(losses) == 30
     assert losses[-1] < 0.9 * losses[0]
     assert not any(parameter.requires_grad for parameter in routers.block.head.parameters())
     assert {parameter.dtype for parameter in routers.block.head.parameters()} == {torch.float32}
@@ -102,7 +102,7 @@ def test_training_on_its_own_predictions_makes_second_draft_tokens_better(parts,
         monkeypatch.setattr("tide_hf.calibration.block_head.SECOND_SHARE", share)
         torch.manual_seed(0)
         trainer = started_trainer(model, routers_for(model, 1), batches)
-        list(trainer.train(lambda: batches, len(batches), epochs=20))
+        list(trainer.train(lambda: batches, len(batches), epochs=30))
         loss = 0.0
         with torch.no_grad():
             for batch in batches:
@@ -111,7 +111,7 @@ def test_training_on_its_own_predictions_makes_second_draft_tokens_better(parts,
                 loss += float(distillation_loss(student, teacher, teacher.argmax(dim=-1)))
         return loss
 
-    assert second_loss(4.0) < 0.98 * second_loss(0.0)
+    assert second_loss(4.0) < 0.97 * second_loss(0.0)
 
 
 def test_whether_bfloat16_is_faster_is_measured_once_on_a_cpu(monkeypatch):

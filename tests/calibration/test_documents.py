@@ -365,14 +365,6 @@ def test_hub_data_sets_that_do_not_exist(name, message, hub, tokenizer):
         read(name, tokenizer)
 
 
-def test_a_hub_that_cannot_be_reached(tokenizer, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        CalibrationError, match=r"cannot be read \(org/name \(train\)\): got ConnectionError: Couldn't re"
-    ):
-        read("org/name", tokenizer)
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import VOCAB, tiny_model
+from families import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
@@ -59,17 +59,6 @@ def test_continuations_are_those_of_generate(tiny_llama):
     assert ended == [row[: row.index(*ends)] if ends & set(row) else row for row in rows]
     # a padding token that the tokenizer has and the model has not
     assert continue_prompts(model, PROMPTS, 6, temperature=None, ends=ends, pad=model.config.vocab_size) == ended
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
-def test_samples_depend_on_the_seed_alone(family):
-    model = tiny_model(family)
-    found = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        found.append(continue_prompts(model, PROMPTS, 8, temperature=1.0, ends=set()))
-    assert found[0] == found[1] != found[2]
-    assert all(0 <= token < VOCAB for row in found[0] for token in row)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +146,8 @@ def test_own_prompts_end_at_an_end_token_or_a_new_turn(tiny_llama, tiny_tokenize
         assert written
         assert not {turn.after[0], 7} & set(written)
         lengths.add(len(written))
-    assert 1 < max(lengths) <= LONGEST_OWN_PROMPT
+    assert max(lengths) <= LONGEST_OWN_PROMPT
+    assert len(lengths) > 1
 
 
 def test_a_batch_of_own_prompts_is_repeatable(tiny_llama, tiny_tokenizer):
