@@ -37,8 +37,7 @@ class TIDEGenerationMixin:
     """Mixed in front of a model's class while TIDE is attached.
 
     Attributes:
-        last_exit_stats: Counts of the last call; `None` before the first, and after one in which TIDE had no part, as
-            in beam search.
+        last_exit_stats: Counts of the last call; `None` before the first, and after one without TIDE, as beam search.
     """
 
     config: Any
@@ -55,7 +54,7 @@ class TIDEGenerationMixin:
             if value is not None:
                 setattr(config, name, value)
         if "use_cache" not in kwargs and self.generation_config.use_cache is False:
-            config.use_cache = True  # else the model's own config, where training has left it, would do without K/V
+            config.use_cache = True  # training often leaves `use_cache=False` in the model's own config
         return config, model_kwargs
 
     def _sample(  # the method of transformers that greedy search and sampling both run
@@ -153,30 +152,28 @@ class TIDEGenerationMixin:
         return result
 
     def tide_release(self) -> None:
-        """Give back the memory that TIDE keeps between calls; what is needed again is made again."""
+        """Free the memory that TIDE retains between calls; later calls allocate it again."""
         self._tide.release()
 
     def tide_warm_up(
         self, rows: int | Iterable[int] = 1, *, max_length: int = 1024, engine: str | None = None
     ) -> float:
-        """Make an engine ready, so that no answer waits for it: compile its steps, or capture them.
+        """Warm an engine up, so that no call waits for it: compile its steps, and on a GPU capture them.
 
-        `"eager"` needs nothing, but gains by kernels on a CPU, which are compiled once on each machine: here, or for
-        calls with `"compiled"`.
-
-        What other calls need than those that were asked for (longer ones, other heads) is made ready in them, as ever.
+        `"eager"` needs no warm-up, but on a CPU it is faster with kernels that are compiled once on each machine: here,
+        or in calls with `"compiled"`. Steps for longer calls, or other heads, are compiled in those calls.
 
         Args:
-            rows: Sequences of the calls to come, or several numbers of them. Calls with fewer rows share steps with
-                those of less than twice as many, so `(1, 2, 4, 8)` serves all batches of up to 8.
+            rows: The batch size of later calls, or several. Calls with fewer rows share steps with those of less than
+                twice as many, so `(1, 2, 4, 8)` serves all batches of up to 8.
             max_length: Most tokens of prompt and answer.
-            engine: Which; default: the one of calls that name none.
+            engine: Name of the engine; default: the one of calls that name none.
 
         Returns:
-            Seconds that it took; 0 where nothing has to be made ready.
+            Seconds that it took; 0 without anything to compile.
 
         Raises:
-            ConfigurationError: An argument makes no sense.
+            ConfigurationError: An argument is not a positive integer, or there is no such engine.
             UnsupportedModelError: The model cannot decode in `self_speculative`.
         """
         attachment = self._tide
@@ -187,7 +184,7 @@ class TIDEGenerationMixin:
         return warm_up(self, attachment, chosen, numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; where deeper layers have to catch up, let the run do it."""
+        """Call the model, by the run where deeper layers may have to catch up."""
         run = active_run()
         if run is not None and not run.owns(kwargs):
             with active(None):
@@ -197,7 +194,7 @@ class TIDEGenerationMixin:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        """Let `.to()`, `.half()` and their like reach the routers, which are no submodule of the base."""
+        """Apply `.to()`, `.half()` and the like to the routers, which are no submodule of the base model."""
         model = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         if self._tide.routers is not None:
             self._tide.routers._apply(fn)

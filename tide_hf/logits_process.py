@@ -25,9 +25,9 @@ from .routers.routers import TIDERouters
 class TIDELogitsProcessor(LogitsProcessor):
     """Replaces a token's scores by those of the earliest exit whose router agrees (arXiv 2603.21365, Algorithm 1).
 
-    All layers run; this shows what early exits would say. The prompt's pass keeps the base model's scores. It must
-    come before processors that change the scores, since it sets them anew: `generate(logits_processor=[tide])` does.
-    Hooks on the exit layers stay until `close()`; it is a context manager.
+    All layers run; this shows which tokens early exits would give. Prefill leaves the base model's scores unchanged.
+    Since it replaces scores, it must come before processors that change them, as in
+    `generate(logits_processor=[tide])`. Hooks on the exit layers stay until `close()`; it is a context manager.
 
     Args:
         model: The base model, not attached, or a `PeftModel` around it.
@@ -69,9 +69,9 @@ class TIDELogitsProcessor(LogitsProcessor):
             routers.config.exit_threshold if exit_threshold is None else exit_threshold
         )
         self._states: dict[int, Tensor] = {}
-        self._hooks = hook_layers(structure, routers.exit_layers, self._keep)
+        self._hooks = hook_layers(structure, routers.exit_layers, self._store)
 
-    def _keep(self, exit_layer: int, output: Any) -> None:
+    def _store(self, exit_layer: int, output: Any) -> None:
         state = output[0] if isinstance(output, tuple) else output
         if state.shape[1] == 1:
             self._states[exit_layer] = state[:, -1]
@@ -80,8 +80,8 @@ class TIDELogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Blend (rows, vocab_size) scores with those of the exits."""
-        undecided = torch.ones(scores.shape[0], dtype=torch.bool, device=scores.device)
+        """Replace the scores, (rows, vocab_size), of tokens that exit."""
+        not_exited = torch.ones(scores.shape[0], dtype=torch.bool, device=scores.device)
         for exit_layer, state in sorted(self._states.items()):
             if state.shape[0] != scores.shape[0]:
                 raise UnsupportedOptionError(
@@ -93,12 +93,12 @@ class TIDELogitsProcessor(LogitsProcessor):
                     )
                 )
             exit_point = on_device(self.routers[exit_layer], state)
-            leaves = self.unembed.route(exit_point.router, state).to(scores.device) >= self.exit_threshold
-            leaves &= undecided
-            if leaves.any():
+            exit_scores = self.unembed.route(exit_point.router, state).to(scores.device)
+            exit_mask = (exit_scores >= self.exit_threshold) & not_exited
+            if exit_mask.any():
                 logits = self.unembed(exit_point.head(state)).to(scores)
-                scores = torch.where(leaves[:, None], logits, scores)
-                undecided &= ~leaves
+                scores = torch.where(exit_mask[:, None], logits, scores)
+                not_exited &= ~exit_mask
         return scores
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
 from .common.choices import ENGINES, MODES, check_choice
 from .common.errors import ConfigurationError, UnsupportedModelError, describe
 from .depth.gates import open_gates, remove_gates
-from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates, remove_linear_gates
+from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates
 from .depth.multi_token_passes import check_widths
 from .engines.kinds import new_engines
 from .generation import TIDEGenerationMixin, attached_class
@@ -74,22 +74,22 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
             ignore_base_mismatch: Use routers that were made for another model of the same shape.
-            pack_weights: Keep a second copy of float32 and bfloat16 weights on a CPU, in oneDNN's own layout, which
-                makes passes over several tokens (or rows) cost little more than one, and on some CPUs a pass over one
-                cost less; where it does is measured. `"auto"`: where it takes at most a quarter of the free memory
-                when TIDE is attached. The copy is made when it is first of use. `False` leaves linear layers as they
-                are, without the compiled engine's products on stored weights as well.
-            use_kernels: Run fused kernels on the GPU: `"auto"` where they can be had, `True` or fail, `False` never.
+            pack_weights: Prepack a copy of float32 and bfloat16 weights on a CPU, in oneDNN's own layout, in which
+                passes over several tokens (or rows) cost little more than one, and on some CPUs a pass over one costs
+                less; the faster layout is measured, and the copy made at its first use. `"auto"`: if it takes at most
+                a quarter of the memory that is free when TIDE is attached. `False` leaves linear layers as they are,
+                which excludes the compiled engine's kernels on stored weights as well.
+            use_kernels: Run fused kernels on the GPU: `"auto"` where they are available, `True` (or raise), `False`.
                 See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model. On a CPU,
-                `False` keeps eager calls from the kernels that `tide_warm_up` compiles.
-            engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which makes draft steps
-                and verify passes of `self_speculative` into compiled steps of fixed shape, captured as CUDA graphs on
-                a GPU, each ready within seconds when it is first needed. What cannot be such a step runs eagerly, and
+                with `False` eager calls do not run the kernels that `tide_warm_up` compiles.
+            engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
+                and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
+                a GPU, each ready within seconds at its first use. Calls that these do not support run eagerly, and
                 the log says why. A call may name another (`tide_engine=`).
-            strict: Raise where `self_speculative` cannot have a call or a model: attention maps or hidden states that
-                are to be returned, caches that cannot be rolled back, recurrent states and so on. By default these
-                decode plainly, by transformers' own loop: the output is the same, the log says why at the first of a
-                kind, and `last_exit_stats.fallback_reason` each time. A call may say otherwise (`tide_strict=`).
+            strict: Raise where `self_speculative` does not support a call or a model: returned attention maps or hidden
+                states, caches that cannot be rolled back, recurrent states and so on. By default these decode
+                plainly, by transformers' own loop: the output is the same, the log says why at the first of a kind,
+                and `last_exit_stats.fallback_reason` each time. A call may override this (`tide_strict=`).
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
                 `proxies` are used for the routers as well.
@@ -227,7 +227,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if _is_attached(base):
             attachment = base._tide
             remove_gates(attachment.structure)
-            remove_linear_gates(attachment.structure, attachment.block_head)
+            for gate in attachment.gates():
+                gate.remove()
             base.__class__ = attachment.base_class
             del base._tide, base.last_exit_stats
         return model

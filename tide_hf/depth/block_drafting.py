@@ -24,17 +24,11 @@ MAX_PENDING_PASSES = 64  # bounds the memory of hidden states whose K/V are not 
 
 @dataclass
 class BlockState:
-    """The block head's state on a returned cache, with which a call that continues from it can draft.
+    """The block head's state on a returned cache, with which a call that continues from it can draft."""
 
-    Attributes:
-        identity: The block head's [`BlockPoint.identity`].
-        layer: Its K/V, of the cache's first tokens.
-        prev_hidden_state: (rows, 1, D) last hidden state, after the final norm, of the last of these tokens.
-    """
-
-    identity: str
-    layer: DynamicLayer
-    prev_hidden_state: Tensor | None
+    identity: str  # of the block head
+    layer: DynamicLayer  # its K/V
+    prev_hidden_state: Tensor | None  # as in `BlockRun`
 
 
 def block_state_of(cache: Any, identity: str) -> BlockState | None:
@@ -57,15 +51,8 @@ def block_state_of(cache: Any, identity: str) -> BlockState | None:
 class BlockRun(LayerRun):
     """Full-depth passes that also write the block head's K/V, and hold the last hidden states that it reads.
 
-    The block's K/V are one more layer of the call's cache, so that cropping, compaction and row selection apply to them
-    as to the base model's layers.
-
-    Args:
-        structure: The base model's structure.
-        cache: The cache of the call, with the block's layer after the model's own.
-        unembed: The base model's unembedding.
-        point: The block head and its confidence.
-        block_layer: The exit layer after which the block drafts.
+    The block's K/V are one more layer of the call's cache, after the model's own, so that cropping, compaction and row
+    selection apply to them as to the base model's layers. The block drafts after exit layer `block_layer`.
     """
 
     def __init__(
@@ -104,9 +91,8 @@ class BlockRun(LayerRun):
     def observe(self, call: LayerCall, final: Tensor) -> None:
         """Store the block's K/V for the tokens of a full-depth pass.
 
-        Args:
-            call: The call of the layer after the block's exit layer.
-            final: (rows, width, D) hidden states after the last layer.
+        `call` is that of the layer after the block's exit layer, `final` (rows, width, D) are the hidden states after
+        the last layer.
         """
         self.last_hidden_states = self._fill(call, final)
 
@@ -128,10 +114,7 @@ class BlockRun(LayerRun):
             self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
     def draft(self, call: LayerCall) -> Tensor:
-        """Run the block on one token for each row.
-
-        Args:
-            call: The call that the layer after the exit layer would have received, width 1.
+        """Run the block on one token for each row, given the call of the layer after the exit layer.
 
         Returns:
             (rows, D) the block's estimate of the token's last hidden state, before the final norm.
@@ -277,20 +260,9 @@ def _has_tokens(value: Any, width: int, dim: int) -> bool:
 def block_run(
     config: Any, structure: DecoderStructure, cache: Any, unembed: Unembed, routers: TIDERouters | None, lazy: bool
 ) -> BlockRun | None:
-    """Make the run of a call in which the block head may draft, if it can.
+    """Make the run of a call in which the block head may draft; `None` without one, or its K/V of the cached tokens.
 
-    A call that continues from a filled cache needs the block's K/V, which the call that returned the cache left on it.
-
-    Args:
-        config: The base model's text config.
-        structure: Its structure.
-        cache: The cache of the call.
-        unembed: The base model's unembedding.
-        routers: The model's routers, if any.
-        lazy: Whether the block's K/V are filled only when it drafts, which works for a single row.
-
-    Returns:
-        The run; `None` where there is no block head, or no K/V of it for the cached tokens.
+    With `lazy`, which works for a single row, these are filled only when it drafts.
     """
     if routers is None or routers.block is None or type(cache) is not DynamicCache:
         return None

@@ -8,6 +8,7 @@ token needs them. `PropagateRun` fills the K/V of skipped layers without running
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..base_model.unembed import Unembed
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
 from .gates import LayerGate, LayerRun, input_state, on_device
-from .kv_cache import crop, cut_back, fill_skipped, start_recording, stop_recording
+from .kv_cache import crop, crop_layers, cut_back, fill_skipped, start_recording, stop_recording
 
 
 class ExitRun(LayerRun):
@@ -37,11 +38,6 @@ class ExitRun(LayerRun):
         exit_criterion: What is scored: `"router"` (the router's score), `"confidence"` (the exit head's largest
             probability, as in CALM, arXiv 2207.07061) or `"fixed"` (every token exits at the first exit layer).
         min_layers: No token exits after fewer layers.
-
-    Attributes:
-        exit_layers_of_pass: (rows, length) exit layer of each token in the current pass; `num_layers` without an exit.
-        per_pass: The exit layers of each row's last token, one list per forward pass.
-        mlp_tokens_skipped: Tokens that MLPs skipped, counted once per layer.
     """
 
     exits_in_prompt = False
@@ -60,17 +56,18 @@ class ExitRun(LayerRun):
         self.routers, self.unembed, self.ops = routers, unembed, unembed.ops
         self.exit_threshold, self.exit_criterion = exit_threshold, exit_criterion
         self.exit_layers = frozenset(layer for layer in routers.exit_layers if layer >= min_layers)
+        # (rows, length) exit layer of each token in the current pass; `num_layers` without an exit.
         self.exit_layers_of_pass = torch.empty(0, 0, dtype=torch.long)
-        self.may_exit = False
-        self.num_exited = 0
-        self.per_pass: list[list[int]] = []
-        self.mlp_tokens_skipped = 0
+        self.may_exit, self.num_exited = False, 0  # in the current pass
+        self.exited_state: Tensor | None = None  # (rows, 1, D) after the exit heads, in `PostHocRun`
+        self.per_pass: list[list[int]] = []  # the exit layers of each row's last token
+        self.mlp_tokens_skipped = 0  # counted once per layer
 
     def begin_pass(self, hidden_states: Tensor) -> None:
         """Reset the state at the first layer of a forward pass."""
         rows, length = hidden_states.shape[:2]
         self.may_exit = length == 1 or self.exits_in_prompt
-        self.num_exited = 0
+        self.num_exited, self.exited_state = 0, None
         shape = (rows, length if self.may_exit else 1)
         self.exit_layers_of_pass = torch.full(shape, self.num_layers, device=hidden_states.device)
 
@@ -113,9 +110,8 @@ class PropagateRun(ExitRun):
 
     Args:
         *args: As [`ExitRun`].
-        fill: Writes the K/V of a skipped layer: `kv_cache.fill_skipped` (`propagate`) or `fill_zeros` (`zero_pad`).
-        exits_in_prompt: Whether prompt tokens may exit as well. Deeper layers compute their K/V from the frozen
-            hidden state, and skip the MLP.
+        fill: Writes the K/V of a skipped layer; see `kv_cache.fill_for`.
+        exits_in_prompt: Whether prompt tokens may exit as well; their K/V in deeper layers are of the frozen state.
         **kwargs: As [`ExitRun`].
     """
 
@@ -169,11 +165,6 @@ class PropagateRun(ExitRun):
 class PostHocRun(ExitRun):
     """All layers run; the hidden state of the earliest exit replaces the last one (TIDE, Algorithm 1)."""
 
-    def begin_pass(self, hidden_states: Tensor) -> None:
-        """Reset the state at the first layer, the exited hidden states included."""
-        super().begin_pass(hidden_states)
-        self.exited_state: Tensor | None = None
-
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute one layer; hold the hidden states of exited tokens until the last one."""
         if gate.layer_idx == 0:
@@ -201,12 +192,12 @@ class _CatchUp(BaseException):
     """Raised at a layer that lacks the K/V of earlier tokens."""
 
 
+@dataclass
 class _Token:
     """One decoded token per row: the model's arguments, and its hidden states at the exit layers it reached."""
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
-        self.kwargs = kwargs
-        self.states: dict[int, Tensor] = {}  # (rows, 1, D), by layers executed
+    kwargs: dict[str, Any]
+    states: dict[int, Tensor] = field(default_factory=dict)  # (rows, 1, D), by layers executed
 
     @property
     def depth(self) -> int:
@@ -239,8 +230,7 @@ class RecomputeRun(PostHocRun):
         except _CatchUp:
             output = self.catch_up(forward, [*self.pending, self.current])
         if not self.pending:
-            for layer in cache.layers:
-                crop(layer, 0)
+            crop_layers(cache.layers, 0)
         return output
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

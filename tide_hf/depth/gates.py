@@ -1,9 +1,8 @@
 """Gates on decoder layers and their MLPs, with which a forward pass can skip some of them.
 
 A gate replaces a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary embeddings
-and final norm run unchanged. Without an active `LayerRun` a gate is transparent. The active run is a context variable,
-so every thread and every `generate` call has its own. Under `torch.compile` no run is active, so that a traced model
-has no graph breaks.
+and final norm run unchanged. Without an active `LayerRun` it does nothing. The active run is a context variable: each
+thread and each `generate` call has its own. Under `torch.compile` there is none, so that traces have no graph breaks.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def active_run() -> LayerRun | None:
 
 
 class LayerRun:
-    """Decides what each layer does. The base class executes and counts every layer.
+    """Decides what each layer does. The base class executes every layer.
 
     Args:
         structure: The base model's structure.
@@ -156,7 +155,6 @@ class LayerRun:
 
     Attributes:
         layers_executed: Layers executed, counted once per row.
-        ops: The fused kernels, if any.
         execute_layer: Runs a layer, given its gate and arguments; `None` for the native forward.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -52,10 +52,7 @@ def _storing_view(value: Any) -> Any:
 
 
 def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fill a skipped layer's K/V from its input, by the layer's own code (`propagate`).
-
-    Only the code before the cache update runs: the input norm and the q, k and v projections.
-    """
+    """Fill a skipped layer's K/V from its input, by the layer's own code up to its cache update (`propagate`)."""
     try:
         gate.native(*map(_storing_view, args), **{name: _storing_view(value) for name, value in kwargs.items()})
     except _Stored:
@@ -71,11 +68,7 @@ def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 def fill_for(strategy: str, config: Any) -> Callable[..., None]:
-    """Choose the function that fills a skipped layer's K/V for a `kv_cache_strategy` and a text config.
-
-    Raises:
-        UnsupportedOptionError: Some layers share the K/V of others, as Gemma 4's do.
-    """
+    """The function that fills a skipped layer's K/V; raises where layers share K/V, as Gemma 4's do."""
     num_shared = getattr(config, "num_kv_shared_layers", 0)
     if num_shared:
         raise UnsupportedOptionError(
@@ -102,9 +95,6 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
         user: Name of the feature that uses it, for the message.
         static: Which static caches are supported: `"any"`, `"full"` (without sliding windows) or `"none"`.
         moves_rows: Whether `user` compacts the rows of a batch.
-
-    Raises:
-        UnsupportedOptionError: There is no cache, or one that cannot be rolled back.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
@@ -152,6 +142,12 @@ def crop(layer: Any, num_tokens: int) -> None:
                 length.sub_(num_tokens)  # in place; the next pass overwrites the rejected slots
     elif getattr(layer, "is_initialized", True):  # layers that attend to images stay empty without images
         layer.crop(-num_tokens)
+
+
+def crop_layers(layers: Iterable[Any], num_tokens: int) -> None:
+    """Remove the last `num_tokens` tokens from some layers of a cache."""
+    for layer in layers:
+        crop(layer, num_tokens)
 
 
 class _VisibleSlidingLayer(DynamicSlidingWindowLayer):
@@ -208,10 +204,10 @@ class CacheSlots:
 
     Args:
         cache: The cache after prefill.
-        length: Number of filled slots; later without those of a pass that is not committed.
+        length: Number of filled slots, without those of a pass that is not committed.
         attention_mask: (rows, length) of the prompt; `None` without padding.
         compaction_threshold: Largest share of holes before the cache is compacted.
-        device: Device of the tokens, since the layers of an offloaded cache move between devices.
+        device: Of the tokens; the layers of an offloaded cache move between devices.
         ops: Kernels for the compaction, if any.
         has_windows: Whether some layers have a sliding window.
     """
@@ -287,8 +283,7 @@ class CacheSlots:
         return index
 
     def _crop(self, num_tokens: int) -> None:
-        for layer in self.cache.layers:
-            crop(layer, num_tokens)
+        crop_layers(self.cache.layers, num_tokens)
 
     def _move(self, order: Tensor, total: int) -> None:
         for layer in self.cache.layers:

@@ -69,9 +69,6 @@ class LinearGate(Gate):
         linear: The layer.
         may_copy: Whether the weights may be copied.
         anywhere: Whether the gate also acts outside an active run, for layers of TIDE's own.
-
-    Attributes:
-        converted: The weights in other layouts.
     """
 
     def __init__(self, linear: nn.Linear, may_copy: bool = True, anywhere: bool = False) -> None:
@@ -193,15 +190,11 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
 
 
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:
-    """Find the linear layers of the decoder and its head whose weights may be read in another layout.
+    """Find the linear layers of the decoder and its head to gate, and whether their weights may be copied.
 
     Args:
         structure: The base model's structure.
-        pack_weights: Whether the weights may be copied: `True`; `False`, which leaves all layers as they are; or
-            `"auto"`, if copies take at most a quarter of the free memory.
-
-    Returns:
-        The layers, and whether their weights may be copied.
+        pack_weights: Whether to copy weights: `True`, `False` (no layer is gated), or `"auto"` (if copies fit).
 
     Raises:
         UnsupportedOptionError: `True`, but the model or this build of PyTorch does not support it.
@@ -248,20 +241,11 @@ def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
     return {weight.dtype for gate in gates if (weight := gate._weight) is not None}
 
 
-def remove_linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> None:
-    """Remove the gates, and the converted weights with them."""
-    for gate in list(linear_gates(structure, *others)):
-        gate.remove()
-
-
 def linears_in(*modules: nn.Module) -> list[nn.Linear]:
-    """The linear layers among `modules` whose weights can be read in other layouts.
-
-    Layers with a replaced forward are left out: accelerate replaces it to move offloaded weights.
-    """
-    kinds = (LinearGate, type(None))
-    stay = [module for module in modules if isinstance(module.__dict__.get("forward"), kinds)]
-    return [module for module in stay if type(module) is nn.Linear and _is_plain(module.weight)]
+    """The linear layers among `modules` whose weights can be read in other layouts."""
+    kinds = (LinearGate, type(None))  # accelerate replaces the forward of layers with offloaded weights
+    gateable = [module for module in modules if isinstance(module.__dict__.get("forward"), kinds)]
+    return [module for module in gateable if type(module) is nn.Linear and _is_plain(module.weight)]
 
 
 def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..base_model.parity import check_parity, probe
 from ..base_model.structure import DecoderStructure, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
-from .kv_cache import crop, start_recording
+from .kv_cache import crop_layers, start_recording
 
 WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # these models' masks ignore the window
 SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config names: the most keys that a token selects
@@ -30,11 +30,8 @@ def multi_token_limit(config: Any) -> tuple[str, int] | None:
     Beyond a window that only the cache enforces, such a pass attends to more keys. Where a token selects its top-k keys
     (DeepSeek Sparse Attention, Doge), ties are broken by the shape of the pass.
 
-    Args:
-        config: The base model's text config.
-
     Returns:
-        The config's name for the limit and its value; `None` without a limit.
+        The text config's name for the limit and its value; `None` without a limit.
     """
     names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
     limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}
@@ -42,15 +39,7 @@ def multi_token_limit(config: Any) -> tuple[str, int] | None:
 
 
 def check_multi_token_passes(config: Any, num_slots: int) -> None:
-    """Refuse to draft where a multi-token pass may attend to other keys than token-by-token decoding.
-
-    Args:
-        config: The base model's text config.
-        num_slots: Tokens of prompt and answer, padding included.
-
-    Raises:
-        UnsupportedOptionError: The answer may exceed the model's limit.
-    """
+    """Raise where `num_slots` tokens of prompt and answer, padding included, exceed `multi_token_limit`."""
     found = multi_token_limit(config)
     if found is not None and num_slots > found[1]:
         raise UnsupportedOptionError(
@@ -67,14 +56,8 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
     """Check on a tiny probe that the model's logits do not depend on the width of a pass, and as `check_parity`.
 
     Three passes: all tokens, a few of them again in one pass over the cache, and single ones. Models with a recurrent
-    state, which never verify drafts, run the first alone.
-
-    In reduced precision, rounding may route a token to another expert. So the median token of the multi-token pass has
-    to agree there, and one of the single tokens.
-
-    Args:
-        model: The base model.
-        structure: What `find_structure` found.
+    state, which never verify drafts, run the first alone. In reduced precision, rounding may route a token to another
+    expert, so the median token of the multi-token pass has to agree there, and one of the single tokens.
 
     Raises:
         UnsupportedModelError: The logits differ, or `check_parity` fails.
@@ -91,11 +74,11 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
     tolerance = 0.01 if is_exact else 0.25
     start = max(1, length - 2 * VERIFY_WIDTH)
     end = min(start + VERIFY_WIDTH, length)
-    _crop(cache, length - start)
+    crop_layers(cache.layers, length - start)
     wide = probe(model, structure, start, end, cache)
     differences = _differences(wide, expected[start:end])
     _check_difference(model, float(differences.max() if is_exact else differences.median()), tolerance, length)
-    _crop(cache, end - start)
+    crop_layers(cache.layers, end - start)
     for position in range(start, start + 1 if is_exact else end):
         single = probe(model, structure, position, position + 1, cache)
         difference = float(_differences(single, wide[position - start])[0])
@@ -112,11 +95,6 @@ def _probe_length(model: PreTrainedModel) -> int:
     refused = multi_token_limit(config)
     limits = (*rope_limits(config).values(), last_position(config), refused and refused[1])
     return min(length, *(limit for limit in limits if limit), length)
-
-
-def _crop(cache: DynamicCache, num_tokens: int) -> None:
-    for layer in cache.layers:
-        crop(layer, num_tokens)
 
 
 def _differences(logits: Tensor, expected: Tensor) -> Tensor:

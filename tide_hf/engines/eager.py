@@ -137,7 +137,7 @@ class EagerEngine:
         for name in ("inputs_embeds", CACHE):
             self.model_kwargs.pop(name, None)
         self.types = next_token_types(self.model, self.model_kwargs)
-        threshold, ops = self.attachment.compaction_threshold, self.attachment.unembed.ops
+        threshold, ops = float(self.attachment.config.compaction_threshold), self.attachment.unembed.ops
         config = self.model.config.get_text_config()
         length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)

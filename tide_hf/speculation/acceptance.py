@@ -110,9 +110,9 @@ class AcceptanceRule:
 
         Args:
             batch: The rows that still decode.
-            logits: (rows, width, vocabulary) of the full-depth pass; `None` with top tokens.
+            logits: (rows, width, vocabulary) of the full-depth pass; may be `None` unless `needs_logits`.
             drafts: The draft of each row.
-            top_tokens: The top-1 token at each position of each row, unless `needs_logits`.
+            top_tokens: The top-1 token at each position of each row; `None` with `needs_logits`.
             depth: Layers of a full-depth pass.
 
         Returns:

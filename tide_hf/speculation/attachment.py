@@ -70,11 +70,6 @@ class Attachment:
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings
 
     @property
-    def compaction_threshold(self) -> float:
-        """Share of holes in a batch's cache above which it is compacted."""
-        return float(self.config.compaction_threshold)
-
-    @property
     def config(self) -> TIDEConfig:
         """The routers' config, or the default one."""
         return self.routers.config if self.routers is not None else TIDEConfig()

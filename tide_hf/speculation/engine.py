@@ -60,8 +60,6 @@ class DraftEngine(Protocol):
 
     Attributes:
         temperature: Of the call's sampling; 0 for greedy decoding.
-        block_layer: The exit layer at which the block head drafts; `None` where it does not. It cannot continue after
-            the tokens of another source.
         reads_drafts: Whether the host reads each draft token. If not, `draft_unread` replaces `draft`.
     """
 
@@ -70,7 +68,7 @@ class DraftEngine(Protocol):
 
     @property
     def block_layer(self) -> int | None:
-        """See above."""
+        """The exit layer of the block head, which drafts after no other source; `None` where it does not draft."""
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row by the head at an exit layer; return the tokens and their exit scores.
@@ -95,22 +93,17 @@ class Engine(DraftEngine, Protocol):
 
     A call is `prefill`, `begin`, and rounds of any number of `draft` steps, `verify` and `commit`; then `finish`. The
     rows of the batch stay in order; `select` drops some of them.
-
-    Attributes:
-        name: As users name it.
-        layers_executed: Decoder layers that ran to their end, each counted once per row and pass.
-        free_slots: Tokens that the cache has room for after the last ones; `None` for a cache that grows.
     """
 
-    name: str
+    name: str  # as users name it
 
     @property
     def layers_executed(self) -> int:
-        """See above."""
+        """Decoder layers that ran to their end, each counted once per row and pass."""
 
     @property
     def free_slots(self) -> int | None:
-        """See above."""
+        """Tokens that the cache has room for after the last ones; `None` for a cache that grows."""
 
     def running(self) -> AbstractContextManager[None]:
         """What all other methods are called inside of; after an error the caller's cache can still be used."""
@@ -158,15 +151,11 @@ class Engine(DraftEngine, Protocol):
 
 
 class EngineKind(Protocol):
-    """An engine as users name it, with what it retains from call to call.
-
-    Attributes:
-        warm_up_seconds: Seconds that its warm-up has taken so far.
-    """
+    """An engine as users name it, with what it retains from call to call."""
 
     @property
     def warm_up_seconds(self) -> float:
-        """See above."""
+        """Seconds that its warm-up has taken so far."""
 
     def showing_warm_up(self) -> AbstractContextManager[None]:
         """Show on a terminal that it warms up, while it does."""
@@ -174,15 +163,7 @@ class EngineKind(Protocol):
     def engine(
         self, model: Any, attachment: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Engine:
-        """The engine of one call.
-
-        Args:
-            model: The attached model.
-            attachment: TIDE's state of the model.
-            input_ids: (rows, prompt length).
-            generation_config: Of this call.
-            model_kwargs: What `generate` prepared.
-        """
+        """The engine of one call on an attached model, with the inputs, (rows, length), that `generate` prepared."""
 
     def log_eager(self, reason: str) -> None:
         """Log that a call which asked for this engine runs eagerly, as a warning at the first of each reason."""

@@ -253,14 +253,12 @@ def worth_another_draft(
     """Whether one more draft token for each row pays for itself.
 
     Args:
-        survivals: For each row the probability that all tokens drafted so far are accepted (the product of their exit
-            scores).
+        survivals: For each row the probability that all tokens drafted so far are accepted.
         acceptance: The probability that the next is, where these are.
         drafted: Tokens drafted so far.
         exit_layer: The layer that drafts.
         costs: Measured costs of a batch of this size.
-        ms_per_token: What a token costs in rounds like this one: no more time may be spent on one more, since later
-            rounds give tokens at that price.
+        ms_per_token: What a token costs in rounds like this one, and so the most that one more may cost.
         catch_up: Whether that layer has yet to process the tokens drafted so far, which another source wrote.
     """
     draft = costs.draft(exit_layer)

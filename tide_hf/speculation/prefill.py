@@ -17,7 +17,7 @@ from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_
 from ..base_model.wrappers import has_adapters_by_row
 from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
-from ..depth.kv_cache import crop
+from ..depth.kv_cache import crop_layers
 
 # One more pass costs a CPU as much as so many tokens do: it reads all weights again. A GPU reads thousands of tokens in
 # that time, and there the whole batch is read at once.
@@ -27,11 +27,7 @@ _SHARED = (bool, int, float, str, type(None))  # other inputs of the model, if t
 
 
 class PrefixCache:
-    """The K/V cache of the last call with a single sequence, for a prompt that begins with the same tokens.
-
-    Args:
-        config: The model's config.
-    """
+    """The K/V cache of the last call with a single sequence, for a prompt that begins with the same tokens."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config(decoder=True)
@@ -55,8 +51,8 @@ class PrefixCache:
             return DynamicCache(config=self.config)
         if surplus and any(type(layer) is not DynamicLayer for layer in cache.layers):
             return DynamicCache(config=self.config)  # a sliding window cannot be cropped
-        for layer in cache.layers if surplus else ():
-            crop(layer, surplus)
+        if surplus:
+            crop_layers(cache.layers, surplus)
         return cache
 
     def store(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
@@ -71,30 +67,19 @@ def num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a batch whose prompts are read in one pass.
+    """Rows of a batch whose prompts are read in one pass."""
 
-    Attributes:
-        read: The rows that the pass reads.
-        rows: Those that get its K/V: these, and rows with the same prompt.
-        own: For each of `rows` the index of its prompt in `read`.
-        length: Tokens of the longest, which the others are padded to.
-    """
-
-    read: list[int]
-    rows: list[int]
-    own: list[int]
-    length: int
+    read: list[int]  # the rows that the pass reads
+    rows: list[int]  # those that get its K/V: these, and rows with the same prompt
+    own: list[int]  # for each of `rows` the index of its prompt in `read`
+    length: int  # tokens of the longest, which the others are padded to
 
 
 def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]]:
-    """Which rows are best read together, each group padded to its longest.
-
-    Args:
-        lengths: Tokens of each row.
-        pass_tokens: What one more pass costs, in tokens.
+    """Group rows by their numbers of tokens, so that passes (`pass_tokens` each) and padded tokens cost the least.
 
     Returns:
-        The rows of each group, the longest last, so that passes and what each reads, padding included, cost the least.
+        The rows of each group, the longest last.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     best, begins = [(0, 0)], [0]  # for the first rows: cost and number of their groups, and where the last one begins
@@ -115,11 +100,7 @@ def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]
 def read_prompts(
     model: Any, run: LayerRun, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> tuple[Cache, Tensor]:
-    """Read the prompts of a call, (rows, length), under its active run.
-
-    Returns:
-        The filled cache, and (rows, 1, vocabulary) logits of the last prompt tokens.
-    """
+    """Read the prompts of a call; return its cache, and (rows, 1, vocabulary) logits of the last prompt tokens."""
     config = model.config.get_text_config()
     as_one = may_replace_cache(config, input_ids.shape[1]) or counts_slots(config, generation_config.max_length)
     groups = None if as_one else groups_of(model, input_ids, model_kwargs)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed
 
 
+@dataclass(frozen=True)
 class Ranks:
-    """The processes of a model, whose measurements and random draws are those of the first one.
+    """The processes of a model, which follow the measurements and random draws of the first one."""
 
-    Args:
-        group: Of the processes; `None` for a process alone.
-        device: Of their messages.
-    """
-
-    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
-        self.group, self.device = group, device
+    group: Any = None  # `None` for one process alone
+    device: torch.device | None = None  # of their messages
 
     @property
     def many(self) -> bool:
