@@ -50,12 +50,9 @@ def make_linear(size_in, size_out, bias):
     return linear
 
 
-SIZES = [(16, 3, True), (112, 65, False), (64, 33, True)]
-
-
 @pytest.mark.parametrize("rows", [1, 3, 17, 64, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size_in", "size_out", "bias"), SIZES)
+@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False)])
 def test_packed_weights_give_the_layers_output_for_any_number_of_rows(attached, rows, size_in, size_out, bias, dtype):
     linear = make_linear(size_in, size_out, bias).to(dtype)
     for state in (torch.randn(1, rows, size_in).to(dtype), torch.randn(rows, 2, size_in).to(dtype)[:, :1]):
@@ -68,23 +65,18 @@ def test_packed_weights_give_the_layers_output_for_any_number_of_rows(attached, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size_in", "size_out", "bias"), SIZES)
-def test_kernels_read_the_weights_as_they_are_stored(attached, size_in, size_out, bias, dtype, monkeypatch):
+def test_kernels_read_the_weights_as_they_are_stored(attached, dtype, monkeypatch):
     set_fastest_layouts(monkeypatch, DTYPES, order=(PlainWeight, PrepackedWeight, None))
-    linear = make_linear(size_in, size_out, bias).to(dtype)
+    linear = make_linear(112, 65, True).to(dtype)
     linear.forward.may_copy = False
     for rows in (1, 2, 300):
-        state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]  # with gaps
+        state = torch.randn(rows, 2, 112).to(dtype)[:, :1]  # with gaps
         with allowed_layouts(KERNEL_LAYOUTS):
-            found = linear(state)
-        native = linear.forward.native(state)
-        assert found.shape == native.shape
-        torch.testing.assert_close(found, native, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-2, rtol=1e-2)
+    with allowed_layouts(DRAFT_LAYOUTS):  # copies are not allowed
+        linear(torch.randn(1, 112).to(dtype))
     assert list(linear.forward.converted) == [PlainWeight]
     assert linear.forward.converted[PlainWeight]._plain[0].data_ptr() == linear.weight.data_ptr()
-    with allowed_layouts(DRAFT_LAYOUTS):  # copies are not allowed
-        linear(torch.randn(1, size_in).to(dtype))
-    assert list(linear.forward.converted) == [PlainWeight]
 
 
 def test_a_replaced_weight_is_read_until_the_next_release_if_changed(attached, monkeypatch):
@@ -119,18 +111,15 @@ def test_weights_without_fast_products_are_upcast_in_chunks(attached, dtype, has
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size_in", "size_out", "bias"), SIZES)
-def test_draft_steps_read_quantised_weights(attached, size_in, size_out, bias, dtype):
-    linear = make_linear(size_in, size_out, bias).to(dtype)
+def test_draft_steps_read_quantised_weights(attached, dtype):
+    linear, state = make_linear(112, 65, True).to(dtype), torch.randn(2, 1, 112).to(dtype)
     with torch.no_grad():
         linear.weight[-1] = 0.0
-    state = torch.randn(2, 1, size_in).to(dtype)
     with allowed_layouts(DRAFT_LAYOUTS):
         found = linear(state)
     assert list(linear.forward.converted) == [QuantizedWeight]
     assert found.dtype is dtype
     native = linear.forward.native(state)
-    assert found.shape == native.shape
     # Half a quantisation step of 1/63 for each input; then rounding of states and outputs to bfloat16.
     largest = 0.5 / 63 * linear.weight.abs().amax() * state.abs().sum(dim=-1).amax()
     tolerance = float(largest + 0.02 * native.abs().max())
@@ -185,17 +174,12 @@ def test_only_calls_that_may_be_traced_dispatch_the_op(attached, monkeypatch):
     assert len(by_op) == 3
 
 
-def test_a_parametrised_bias_is_added(attached):
+def test_a_parametrised_bias_is_added_and_a_parametrised_weight_left_to_the_layer(attached):
     linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
     before = linear(state)
     assert linear.forward.converted
     parametrize.register_parametrization(linear, "bias", nn.Hardtanh(3.0, 4.0))
     torch.testing.assert_close(linear(state), before + linear.bias - linear.parametrizations.bias.original)
-
-
-def test_a_parametrised_weight_is_left_to_the_layer(attached):
-    linear, state = make_linear(32, 32, bias=True), torch.randn(5, 32)
-    linear(state)
     parametrizations.weight_norm(linear)
     linear.forward.release_if_changed()
     with torch.no_grad():
@@ -204,15 +188,10 @@ def test_a_parametrised_weight_is_left_to_the_layer(attached):
     assert not linear.forward.converted
 
 
-def test_autocast_runs_the_layer_natively(attached):
-    linear = make_linear(64, 33, True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert linear(torch.randn(2, 64)).dtype is torch.bfloat16
-    assert linear.forward.converted == {}
-
-
-def test_no_weights_are_packed_outside_tides_passes(attached):
+def test_no_weights_are_packed_outside_tides_passes_or_under_autocast(attached):
     linear = make_linear(16, 16, bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(torch.randn(2, 16)).dtype is torch.bfloat16
     with active(None):
         linear(torch.randn(5, 16))
     with torch.enable_grad():
@@ -222,17 +201,12 @@ def test_no_weights_are_packed_outside_tides_passes(attached):
     assert linear.weight.grad is not None
 
 
-@pytest.mark.parametrize("change", ["replaced", "in place", "data"])
-def test_changed_weights_are_packed_again(attached, change):
+def test_changed_weights_are_packed_again(attached):
     linear, state = make_linear(32, 32, bias=False), torch.randn(5, 32)
     linear(state)
-    if change == "replaced":
-        linear.weight = nn.Parameter(torch.randn(32, 32))
-    elif change == "in place":
-        linear.weight.mul_(2.0)
-    else:
-        linear.weight.data.add_(1.0)  # as merging an adapter does, without a new version
-        linear.forward.release_if_changed()
+    linear.weight = nn.Parameter(torch.randn(32, 32))
+    torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+    linear.weight.mul_(2.0)
     torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
 
 
