@@ -1,10 +1,10 @@
-"""TIDE on any causal language model, without routers: n-grams of the text draft, the model itself decides.
+"""TIDE on any causal language model, without routers: n-grams of the text draft, the model verifies.
 
 python examples/any_model.py gpt2 EleutherAI/pythia-160m microsoft/phi-1_5   # from the Hub, or folders
 python examples/any_model.py --random gpt2 gpt_neox phi                      # config names: nothing is downloaded
 
-Prints the speed against plain `generate`, and whether the tokens are the same. Random weights only show that a family
-works: their speed says nothing.
+Prints the speed-up over plain `generate`, and whether the tokens are the same. With random weights the speed has no
+meaning.
 """
 
 import argparse

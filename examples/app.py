@@ -1,7 +1,7 @@
-"""A page that shows how deep each token of an answer ran, and what that gains: `python examples/app.py`.
+"""A page that shows how deep each token of an answer ran, and the speed-up: `python examples/app.py`.
 
-Needs `pip install "tide-hf[demo]"`. Open http://127.0.0.1:7860; the page is there for this machine alone and fetches
-nothing from elsewhere. The answer streams, then it is measured against plain `generate`, and its tokens compared.
+Needs `pip install "tide-hf[demo]"`. Open http://127.0.0.1:7860; the page is only served to this machine and loads
+nothing from elsewhere. The answer streams, then its speed and tokens are compared with those of plain `generate`.
 """
 
 import argparse
@@ -27,12 +27,7 @@ WAITING = "Measuring against plain `generate` …"
 
 
 class Page:
-    """What the page can do with a model.
-
-    Args:
-        loaded: The model, its tokenizer and its routers.
-        repeats: Timed runs of each way of decoding.
-    """
+    """The page of a loaded model; each method of decoding gets `repeats` timed runs."""
 
     def __init__(self, loaded: Loaded, repeats: int = 1) -> None:
         self.tokenizer = loaded.tokenizer
@@ -43,7 +38,7 @@ class Page:
         self.attached = tide.model
 
     def answer(self, prompt: str, mode: str, threshold: float, max_new_tokens: float) -> Iterator[tuple[str, str]]:
-        """Yield the answer as it grows, and at last coloured and with its figures: HTML and Markdown."""
+        """Yield the growing answer, then the coloured one with its figures: HTML and Markdown."""
         if not prompt.strip():
             raise gr.Error("Write a prompt first.")
         method = tide_method(self.attached, mode, threshold)
@@ -61,7 +56,7 @@ class Page:
         yield run.stats.to_html(run.new_tokens, self.tokenizer), f"{table(results)}\n\n{explained}"
 
     def blocks(self) -> gr.Blocks:
-        """Lay the page out."""
+        """The layout of the page."""
         with gr.Blocks(title="TIDE: token-informed depth", analytics_enabled=False) as page:
             gr.Markdown(f"# Token-informed depth\n{self.plain.model.name_or_path}, each token as deep as it needs")
             with gr.Row():
@@ -81,11 +76,11 @@ class Page:
 
 
 def streamed(answer: Callable[[TextIteratorStreamer], Any], tokenizer: Any) -> Iterator[str]:
-    """Run `answer` in a thread and yield its text so far, whenever there is more."""
+    """Run `answer` in a thread and yield its text so far, whenever it grows."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(answer, streamer=streamer)
-        run.add_done_callback(lambda _: streamer.end())  # also where it failed
+        run.add_done_callback(lambda _: streamer.end())  # also if it fails
         text = ""
         for piece in streamer:
             text += piece
@@ -109,7 +104,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def launch(page: gr.Blocks, port: int | None = None, **options: Any) -> tuple[Any, str, str]:
-    """Serve the page to this machine alone."""
+    """Serve the page to this machine only."""
     return page.launch(
         server_name="127.0.0.1", server_port=port, share=False, footer_links=[], run_history=False, **options
     )

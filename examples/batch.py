@@ -1,4 +1,4 @@
-"""A batch of prompts with TIDE: every row at its own pace, the same tokens as plain `generate`.
+"""A batch of prompts with TIDE: each row accepts its own number of drafts; the tokens are those of plain `generate`.
 
 python examples/batch.py "Name three colours." "Why does bread rise?" "Count from one to ten."
 """
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
     chats = [[{"role": "user", "content": prompt}] for prompt in args.prompts]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
-    # On the left, so that every answer begins in the same column. Templates write their own special tokens.
+    # Left padding, so that all answers start in the same column. Chat templates add special tokens themselves.
     inputs = tokenizer(
         texts,
         padding=True,

@@ -1,6 +1,6 @@
 """Makes the routers in model_cards/HuggingFaceTB--SmolLM2-135M-Instruct: `python examples/calibrate_smollm2.py`.
 
-It writes to that folder. Killed, it goes on where it was when it is started again.
+It writes to that folder. After an interruption, run it again to resume.
 """
 
 import argparse
@@ -17,11 +17,11 @@ FOLDER = Path(__file__).parent.parent / "model_cards" / NAME.replace("/", "--")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args(argv)  # knows --help, and refuses all else
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)  # accepts only --help
     model, tokenizer = load_demo_model(NAME, dtype=torch.float32)
     settings = {"samples": 18000, "max_length": 96, "batch_size": 192, "exit_strategy": "block"}
     settings["exit_layers"] = [16, 24, 28]
-    model.config._name_or_path = NAME  # which the routers name as their base, wherever the weights came from
+    model.config._name_or_path = NAME  # the base model in the routers' config, wherever the weights came from
     notes = {"weights": getattr(model, "weights_origin", None), "command": "python examples/calibrate_smollm2.py"}
     calibrate(model, tokenizer, **settings, notes=notes, output_dir=FOLDER)
 

@@ -1,10 +1,10 @@
-"""Answers to a file of prompts, shared between processes by accelerate.
+"""Answer a file of prompts, split between processes by accelerate.
 
 python examples/generate_dataset.py prompts.jsonl answers --model HuggingFaceTB/SmolLM2-135M-Instruct
 torchrun --nproc_per_node 2 examples/generate_dataset.py prompts.jsonl answers --model ...
 
-Each line of the file is a row with a "prompt" or with "messages". Every process writes one file to the folder, row by
-row; `cat answers/*.jsonl` has the rows in their order, each with its "answer".
+Each line of the file is a row with a "prompt" or "messages". Every process writes one file to the folder;
+`cat answers/*.jsonl` has the rows in their order, each with its "answer".
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tide_hf import TIDEModelForCausalLM
 
 
 def tokens_of(row: dict[str, Any], tokenizer: Any) -> list[int]:
-    """What the answer continues."""
+    """The prompt of a row."""
     if "messages" not in row:
         return tokenizer(row["prompt"])["input_ids"]
     return tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, help=".jsonl file")
     parser.add_argument("output_dir", type=Path, help="folder for the answers")
     parser.add_argument("--model", required=True, help="Hub name or folder")
-    parser.add_argument("--routers", help="Hub name or folder; without them drafts come from n-grams alone")
+    parser.add_argument("--routers", help="Hub name or folder; without them only n-grams draft")
     parser.add_argument("--batch-size", type=int, default=8, help="rows at once (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     args = parser.parse_args()

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
-    # With the Hub in reach: TIDEModelForCausalLM.from_pretrained(model, routers=...) and AutoTokenizer.
+    # If the Hub can be reached: TIDEModelForCausalLM.from_pretrained(model, routers=...) and AutoTokenizer.
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
     TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(model))
 

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
-    # Or AutoModelForCausalLM and AutoTokenizer: this one also finds the default model where the Hub is out of reach.
+    # Or AutoModelForCausalLM and AutoTokenizer; this also finds the default model if the Hub cannot be reached.
     model, tokenizer = load_demo_model(args.model, dtype=torch.float32)
     TIDEModelForCausalLM.attach(model, args.routers or shipped_routers(model))
 

@@ -4,7 +4,7 @@ python examples/ray_serve.py HuggingFaceTB/SmolLM2-135M-Instruct --replicas 2 --
 curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
     -d '{"messages": [{"role": "user", "content": "Why does bread rise?"}], "max_tokens": 64}'
 
-Each replica is a process of its own and answers one request at a time, whole and not as a stream; other requests wait.
+Each replica is a process that answers one request at a time, without streaming; other requests wait.
 """
 
 import argparse
@@ -31,11 +31,11 @@ class Replica:
         self.model.tide_warm_up()
 
     async def __call__(self, request: Any) -> Any:
-        """The answer to an HTTP request, as OpenAI's chat API words both."""
+        """Answer an HTTP request in the format of OpenAI's chat API."""
         return await asyncio.to_thread(self.answer, await request.json())
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request's body."""
+        """Answer the body of a request."""
         inputs = self.tokenizer.apply_chat_template(
             body["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self.model.device)

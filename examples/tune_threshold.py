@@ -1,8 +1,8 @@
-"""What `exit_threshold` does in `early_exit`: lower is shallower, and less often the full model's answer.
+"""The effect of `exit_threshold` in `early_exit`: a lower one runs fewer layers and agrees less with the full model.
 
 python examples/tune_threshold.py --thresholds 0.97 0.9 0.8
 
-For figures with intervals, on data of your own, there is `tide-hf evaluate`.
+`tide-hf evaluate` measures this with intervals, on your own data.
 """
 
 import argparse

@@ -9,11 +9,12 @@ from router_folders import edit_config
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import adapters, bench, items, measuring, published, questions, runner
+from examples.benchmarks import adapters, bench, disagreement, items, measuring, published, questions, runner
 from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, quality
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.calibration.text import draw_prompts
 from tide_hf.common.errors import ConfigurationError
 
 TINY = {
@@ -56,9 +57,10 @@ TINY = {
 
 
 @pytest.fixture
-def run(tiny_model_folder, tmp_path):
+def run(tiny_model_folder, tmp_path, monkeypatch):
     """A function that runs a suite from the command line, with settings that take seconds, and returns its record."""
     edit_config(tiny_model_folder, max_position_embeddings=512)  # so that the longest prompts are short
+    monkeypatch.setattr(disagreement, "draw_prompts", lambda count, seed: draw_prompts(min(count, 600), seed))
     record = {"exit_layers": {}, "num_documents": 4, "seed": 0}
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     TIDERouters.for_model(model, exit_layers=[1, 3], calibration=record).save_pretrained(tmp_path / "routers")

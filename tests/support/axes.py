@@ -1,8 +1,8 @@
-"""A stand-in for the axes of a plot."""
+"""Axes that record what is drawn."""
 
 
 class Axes:
-    """Takes down what is drawn."""
+    """Stands in for matplotlib's `Axes`."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""A Hub on this machine: repositories in memory, for the real huggingface_hub, transformers and kernels to use."""
+"""A Hub on this machine, with repositories in memory, for the clients of huggingface_hub, transformers and kernels."""
 
 import base64
 import hashlib
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-TOKEN = "hf_of_the_tests"  # what it takes to write, and to read what is private
+TOKEN = "hf_of_the_tests"  # needed to write, and to read private repositories
 
 
 @dataclass
 class Repo:
-    """One repository: files by path for each commit, and the commits that branches and pull requests stand at."""
+    """One repository: files by path for each commit, and the commits of branches and pull requests."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -34,12 +34,9 @@ class Repo:
 
 
 class LoopbackHub:
-    """Repositories by kind and name, and what was asked for.
+    """Repositories, as in `repos["models", "org/name"]`, and the paths of all requests in order, in `asked`.
 
-    Attributes:
-        repos: `repos["models", "org/name"]`.
-        asked: The paths of all requests, in order.
-        metadata_answer: What it says of the metadata of any card, and with what status.
+    `metadata_answer` is the response, with its status, to the metadata of any card.
     """
 
     def __init__(self):
@@ -47,7 +44,7 @@ class LoopbackHub:
         self.repos, self.asked, self.address = {}, [], None
 
     def add(self, repo_id, folder, kind="models", **options):
-        """Make a repository of a folder's files, or commit them to one that is there; give the commit."""
+        """Commit a folder's files to a repository, created if needed; return the commit."""
         files = [file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
         repo = self.repos.setdefault((kind, repo_id), Repo(**options))
         return repo.commit({file.relative_to(folder).as_posix(): file.read_bytes() for file in files})
@@ -97,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(kind, f"{org}/{name}", rest, self.post_api)
 
     def parts(self):
-        # A client's "a%2Fb" is one part, so that revisions such as refs/pr/1 stay whole.
+        # A client's "a%2Fb" is one part, as in the revision refs/pr/1.
         raw = urlsplit(self.path).path.strip("/")
         self.server.hub.asked.append(unquote(raw))
         return [unquote(part) for part in raw.split("/")]
@@ -180,11 +177,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_args):
-        """Keep quiet."""
+        """Log nothing."""
 
 
 def _tree(files, below, recursive):
-    """The files under a folder, and the folders: of all levels or of the first."""
+    """The files and folders below a folder, on all levels or on the first."""
     entries = {}
     for path, content in files.items():
         inside = path[len(below) :].strip("/") if path.startswith(below) else ""

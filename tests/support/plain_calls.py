@@ -1,10 +1,8 @@
-"""What the base model answers in a process without TIDE."""
+"""The answer of the base model without TIDE."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPT = "Bread rises because"
-
-
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 

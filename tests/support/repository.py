@@ -1,4 +1,4 @@
-"""Where the repository is: examples, model cards and hub_kernels are no part of the package."""
+"""Paths of the repository: examples, model cards and hub_kernels are not part of the package."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"  # routers
 GUIDES = ROOT / "examples" / "guides"
-# In the order in which they are read: the snippets of a page go on where those of the page before ended.
+# In order: the snippets of a page use the names that those of earlier pages define.
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", GUIDES / "calibration.md", GUIDES / "hub.md"]
 SNIPPETS = [
     snippet

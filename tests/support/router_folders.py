@@ -1,4 +1,4 @@
-"""Folders of routers whose config is edited."""
+"""Edit the config.json of a folder."""
 
 import json
 
