@@ -298,9 +298,9 @@ def draw_curve(axes: Any, part: dict[str, Any]) -> None:
     rows = part["rows"][1:]
     depths = [100 * row["depth_fraction"]["value"] for row in rows]
     values = [row["ratio"]["value"] for row in rows]  # paired with the base model's, so the intervals are narrower
-    ends = [row["ratio"]["interval"] or [row["ratio"]["value"]] * 2 for row in rows]
-    below = [max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)]
-    above = [max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)]
+    intervals = [row["ratio"]["interval"] or [row["ratio"]["value"]] * 2 for row in rows]
+    below = [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]
+    above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]
     axes.errorbar(depths, values, yerr=[below, above], marker="o", capsize=2, label="TIDE at these thresholds")
     for row, *point in zip(rows, depths, values, strict=True):
         text = f"{row['exit_threshold']:g}"

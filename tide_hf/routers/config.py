@@ -116,7 +116,7 @@ class TIDEConfig(PreTrainedConfig):
 
         Args:
             name_or_path: Folder or repository.
-            **kwargs: `cache_dir`, `revision`, `subfolder`, `token` and the like; others as in `from_dict`.
+            **kwargs: `cache_dir`, `revision`, `subfolder`, `token` and others of `PreTrainedConfig.from_pretrained`.
 
         Raises:
             RoutersFileError: The file is no JSON.
@@ -209,7 +209,7 @@ def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
                 "exit layer out of range",
                 got=short(exit_layers),
                 expected=f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})",
-                do="Name other exit_layers, or leave them out to have them placed.",
+                do="Name other exit_layers, or leave them out for the default.",
             )
         )
     return sorted(set(exit_layers))

@@ -106,8 +106,7 @@ class TIDERouters(PreTrainedModel):
         """Read the `router.pt` of the published system (`tide-inference`).
 
         Its layers are 0-based positions and its routers have no bias; both are converted here. Its scores at layer
-        position i equal ours at `exit_layer` i + 1. Where the number of layers is a multiple of its checkpoint interval
-        it has a router after the last layer, which has nothing to skip and is left out.
+        position i equal ours at `exit_layer` i + 1. A router after the last layer has nothing to skip and is left out.
 
         Args:
             path: The file. It is read with `weights_only=True`, so code inside it cannot run.

@@ -76,7 +76,7 @@ class TIDELM(HFLM):
         if tide_mode != "self_speculative":
             self.model._tide.require_routers(f"tide_mode={tide_mode!r}")
         self._depths_of_call: Iterator[Tensor] | None = None
-        self._layers_read = {"likelihood": [0, 0], "generation": [0, 0]}  # layers of all tokens, and tokens
+        self._layers_executed: dict[str, list[int]] = {"likelihood": [], "generation": []}  # by token
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """(rows, length) tokens, padded on the right -> (rows, length, vocab_size) logits."""
@@ -101,7 +101,7 @@ class TIDELM(HFLM):
     def _select_cont_toks(self, logits: Tensor, contlen: int | None = None, inplen: int | None = None) -> Tensor:
         """Cut a row's continuation out of its logits; lm-eval does so row by row, in the order of the call."""
         if self._depths_of_call is not None and contlen and inplen:
-            self._count("likelihood", next(self._depths_of_call)[inplen - contlen : inplen].tolist())
+            self._layers_executed["likelihood"] += next(self._depths_of_call)[inplen - contlen : inplen].tolist()
         return super()._select_cont_toks(logits, contlen=contlen, inplen=inplen)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
@@ -119,24 +119,20 @@ class TIDELM(HFLM):
             )
         stats = self.model.last_exit_stats  # none of beam search
         for layers in stats.per_token if stats is not None else ():
-            self._count("generation", layers)
+            self._layers_executed["generation"] += layers
         return sequences
 
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
         return torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def _count(self, kind: str, layers: list[int]) -> None:
-        self._layers_read[kind][0] += sum(layers)
-        self._layers_read[kind][1] += len(layers)
-
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes next to the results: the mode, and the depth of all tokens so far."""
         attachment = self.model._tide
         depth = {
-            f"{kind}_depth_fraction": layers / tokens / attachment.structure.num_layers
-            for kind, (layers, tokens) in self._layers_read.items()
-            if tokens
+            f"{kind}_depth_fraction": sum(layers) / len(layers) / attachment.structure.num_layers
+            for kind, layers in self._layers_executed.items()
+            if layers
         }
         tide = {"mode": attachment.mode, "exit_threshold": attachment.exit_threshold}
         return super().get_model_info() | {"tide": tide | depth}
