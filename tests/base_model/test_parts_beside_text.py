@@ -18,7 +18,7 @@ from transformers import (
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import UnsupportedModelError
 from tide_hf.engines.gqa_attention import NAME, gqa_attention
-from tide_hf.engines.steps.capturable_forward import capturable_forward
+from tide_hf.engines.steps.capture import capturable_forward
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TEXT = {**_COMMON, "tie_word_embeddings": False}

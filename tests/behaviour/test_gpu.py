@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps.captured_steps import CapturedSteps
-from tide_hf.engines.steps.replay import replay_of
+from tide_hf.engines.steps.capture import capture
+from tide_hf.engines.steps.step_store import CapturedSteps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -53,7 +53,7 @@ def attach(model, compiles):
     routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
     TIDEModelForCausalLM.attach(model, routers, engine="compiled")
     if not compiles:
-        use_steps(model, CapturedSteps(layers=None))
+        use_steps(model, CapturedSteps(compile_graph=None))
     return steps_of(model)
 
 
@@ -81,8 +81,7 @@ def test_captured_steps_give_the_base_model_s_tokens(attention, family, rows, co
     assert steps.refused is None
     assert steps.warm_up.bytes > 0
     if compiles:
-        assert steps.layers.num_compiled > 0
-        assert steps.layers.refused == {}
+        assert steps.compiler.graphs.num_compiled > 0
     model.tide_release()
     assert torch.equal(model.generate(**prompt(rows), **GREEDY), expected)
 
@@ -144,16 +143,16 @@ def test_a_capture_that_fails_leaves_nothing_behind():
     def adds():
         state.add_(1)
 
-    earlier = replay_of(adds, [state], state.device)
+    earlier = capture(adds, [state], state.device)
     for pool in (None, earlier.pool):
-        found = replay_of(waits, [state], state.device, pool)
+        found = capture(waits, [state], state.device, pool)
         assert found.refused
         assert found.pool in (None, pool)
         assert torch.cuda.current_stream() == before
         assert state == 0
         assert torch.rand(2, device="cuda").isfinite().all()
         torch.empty(2**20, pin_memory=True)
-        found = replay_of(adds, [state], state.device, found.pool)
+        found = capture(adds, [state], state.device, found.pool)
         assert found.refused is None
         found.run()
         earlier.run()

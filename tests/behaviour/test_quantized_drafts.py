@@ -12,7 +12,7 @@ from torch import nn
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import linear_gates
-from tide_hf.engines.steps import compiled_steps
+from tide_hf.engines.steps import step_compiler
 from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, load_op
 from tide_hf.kernels.cpu.weight_layouts import MAX_QUANTIZED_ROWS, QuantizedWeight
@@ -29,7 +29,7 @@ def _it_pays(monkeypatch):
 @pytest.fixture
 def applied(monkeypatch):
     """The shapes of what was multiplied by quantised weights, in graphs and outside; they hold other values."""
-    shapes, take, apply, call = [], QuantizedWeight._convert, QuantizedWeight.apply, compiled_steps.call_kernels
+    shapes, take, apply, call = [], QuantizedWeight._convert, QuantizedWeight.apply, step_compiler.call_kernels
 
     def scrambled(self, weights):
         take(self, weights)
@@ -48,7 +48,7 @@ def applied(monkeypatch):
 
     monkeypatch.setattr(QuantizedWeight, "_convert", scrambled)
     monkeypatch.setattr(QuantizedWeight, "apply", applied)
-    monkeypatch.setattr(compiled_steps, "call_kernels", called)
+    monkeypatch.setattr(step_compiler, "call_kernels", called)
     return shapes
 
 

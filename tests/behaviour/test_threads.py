@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.depth.early_exit import PropagateRun
 from tide_hf.depth.gates import active
-from tide_hf.engines.steps import step_graphs
+from tide_hf.engines.steps import graphs
 
 
 def test_other_threads_do_not_see_an_active_run():
@@ -50,7 +50,7 @@ def test_two_threads_generate_in_different_modes_at_once():
 @pytest.mark.parametrize("shared", [True, False], ids=["one model", "three models"])
 def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog, shared):
     """What one thread traces and compiles is no other's: each is alone at it, and nothing is refused."""
-    busy, alone, make_fx = threading.RLock(), [], step_graphs.make_fx
+    busy, alone, make_fx = threading.RLock(), [], graphs.make_fx
 
     def alone_in(function):
         def run(*args, **kwargs):
@@ -68,7 +68,7 @@ def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog
     def tracing(*args, **kwargs):
         return alone_in(make_fx(*args, **kwargs))
 
-    monkeypatch.setattr(step_graphs, "make_fx", tracing)
+    monkeypatch.setattr(graphs, "make_fx", tracing)
     expected = tiny_llama().generate(prompt(), **OPTIONS)
     modes = ("self_speculative", "early_exit", "early_exit") if shared else ("self_speculative",) * 2 + ("early_exit",)
     models = [tiny_llama() for _ in range(1 if shared else 3)] * (3 if shared else 1)

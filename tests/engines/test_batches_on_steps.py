@@ -22,7 +22,7 @@ from on_steps import attach_captured as attach_graphs
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps.row_map import RowMap
+from tide_hf.engines.static import RowMap
 from tide_hf.engines.steps.static_cache import take_rows
 
 FAMILIES = [family for family in FEW if family not in WINDOWED and family not in UNTRACED]

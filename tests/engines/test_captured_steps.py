@@ -27,8 +27,7 @@ from on_steps import attach_captured as attach
 from recorded import as_it_is
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.engines.steps.captured_steps import CapturedSteps
-from tide_hf.engines.steps.compiled_steps import StepCompiler
+from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.speculation.policy import CostTable
 
 
@@ -75,11 +74,11 @@ def test_the_compiled_step_is_captured(family):
         replays.append(function)
         return as_it_is(function, *args)
 
-    attach_to = partial(attach, make_replay=watched, layers=partial(StepCompiler, as_traced))
+    attach_to = partial(attach, make_replay=watched, compile_graph=as_traced)
     steps = check_drafts(model, prompts(pads=2), attach_to, ("right",))
     assert steps.refused is None
     assert len(replays) == steps.warm_up.num_made > 0
-    assert steps.layers.graphs.num_compiled > 0
+    assert steps.compiler.graphs.num_compiled > 0
 
 
 def test_a_step_that_cannot_be_compiled_is_captured_uncompiled(tiny_llama, caplog):
@@ -87,7 +86,7 @@ def test_a_step_that_cannot_be_compiled_is_captured_uncompiled(tiny_llama, caplo
         raise RuntimeError("no compiler")
 
     caplog.set_level("INFO", logger="tide_hf")
-    attach_to = partial(attach, make_replay=as_it_is, layers=partial(StepCompiler, no_compiler))
+    attach_to = partial(attach, make_replay=as_it_is, compile_graph=no_compiler)
     steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(), attach_to, ("right",))
     assert steps.refused is None
     assert steps.replays > 0

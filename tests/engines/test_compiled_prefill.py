@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps import compiled_prefill
-from tide_hf.engines.steps.compiled_prefill import MAX_GRAPHS
+from tide_hf.engines.steps import step_compiler
 from tide_hf.kernels.cpu.attention import MIN_QUERIES
 
 ONE = {**OPTIONS, "max_new_tokens": 1}  # what prefill gives
@@ -114,8 +113,7 @@ def test_making_graphs_is_part_of_the_warm_up(tiny_llama):
 
 
 def test_the_number_of_graphs_of_a_layer_is_bounded(tiny_llama, monkeypatch):
-    monkeypatch.setattr(compiled_prefill, "MAX_GRAPHS", 1)
-    assert MAX_GRAPHS > 1
+    monkeypatch.setattr(step_compiler, "MAX_PREFILL_GRAPHS", 1)
     prefill, counts = check(tiny_llama(), [prompts(length) for length in (9, MIN_QUERIES, MIN_QUERIES, 9)])
     assert counts == [1, 0, 0, 0]
     assert prefill.num_compiled == LAYERS

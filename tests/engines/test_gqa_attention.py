@@ -1,4 +1,6 @@
-"""Attention over shared K/V heads: the same numbers without copies."""
+"""Attention over grouped query heads: the same numbers, without repeated K/V."""
+
+import threading
 
 import pytest
 import torch
@@ -7,12 +9,12 @@ from key_heads import KeyHeads
 from transformers.integrations import sdpa_attention
 
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.gqa_attention import gqa_attention
+from tide_hf.engines.gqa_attention import NAME, gqa_attention
 
 
 @torch.no_grad()
 def last_logits(model, width=1):
-    """Of a step over `width` tokens behind six in two rows, one of them padded."""
+    """The logits of a pass over `width` tokens after six in two rows, one of them padded; and K/V heads read."""
     torch.manual_seed(1)
     ids, mask = torch.randint(3, VOCAB, (2, 6 + width)), torch.ones(2, 6 + width, dtype=torch.long)
     mask[0, :2] = 0
@@ -22,19 +24,18 @@ def last_logits(model, width=1):
     return logits, heads.found
 
 
-@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("family", SDPA)
-def test_every_family_computes_what_it_did(family, width):
+def test_the_logits_of_every_family_are_those_of_sdpa(family):
     model = tiny_model(family, attention="sdpa")
-    expected, _ = last_logits(model, width)
+    expected, _ = last_logits(model, width=3)
     with gqa_attention(model):
-        found, _ = last_logits(model, width)
+        found, _ = last_logits(model, width=3)
     torch.testing.assert_close(found, expected)
     assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_heads_are_not_copied_where_they_are_shared(tiny_llama, width):
+def test_kv_heads_are_not_repeated(tiny_llama, width):
     model = tiny_llama()
     shared, heads = model.config.num_key_value_heads, model.config.num_attention_heads
     assert shared < heads
@@ -46,7 +47,7 @@ def test_heads_are_not_copied_where_they_are_shared(tiny_llama, width):
     assert last_logits(model, width)[1] == plain
 
 
-def test_the_mask_is_not_copied_where_that_is_the_larger_copy(tiny_llama):
+def test_kv_heads_are_repeated_where_a_repeated_mask_would_be_larger(tiny_llama):
     model = tiny_llama()
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
@@ -56,16 +57,37 @@ def test_the_mask_is_not_copied_where_that_is_the_larger_copy(tiny_llama):
         assert last_logits(model, width + 1)[1] == {config.num_attention_heads}
 
 
-def test_the_models_own_attention_comes_back_after_an_error(tiny_llama):
+def test_the_models_own_attention_is_restored_after_an_error(tiny_llama):
     model = tiny_llama()
     with pytest.raises(RuntimeError, match="enough"), gqa_attention(model):
         raise RuntimeError("enough")
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_that_attends_otherwise_stays_as_it_is(tiny_llama):
+def test_other_attention_implementations_are_not_replaced(tiny_llama):
     model = tiny_llama()
     model.set_attn_implementation("eager")
     with gqa_attention(model):
         assert model.config._attn_implementation == "eager"
     assert model.config._attn_implementation == "eager"
+
+
+def test_it_stays_until_the_last_thread_is_done(tiny_llama):
+    model, inside, other_is_done = tiny_llama(), threading.Event(), threading.Event()
+    found = []
+
+    def generate_slowly():
+        with gqa_attention(model):
+            inside.set()
+            other_is_done.wait(30)
+            found.append(model.config._attn_implementation)
+
+    thread = threading.Thread(target=generate_slowly)
+    thread.start()
+    inside.wait(30)
+    with gqa_attention(model):
+        pass
+    other_is_done.set()
+    thread.join()
+    assert found == [NAME]
+    assert model.config._attn_implementation == "sdpa"

@@ -1,36 +1,39 @@
-"""`tide_warm_up`: what answers need is there before the first of them, and nothing else is changed."""
+"""`tide_warm_up`: it prepares all that answers need and changes nothing else; and its progress line."""
 
+import io
+from functools import partial
 from threading import Thread
 
 import pytest
 import torch
 from block_heads import routers_for
 from families import tiny_model
-from on_steps import OPTIONS, as_traced, attach_compiled, linear_heads, prompts, use_steps
-from on_steps import attach_captured as attach_graphs
+from on_steps import OPTIONS, as_traced, attach_captured, attach_compiled, linear_heads, prompts, use_steps
+from transformers.utils import logging
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.common.token_ids import left_padded
-from tide_hf.engines.steps.compiled_steps import CompiledSteps
 from tide_hf.engines.steps.step_buffers import WIDTHS
-from tide_hf.engines.warm_up import PROMPT_LENGTHS, _drafting_by
+from tide_hf.engines.steps.step_store import CompiledSteps
+from tide_hf.engines.warm_up import PROMPT_LENGTHS, WarmUp, _drafting_by
 
 
-def with_figures(routers, **agreement):
-    """Routers as if a calibration had measured them."""
+def as_calibrated(routers, **agreement):
+    """Routers with the record of a calibration."""
     record = {"exit_layers": {str(layer): {"agreement": 0.3} for layer in routers.exit_layers}}
     routers.config.calibration = record | {"block": {"agreement": 0.9, **agreement}}
     return routers
 
 
-@pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
-def test_answers_wait_for_nothing(attach, tiny_llama):
+@pytest.mark.parametrize("attach", [attach_captured, attach_compiled])
+def test_answers_prepare_no_steps_after_it(attach, tiny_llama):
     model, options = tiny_llama(), {**OPTIONS, "max_new_tokens": 60}
     batches = [prompts(rows, pads=3 if rows > 1 else 0) for rows in range(1, 5)]
     expected = [model.generate(**batch, **options) for batch in batches]
-    routers = with_figures(routers_for(model, 1))
-    routers.config.calibration["exit_layers"].clear()  # a head that the policy turned to would be made ready then
+    routers = as_calibrated(routers_for(model, 1))
+    # The policy drafts with no other head, whose steps would not be prepared.
+    routers.config.calibration["exit_layers"].clear()
     steps = attach(model, routers)
     assert model.tide_warm_up((rows for rows in (1, 4, 2)), max_length=200) > 0.0
     made = {(buffers.rows, kind, size) for buffers, kind, size in steps._steps}
@@ -48,7 +51,7 @@ def test_answers_wait_for_nothing(attach, tiny_llama):
     assert steps.replays > 0
 
 
-def test_prompts_of_all_lengths_are_read(tiny_llama):
+def test_prefill_is_compiled_for_prompts_of_all_lengths(tiny_llama):
     model = tiny_llama()
     steps = attach_compiled(model)
     model.tide_warm_up(max_length=1024)
@@ -61,7 +64,7 @@ def test_prompts_of_all_lengths_are_read(tiny_llama):
 
 
 @pytest.mark.parametrize(("lengths", "passes"), [((100, 99, 20, 20, 50), 3), ((100, 99, 98, 97, 96), 1)])
-def test_prompts_of_a_batch_are_read_apart_and_together(tiny_llama, lengths, passes):
+def test_prefill_is_compiled_for_batches_in_one_pass_and_in_groups(tiny_llama, lengths, passes):
     model = tiny_llama()
     steps = attach_compiled(model)
     model.tide_warm_up(5)
@@ -76,7 +79,7 @@ def test_prompts_of_a_batch_are_read_apart_and_together(tiny_llama, lengths, pas
     ("max_length", "positions", "longest"),
     [(1024, 2048, PROMPT_LENGTHS[-1]), (130, 2048, 40), (1024, 130, 40), (64, 64, 8), (5, 2048, 8)],
 )
-def test_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions, longest):
+def test_its_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions, longest):
     model, lengths = tiny_llama(max_position_embeddings=positions), []
     attach_compiled(model)
     generate = model.generate
@@ -85,9 +88,9 @@ def test_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions, lo
     assert max(lengths) == longest
 
 
-def test_nothing_else_is_changed(tiny_llama):
+def test_it_changes_neither_statistics_nor_drafter_nor_acceptance(tiny_llama):
     model = tiny_llama()
-    steps = attach_compiled(model, with_figures(linear_heads(model)))
+    steps = attach_compiled(model, as_calibrated(linear_heads(model)))
     model.generate(**prompts(), **OPTIONS)
     stats, drafter, learned = model.last_exit_stats, model._tide.make_drafter, dict(model._tide.acceptances)
     model.generation_config.max_new_tokens, model.generation_config.num_beams = 3, 2
@@ -98,7 +101,7 @@ def test_nothing_else_is_changed(tiny_llama):
     assert model._tide.acceptances == learned
 
 
-def test_other_threads_draft_as_ever(tiny_llama):
+def test_its_drafter_is_not_used_by_other_threads(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     attachment, found = model._tide, []
     attachment.make_drafter = lambda *_: "theirs"
@@ -111,7 +114,7 @@ def test_other_threads_draft_as_ever(tiny_llama):
     assert attachment.make_drafter() == "theirs"
 
 
-def test_the_engine_is_that_of_the_calls(tiny_llama):
+def test_it_warms_up_the_engine_of_the_calls(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False)
     steps = use_steps(model, CompiledSteps(as_traced))
     assert model.tide_warm_up() == 0.0  # eager
@@ -123,21 +126,66 @@ def test_the_engine_is_that_of_the_calls(tiny_llama):
         model.tide_warm_up(engine="fast")
 
 
-@pytest.mark.parametrize("rows", [0, -1, True, 1.5, "8", (), (1, 0), (2, "4"), None])
-def test_rows_that_are_none(tiny_llama, rows):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"rows": rows}, r"rows makes no sense: got .*\. Expected a whole number") for rows in (0, True, "8", ())),
+        *(({"rows": rows}, r"rows makes no sense: got .*, or several of them") for rows in (1.5, (1, 0), None)),
+        *(({"max_length": length}, r"max_length makes no sense: got") for length in (0, 1.5, "many", None)),
+    ],
+)
+def test_counts_that_are_not_positive_integers_are_refused(tiny_llama, arguments, message):
     model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
-    with pytest.raises(ConfigurationError, match=r"rows makes no sense: got .*\. Expected a whole number"):
-        model.tide_warm_up(rows)
+    with pytest.raises(ConfigurationError, match=message):
+        model.tide_warm_up(**arguments)
 
 
-@pytest.mark.parametrize("max_length", [0, 1.5, "many", None])
-def test_lengths_that_are_none(tiny_llama, max_length):
-    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
-    with pytest.raises(ConfigurationError, match=r"max_length makes no sense: got"):
-        model.tide_warm_up(max_length=max_length)
-
-
-def test_models_that_cannot_be_rolled_back_are_refused():
+def test_models_with_a_recurrent_state_are_refused():
     model = TIDEModelForCausalLM.attach(tiny_model("mamba"), mode="post_hoc", engine="compiled")
     with pytest.raises(UnsupportedModelError, match="keeps a recurrent state"):
         model.tide_warm_up()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(logging, "tqdm", partial(logging.tqdm, file=terminal))
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+    return terminal
+
+
+def test_the_progress_line_counts_and_ends_with_the_outer_call(terminal):
+    warm_up = WarmUp("Capturing steps", "steps")
+    with warm_up.shown():
+        warm_up.add(0, 0.0, 10_000_000)
+        assert terminal.getvalue() == ""  # memory alone is nothing to wait for
+        for _ in range(2):
+            with warm_up.shown():
+                warm_up.add(1, 0.625, 15_000_000)
+        assert terminal.getvalue().endswith("\rCapturing steps: 2 steps, 1.2 s, 40 MB")
+    assert terminal.getvalue().endswith("\rCapturing steps: 2 steps, 1.2 s, 40 MB\n")
+    assert terminal.getvalue().count("\n") == 1
+    assert (warm_up.num_made, warm_up.seconds, warm_up.bytes) == (2, 1.25, 40_000_000)
+    shown = terminal.getvalue()
+    with warm_up.shown():
+        pass
+    assert terminal.getvalue() == shown
+
+
+def test_a_line_that_is_due_is_drawn_at_once_and_ends_with_an_error(terminal):
+    warm_up = WarmUp("Compiling kernels", "kernels")
+    with pytest.raises(KeyError, match="Compiling kernels: 0 kernels"), warm_up.shown(is_due=True):
+        raise KeyError(terminal.getvalue())
+    assert terminal.getvalue().endswith("\n")
+
+
+@pytest.mark.parametrize("reason", ["no terminal", "disabled"])
+def test_the_line_is_drawn_only_on_a_terminal_and_unless_disabled(terminal, monkeypatch, reason):
+    if reason == "no terminal":
+        terminal.isatty = lambda: False
+    else:
+        monkeypatch.setattr(logging, "_tqdm_active", False)
+    with WarmUp("Capturing steps", "steps").shown(is_due=True):
+        pass
+    assert terminal.getvalue() == ""

@@ -17,8 +17,8 @@ from torch._inductor.codecache import CppCodeCache
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tide_hf.common.errors import KernelError
-from tide_hf.engines.steps import step_graphs
-from tide_hf.engines.steps.step_graphs import compile_graph, traced
+from tide_hf.engines.steps import graphs
+from tide_hf.engines.steps.graphs import compile_graph, traced
 from tide_hf.kernels import compile_cache
 from tide_hf.kernels.compile_cache import HEADERS, VARIABLE, compile_cache_folder, compiling
 from tide_hf.kernels.cpu import cpp_kernels as kernels
@@ -189,7 +189,7 @@ def test_kernels_and_graphs_are_compiled_into_the_folder(home, monkeypatch, fres
     monkeypatch.setattr(kernels, "_ops", None)
     assert not kernels.compile_kernel("skinny_gemm", torch.float32)
     monkeypatch.setattr(
-        step_graphs, "inductor_compile", lambda graph, *_, **__: folders.append(os.environ[VARIABLE]) or graph
+        graphs, "inductor_compile", lambda graph, *_, **__: folders.append(os.environ[VARIABLE]) or graph
     )
     compile_graph(traced(torch.sin, torch.ones(3)), [torch.ones(3)])
     assert folders == [str(home / "inductor")] * 2

@@ -22,7 +22,7 @@ from transformers import TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import CACHE, find_structure
-from tide_hf.engines.steps.captured_steps import CapturedSteps
+from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.benchmark import compare, tide_methods
 from tide_hf.evaluation.inspection import convergence_by_layer
@@ -234,7 +234,7 @@ def test_captured_steps_ask_for_nothing(family, rows):
         replay.run = counted
         return replay
 
-    steps = use_steps(model, CapturedSteps(replay_of, layers=None))
+    steps = use_steps(model, CapturedSteps(replay_of, compile_graph=None))
     use_heads(model, (1, 3))
     assert torch.equal(answer(model, there(batch), **GREEDY), expected)
     assert steps.refused is None
@@ -245,7 +245,7 @@ def test_captured_steps_ask_for_nothing(family, rows):
 def test_captured_rounds_wait_once():
     plain, model = two("llama")
     TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
-    use_steps(model, CapturedSteps(Recorder(), layers=None))
+    use_steps(model, CapturedSteps(Recorder(), compile_graph=None))
     use_heads(model, 1, width=7)
     rounds_and_waits(model, 24)
     (few, before), (many, after) = (rounds_and_waits(model, new) for new in (2, 24))

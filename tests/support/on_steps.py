@@ -7,8 +7,7 @@ from packaging.version import Version
 from recorded import Recorder
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.engines.steps.captured_steps import CapturedSteps
-from tide_hf.engines.steps.compiled_steps import CompiledSteps
+from tide_hf.engines.steps.step_store import CapturedSteps, CompiledSteps
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
@@ -44,11 +43,11 @@ def use_steps(model, steps):
     return steps
 
 
-def attach_captured(model, routers=None, make_replay=None, layers=None, **settings):
+def attach_captured(model, routers=None, make_replay=None, compile_graph=None, **settings):
     """Attach with steps as a GPU has them, which a recorder stands in for; return the steps."""
     TIDEModelForCausalLM.attach(model, routers, engine="compiled", pack_weights=False, **settings)
     may_copy = model.config.model_type in COPYING
-    return use_steps(model, CapturedSteps(make_replay or Recorder(may_copy), layers))
+    return use_steps(model, CapturedSteps(make_replay or Recorder(may_copy), compile_graph))
 
 
 def as_traced(graph, _inputs):

@@ -9,7 +9,7 @@ import transformers.masking_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tide_hf.engines.steps.replay import HostReads, Replay, restorer
+from tide_hf.engines.steps.capture import HostReads, Replay, restorer
 
 COPIES = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
 
@@ -50,7 +50,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recorder:
-    """Stands in for `replay.replay_of`.
+    """Stands in for `capture.capture`.
 
     Args:
         may_copy: Whether tensors may be made of numbers that the host has, which only compiled layers keep from it.
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def as_it_is(function: Any, state: list, device: Any, pool: Any) -> Replay:
-    """Stands in for `replay.replay_of`: the same function, whose Python runs every time."""
+    """Stands in for `capture.capture`: the same function, whose Python runs every time."""
     return Replay(function)
 
 

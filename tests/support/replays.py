@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from tide_hf.engines.steps import replay
+from tide_hf.engines.steps import capture
 
 
 class Stream:
@@ -44,7 +44,7 @@ class Cuda:
 
     def play(self, monkeypatch):
         """Take the place of PyTorch's."""
-        monkeypatch.setattr(replay.torch, "cuda", self)
+        monkeypatch.setattr(capture.torch, "cuda", self)
         clear = "_cuda_clearCublasWorkspaces"
         monkeypatch.setattr(torch._C, clear, lambda: self.cleared.append(len(self.captured_on)), raising=False)
         return self

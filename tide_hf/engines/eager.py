@@ -30,12 +30,7 @@ LONG_PROMPT = 128  # tokens; for shorter prompts, switching the attention implem
 class EagerEngine:
     """Runs one call with the model's own forward.
 
-    Args:
-        model: The attached model.
-        attachment: TIDE's state of the model.
-        input_ids: (rows, prompt length).
-        generation_config: Generation config of this call.
-        model_kwargs: Model inputs that `generate` prepared, the cache included; changed in place.
+    Args as for `EngineKind.engine`, and:
         name: Name of the requested engine, under which costs are recorded.
         fills_block_lazily: Whether a single row's K/V of the block head are filled only when it drafts.
     """
@@ -59,15 +54,10 @@ class EagerEngine:
         cache, structure = model_kwargs[CACHE], attachment.structure
         text_config = model.config.get_text_config()
         self.ranks = ranks_of(model)
-        self.block = block_run(
-            text_config,
-            structure,
-            cache,
-            attachment.unembed,
-            # The block's K/V are in the cache that the model is passed, which it must not replace.
-            None if may_replace_cache(text_config, input_ids.shape[1]) else attachment.routers,
-            lazy=fills_block_lazily and input_ids.shape[0] == 1,
-        )
+        # The block's K/V are in the cache that the model is passed, which it must not replace.
+        routers = None if may_replace_cache(text_config, input_ids.shape[1]) else attachment.routers
+        is_lazy = fills_block_lazily and input_ids.shape[0] == 1
+        self.block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
         self.run = self.block or LayerRun(structure, cache)
         self.is_returned = cache_is_returned(generation_config, cache)
         self.temperature = float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
@@ -76,7 +66,7 @@ class EagerEngine:
         self.positions: Tensor | None = None  # (rows) of the next tokens; (kinds, rows) for mRoPE
         self.types: dict[str, Tensor] = {}  # token types of generated tokens
         self.rows = list(range(input_ids.shape[0]))  # the call's row of each row that is left
-        self.newest: list[int] = []  # each row's last token, the next pass's input
+        self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self._fed: list[int] = []  # the exit layer at which each token since the last rollback was fed
         self._block_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
@@ -149,7 +139,7 @@ class EagerEngine:
 
     def begin(self, tokens: list[int]) -> None:
         """Set each row's first generated token."""
-        self.newest = tokens
+        self.last_tokens = tokens
         if self.positions is not None:
             self.positions += 1
 
@@ -167,7 +157,7 @@ class EagerEngine:
         cache, fed = self._slots.cache, len(self._fed)
         run = FixedDepthRun(attachment.structure, cache, exit_layer)
         run.execute_layer = self.run.execute_layer
-        inputs = [[newest, *tokens][fed:] for newest, tokens in zip(self.newest, drafted, strict=True)]
+        inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         with active(run):
             call = run.call_after(self._forward, inputs, start=fed)
         if cache.offloading:  # it has prefetched the next layer, not the first
@@ -205,10 +195,10 @@ class EagerEngine:
         self._block_steps = 0
 
     def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass over each row's newest token and its draft."""
+        """Run one full-depth pass over each row's last token and its draft."""
         self._started = perf_counter()
         self._width = width = 1 + max(map(len, drafted))
-        fed = [[newest, *tokens] for newest, tokens in zip(self.newest, drafted, strict=True)]
+        fed = [[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         # Padding of shorter drafts; its logits are not read.
         self._logits = self._forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed]).logits
 
@@ -232,7 +222,9 @@ class EagerEngine:
             self.block.commit(accepted)
         if self.positions is not None:
             self.positions += self.positions.new_tensor(accepted)
-        self.newest = [tokens[-1] if tokens else newest for newest, tokens in zip(self.newest, new_tokens, strict=True)]
+        self.last_tokens = [
+            tokens[-1] if tokens else last for last, tokens in zip(self.last_tokens, new_tokens, strict=True)
+        ]
         milliseconds = self.ranks.agree((perf_counter() - self._started) * 1000)
         self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
         self._logits = None
@@ -240,7 +232,7 @@ class EagerEngine:
     def select(self, rows: list[int]) -> None:
         """Drop all other rows of the batch."""
         self.rows = [self.rows[row] for row in rows]
-        self.newest = [self.newest[row] for row in rows]
+        self.last_tokens = [self.last_tokens[row] for row in rows]
         index = self._slots.select(rows)
         if self.block is not None:
             self.block.select(index)
@@ -257,12 +249,7 @@ class EagerEngine:
         return self._slots.cache
 
     def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:
-        """Prepare the model's inputs of a pass over new tokens.
-
-        Args:
-            tokens: Tokens of each row, all of one length.
-            start: Number of draft tokens after the accepted ones that the cache already holds.
-        """
+        """Prepare the model's inputs of a pass over new tokens, after `start` draft tokens that the cache holds."""
         ids = self.input_ids.new_tensor(tokens)
         rows, width = ids.shape
         kwargs = {**self.model_kwargs, CACHE: self._slots.cache}
@@ -288,7 +275,7 @@ class EagerEngine:
         is_long = length >= LONG_PROMPT and may_use_kernels and is_loaded("prefill_attention", self.model.dtype)
         if self.name != EAGER or not (rows > 1 or is_long):
             return nullcontext()
-        return gqa_attention(self.model, self.attachment.block_head, may_use_kernels)
+        return gqa_attention(self.model, self.attachment.block_head, may_use_kernels=may_use_kernels)
 
 
 def _last_positions(positions: Tensor, rows: int) -> Tensor:

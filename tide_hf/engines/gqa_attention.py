@@ -1,9 +1,9 @@
-"""Attention on CPUs that does not repeat the K/V of grouped query heads (GQA).
+"""Attention that does not repeat the K/V of grouped query heads (GQA), on CPUs and in captured steps.
 
 Under a mask, transformers' `sdpa` repeats K/V for every query head of a group, in every layer and step. For 96 rows
 that took longer than all matrix products, and with a static cache it repeats every slot for each token. Instead, the
-query heads of a group are stacked as further queries of one head, under the same mask. Unfilled slots of a static cache
-are skipped where their number is known. Prefill, and decode over a static cache, have kernels of their own.
+query heads of a group are stacked as further queries of one head, under the same mask. On CPUs, unfilled slots of a
+static cache are skipped, and prefill, and decode over a static cache, have kernels of their own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)
 
 @contextmanager
 def filled_up_to(end: Tensor) -> Iterator[None]:
-    """Limit [`attend`] to the slots before `end`, () int64 on the CPU; the mask has to hide the others."""
-    token = _num_filled.set(end)
+    """Let [`attend`] read only the slots before `end`, a () int64 tensor; the mask has to hide the others.
+
+    On a GPU it reads all slots, since the host does not know `end`.
+    """
+    token = _num_filled.set(end if end.device.type == "cpu" else None)
     try:
         yield
     finally:
@@ -48,21 +51,28 @@ def filled_up_to(end: Tensor) -> Iterator[None]:
 
 @contextmanager
 def gqa_attention(
-    model: PreTrainedModel, block: BlockHead | None = None, may_use_kernels: bool = True
+    model: PreTrainedModel,
+    block: BlockHead | None = None,
+    *,
+    may_use_kernels: bool = True,
+    cpu_only: bool = True,
 ) -> Iterator[None]:
-    """Make a model on a CPU use this attention instead of `sdpa`, until the last concurrent user is done.
+    """Make a model use this attention instead of `sdpa`, until the last concurrent user is done.
+
+    A model with another attention implementation, or with only one, is not changed.
 
     Args:
-        model: Any model; one with another attention implementation, or with only one, is not changed.
+        model: The model.
         block: The block head that runs with it, if any.
         may_use_kernels: Whether prefill may use the compiled kernel.
+        cpu_only: Whether to leave models on other devices unchanged.
     """
     is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
-    if model.device.type != "cpu" or not is_sdpa:
+    if not is_sdpa or (cpu_only and model.device.type != "cpu"):
         yield
         return
     with _changing:
-        users, configs = _users.get(model) or (0, sdpa_configs(model))
+        users, configs = _users.get(model) or (0, _sdpa_configs(model))
         _users[model] = users + 1, configs
     token = _may_use_kernels.set(may_use_kernels)
     try:
@@ -78,7 +88,7 @@ def gqa_attention(
                 _set(model, block, configs, "sdpa")
 
 
-def sdpa_configs(model: PreTrainedModel) -> list[Any]:
+def _sdpa_configs(model: PreTrainedModel) -> list[Any]:
     """The configs of the submodels that use `sdpa` attention and support other implementations.
 
     Others are left out: an encoder that supports `eager` attention alone raises when another is set.
@@ -88,31 +98,20 @@ def sdpa_configs(model: PreTrainedModel) -> list[Any]:
     return [config for config in configs if config._attn_implementation == "sdpa"]
 
 
-def set_attention(configs: list[Any], name: str) -> None:
-    """Set the attention implementation `name` on submodels with these configs."""
+def _set(model: PreTrainedModel, block: BlockHead | None, configs: list[Any], name: str) -> None:
     for config in configs:
         config._attn_implementation = {"": name}  # this config alone, not its sub-configs
+    if block is not None:
+        block.use_attention_of(model.config.get_text_config())
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Drop-in replacement for `sdpa_attention_forward`, without repeated K/V.
-
-    Args:
-        module: The attention module.
-        query: (rows, heads, width, head_size).
-        key: (rows, KV heads, slots, head_size).
-        value: Shaped as `key`.
-        attention_mask: (rows, 1, width, slots), if any.
-        kwargs: As for `sdpa_attention_forward`.
-
-    Returns:
-        (rows, width, heads, head_size), and no weights.
-    """
+    """Drop-in replacement for `sdpa_attention_forward`, without repeated K/V."""
     found = None
-    # Dynamo cannot read context variables.
-    if is_plain_attention(kwargs) and not torch.compiler.is_dynamo_compiling():
+    is_plain = not any(kwargs.get(name) is not None for name in OTHER_SEMANTICS) and not kwargs.get("dropout")
+    if is_plain and not torch.compiler.is_dynamo_compiling():  # Dynamo cannot read context variables
         scale, end, is_masked = kwargs.get("scaling"), _num_filled.get(), attention_mask is not None
         may_prefill = end is None and _may_use_kernels.get() and (is_masked or _is_causal(module, kwargs))
         if may_prefill and not _needs_pytorch(query, key, value):
@@ -122,11 +121,6 @@ def attend(
     if found is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return found, None
-
-
-def is_plain_attention(kwargs: dict[str, Any]) -> bool:
-    """Whether no argument changes the scores or where K/V are, such as a soft cap or attention sinks."""
-    return not any(kwargs.get(name) is not None for name in OTHER_SEMANTICS) and not kwargs.get("dropout")
 
 
 def _needs_pytorch(*tensors: Tensor) -> bool:
@@ -143,20 +137,12 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def attend_grouped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None
 ) -> Tensor | None:
     """Attend with the query heads of a group stacked as queries of one head; `None` where that gains nothing.
 
-    Args:
-        query: (rows, heads, width, head_size).
-        key: (rows, KV heads, slots, head_size).
-        value: Shaped as `key`.
-        mask: (rows, 1, width, slots).
-        scale: Scale of the scores; default: 1 / sqrt(head_size).
-        end: () int64 on the CPU, the number of filled slots; `None` to read all.
-
-    Returns:
-        (rows, width, heads, head_size).
+    Queries are (rows, heads, width, head_size), K/V (rows, KV heads, slots, head_size), the mask is (rows, 1, width,
+    slots), and the result (rows, width, heads, head_size). `end` is the number of filled slots; `None` to read all.
     """
     rows, heads, width, size = query.shape
     kv_heads = key.shape[1]
@@ -166,16 +152,18 @@ def attend_grouped(
     has_gain = end is not None or group > 1
     if not (has_gain and is_usual and is_narrow):
         return None
-    grouped = query.reshape(rows, kv_heads, group * width, size)
-    output = _attended(grouped, key, value, mask.repeat(1, 1, group, 1), end, scale)
+    query = query.reshape(rows, kv_heads, group * width, size)
+    mask = mask.repeat(1, 1, group, 1)
+    if end is None:
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    else:
+        output = _attend_to_filled(query, key, value, mask, end, scale)
     return output.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
 
 
-def _attended(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor | None, scale: float | None
+def _attend_to_filled(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor, scale: float | None
 ) -> Tensor:
-    if end is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if mask.dtype is torch.bool:  # converted once, rather than by each call
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     found = decode_sdpa(query, key, value, mask, end, scale)
@@ -194,19 +182,7 @@ def _attend_filled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end:
 
 
 _ops.impl("attend_filled", _attend_filled, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tide_hf::attend_filled", lib=_ops)
-def _like_query(
-    query: Tensor, _key: Tensor, _value: Tensor, _mask: Tensor, _end: Tensor, _scale: float | None
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-def _set(model: PreTrainedModel, block: BlockHead | None, configs: list[Any], name: str) -> None:
-    set_attention(configs, name)
-    if block is not None:
-        block.use_attention_of(model.config.get_text_config())
+torch.library.register_fake("tide_hf::attend_filled", lambda query, *_: query.new_empty(query.shape), lib=_ops)
 
 
 AttentionInterface.register(NAME, attend)

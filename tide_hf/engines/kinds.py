@@ -1,4 +1,4 @@
-"""The engines by name, with what each keeps between calls."""
+"""The engines by name, with what each keeps between calls, and which calls can run on steps of fixed shape."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..base_model.inputs import is_absent, names_of_prompt_inputs
+from ..base_model.structure import CACHE, has_windows
 from ..common.choices import EAGER
 from ..speculation.attachment import Attachment
 from ..speculation.engine import Engine, EngineKind
-from .capturable import facts_of, why_not_captured
+from ..speculation.ranks import ranks_of
 from .eager import EagerEngine
 from .static import StaticEngine
-from .steps.captured_steps import CapturedSteps
-from .steps.compiled_steps import CompiledSteps
-from .steps.step_store import StepStore
+from .steps.step_store import CapturedSteps, CompiledSteps, StepStore
+
+KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
+ATTENTION = ("eager", "sdpa")
+LAYER_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +32,14 @@ class EagerKind:
     """`engine="eager"`: the model's own forward, which needs no warm-up."""
 
     warm_up_seconds = 0.0
+    engine = EagerEngine
 
     def showing_warm_up(self) -> AbstractContextManager[None]:
         """Show nothing."""
         return nullcontext()
 
-    def engine(
-        self,
-        model: Any,
-        attachment: Attachment,
-        input_ids: Tensor,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-    ) -> Engine:
-        """The engine of one call; see `EngineKind.engine`."""
-        return EagerEngine(model, attachment, input_ids, generation_config, model_kwargs)
-
     def log_eager(self, reason: str) -> None:
-        """Log nothing: all its calls do."""
+        """Log nothing, since all calls run eagerly."""
 
     def release(self) -> None:
         """Do nothing, since nothing is kept."""
@@ -84,13 +80,13 @@ class CompiledKind:
         """The engine of one call: static where the call can run on steps, else eager."""
         call = (model, attachment, input_ids, generation_config, model_kwargs)
         steps = self.steps.get(model.device.type)
-        if steps is None:
-            self.log_eager(f"there are no steps for {model.device.type!r}")
-        elif (reason := why_not_captured(facts_of(model, steps, input_ids.shape[0], model_kwargs))) is not None:
-            self.log_eager(reason)
-        else:
-            return StaticEngine(EagerEngine(*call, name="compiled", fills_block_lazily=False), steps)
-        return EagerEngine(*call, name=EAGER)
+        reason = f"there are no steps for {model.device.type!r}"
+        if steps is not None:
+            reason = steps.refused or why_eager(model, input_ids.shape[0], model_kwargs) or ""
+            if not reason:
+                return StaticEngine(EagerEngine(*call, name="compiled", fills_block_lazily=False), steps)
+        self.log_eager(reason)
+        return EagerEngine(*call)
 
     def log_eager(self, reason: str) -> None:
         """Log that a call runs eagerly, as a warning the first time for each reason."""
@@ -107,3 +103,28 @@ class CompiledKind:
 def new_engines() -> dict[str, EngineKind]:
     """The engines of a model, by name."""
     return {EAGER: EagerKind(), "compiled": CompiledKind()}
+
+
+def why_eager(model: Any, rows: int, model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why a call of so many rows cannot run on steps of fixed shape, or `None`."""
+    cache, config = model_kwargs[CACHE], model.config.get_text_config()
+    attention = config._attn_implementation
+    offloaded = {device for device in getattr(model, "hf_device_map", {}).values() if device in ("cpu", "disk")}
+    devices = {str(parameter.device) for parameter in model.parameters()} | {str(device) for device in offloaded}
+    layers = {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYER_KINDS}
+    passed = {name for name, value in model_kwargs.items() if not is_absent(value)}
+    unknown = passed - names_of_prompt_inputs(model) - KNOWN_ARGUMENTS
+    reasons = {
+        f"the model is spread over {', '.join(sorted(devices))}": len(devices) != 1,
+        "processes share the model, and measure costs together": ranks_of(model).many,
+        f"{attention!r} attention does not support a static cache": attention not in ATTENTION,
+        "the cache is offloaded": cache.offloading,
+        f"the cache is a {type(cache).__name__}": type(cache) is not DynamicCache,
+        f"the cache has layers of {', '.join(sorted(layers))}": bool(layers),
+        f"the model is passed {', '.join(sorted(unknown))}": bool(unknown),
+        "a batch leaves holes in the cache, which sliding windows would count": rows > 1 and has_windows(config),
+        "adapters are loaded, which may change without notice": hasattr(model, "peft_config"),
+        "the model is in training mode": model.training,
+        "autocast is enabled, whose copies of weights move": torch.is_autocast_enabled(model.device.type),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

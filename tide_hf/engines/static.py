@@ -6,12 +6,11 @@ Prefill runs on the eager engine into the call's own cache, which is then copied
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -21,34 +20,63 @@ from ..kernels.cpu.attention import MIN_QUERIES, is_faster
 from ..kernels.cpu.cpp_kernels import load_op
 from ..speculation.engine import Engine
 from ..speculation.policy import CostTable, step_width
-from .capturable import why_not_after_prefill
 from .eager import EagerEngine
 from .gqa_attention import gqa_attention
-from .steps.row_map import RowMap
-from .steps.static_cache import StaticCacheSlots, give_back, static_cache_bytes
-from .steps.step_buffers import WIDEST, Parts, StepBuffers, capacity_for, slots_for_now
+from .steps.static_cache import StaticCacheSlots, give_back
+from .steps.step_buffers import WIDEST, ModelParts, StepBuffers, slots_for_now
+from .steps.step_compiler import CompiledPrefill
 from .steps.step_store import StepStore
 
-MEMORY_SHARE = 0.5  # of the free memory, which a call's buffers may take
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+class RowMap:
+    """Maps sequences to rows of buffers, which may have more rows than there are sequences.
+
+    Shapes are fixed, so every row runs in every step. A row without a sequence, or whose sequence has finished, gets
+    the inputs of the first sequence, which are valid for the model; its results are ignored.
+
+    Attributes:
+        own: The row of each unfinished sequence, ascending.
+    """
+
+    def __init__(self, num_sequences: int, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.own = list(range(num_sequences))
+
+    @property
+    def shown(self) -> list[int]:
+        """For each row, the index of the sequence whose inputs it gets."""
+        numbers = {row: number for number, row in enumerate(self.own)}
+        return [numbers.get(row, 0) for row in range(self.num_rows)]
+
+    def spread(self, values: Sequence[T]) -> list[T]:
+        """Map one value per sequence to one per row."""
+        return [values[number] for number in self.shown]
+
+    def gather(self, found: Sequence[T]) -> list[T]:
+        """Map one value per row to one per sequence."""
+        return [found[row] for row in self.own]
+
+    def keep(self, going: Sequence[int]) -> None:
+        """Keep these sequences alone."""
+        self.own = [self.own[number] for number in going]
 
 
 class StaticEngine:
     """Runs one call on steps of fixed shape, after an eager prefill.
 
-    Rows that have stopped keep their places and cost, unless steps for fewer rows exist already.
-
-    Args:
-        prompt: Runs prefill, or the whole call while another call holds the steps.
-        steps: The model's steps.
+    Rows that have stopped keep their places and cost, unless steps for fewer rows exist already. The eager engine
+    `eager` runs prefill, or the whole call while another call holds the steps.
     """
 
-    def __init__(self, prompt: EagerEngine, steps: StepStore) -> None:
-        self.prompt, self.steps = prompt, steps
-        self.name, self.temperature = prompt.name, prompt.temperature
+    def __init__(self, eager: EagerEngine, steps: StepStore) -> None:
+        self.eager, self.steps = eager, steps
+        self.name, self.temperature = eager.name, eager.temperature
         self.widths, self.reads_drafts = steps.widths, steps.reads_drafts
-        self.newest: list[int] = []  # each row's last token, the next pass's input
+        self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self._has_steps = False
         self._buffers: StepBuffers | None = None
         self._slots: Any = None  # StaticCacheSlots, after prefill
@@ -57,11 +85,11 @@ class StaticEngine:
         self._positions: list[list[int]] = []  # each row's next position, one per kind (mRoPE)
         self._added: list[int] = []  # generated tokens of each row
         self._room = 0  # most tokens that a row may generate
-        self._kept: list[int] | None = None  # accepted tokens of each row in the last pass
+        self._accepted: list[int] | None = None  # accepted tokens of each row in the last pass
         self._layers = 0
         self._num_fed = 0  # draft steps since the last rollback
-        self._unread: tuple[int, int] | None = None  # exit layer and number of draft steps not read yet
-        self._marks: list[Any] = []
+        # Exit layer and number of draft steps that were not read yet, and timestamps before and after them.
+        self._unread: tuple[int, int, Any, Any] | None = None
         self._compactions = 0
         self._width, self._started = 0, 0.0
         self._drafted: list[list[int]] = []
@@ -72,17 +100,17 @@ class StaticEngine:
     @property
     def layers_executed(self) -> int:
         """Decoder layers executed, counted once per row and pass."""
-        return self.prompt.layers_executed + self._layers
+        return self.eager.layers_executed + self._layers
 
     @property
     def block_layer(self) -> int | None:
         """The exit layer at which the block head drafts in this call, if it does."""
-        return self.prompt.block_layer
+        return self.eager.block_layer
 
     @property
     def free_slots(self) -> int | None:
         """Learned positions that are left; `None` without such a limit."""
-        last = self.prompt.last_slot
+        last = self.eager.last_slot
         return None if last is None else max(0, last - self._slots.length - 1)
 
     @property
@@ -93,14 +121,14 @@ class StaticEngine:
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of steps over the buffers' rows, whether or not they belong to a sequence."""
-        return self.prompt.attachment.costs_of(self.buffers.rows, self.name, self.widths)
+        return self.eager.attachment.costs_of(self.buffers.rows, self.name, self.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Hold the steps, unless another call does; see `Engine.running`."""
         self._has_steps = self.steps.lock.acquire(blocking=False)
         try:
-            with self.prompt.running():
+            with self.eager.running():
                 yield
         finally:
             if self._has_steps:
@@ -108,43 +136,46 @@ class StaticEngine:
 
     def decoding(self) -> AbstractContextManager[None]:
         """As the eager engine's."""
-        return self.prompt.decoding()
+        return self.eager.decoding()
 
     def prefill(self) -> Tensor:
         """Run prefill, with compiled layers and kernels where there are some."""
-        if self._has_steps:
-            self.steps.refresh(self._parts)
-        with ExitStack() as kernels:
-            if self._has_steps and self.steps.prompts is not None:
-                self._use_kernels(kernels)
-            return self.prompt.prefill()
+        if not self._has_steps:
+            return self.eager.prefill()
+        self.steps.refresh(self._parts)
+        with nullcontext() if self.steps.prompts is None else self._compiled_layers(self.steps.prompts):
+            return self.eager.prefill()
 
     def begin(self, tokens: list[int]) -> None:
         """Set each row's first generated token."""
-        self.prompt.begin(tokens)
+        self.eager.begin(tokens)
 
     def decoder(self, room: int) -> Engine:
         """This engine; the eager one if the call cannot run on steps, or another call holds them."""
-        prompt = self.prompt
+        eager = self.eager
         if not self._has_steps:
-            return prompt
-        cache, mask, positions = prompt._slots.cache, prompt._slots.mask, prompt.positions
+            return eager
+        cache, mask, positions = eager._slots.cache, eager._slots.mask, eager.positions
+        if not all(getattr(layer, "is_initialized", True) for layer in cache.layers):
+            logger.info("the call runs eagerly after prefill: some cache layers are empty")
+            return eager
         if positions is not None:  # as the model prepares them: PaliGemma counts from 1
-            positions = prompt.inputs_of([[token] for token in prompt.newest]).get("position_ids")
-        if (reason := why_not_after_prefill(cache, prompt.positions, positions)) is not None:
-            logger.info("the call runs eagerly after prefill: %s", reason)
-            return prompt
-        positions = None if positions is None else positions[..., 0]
+            positions = eager.inputs_of([[token] for token in eager.last_tokens]).get("position_ids")
+            if positions is None:
+                logger.info("the call runs eagerly after prefill: the model computes positions by itself")
+                return eager
+            positions = positions[..., 0]
         self._position_shape = None if positions is None else tuple(positions.shape[:-1])
-        rows, length = len(prompt.newest), int(cache.get_seq_length())
-        self.newest, self._added, self._room = list(prompt.newest), [0] * rows, room
-        if not self._fits(cache, length):
-            return prompt
-        self._buffers = buffers = self._buffers_for(cache, length)
+        rows, length = len(eager.last_tokens), int(cache.get_seq_length())
+        self.last_tokens, self._added, self._room = list(eager.last_tokens), [0] * rows, room
+        needed = self._buffers_needed(cache, length)
+        if not self.steps.fits(**needed):
+            return eager
+        self._buffers = buffers = self.steps.buffers(**needed)
         self._rows = RowMap(rows, buffers.rows)
         mask = mask.cpu()[self._rows.shown] if mask is not None else None
-        buffers.load(cache, length, mask, prompt.block.prev_hidden_state if prompt.block is not None else None)
-        self._slots = StaticCacheSlots(buffers.cache, length, mask, prompt._slots.compaction_threshold)
+        buffers.load(cache, length, mask, eager.block.prev_hidden_state if eager.block is not None else None)
+        self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._made_before = self.steps.warm_up.num_made
         return self
@@ -153,7 +184,7 @@ class StaticEngine:
         """Decode one token for each row, with one step for each token that the exit layer has not processed."""
         buffers, start, fed = self.buffers, perf_counter(), self._num_fed
         if fed == 0:
-            self._upload([[token] for token in self.newest])
+            self._upload([[token] for token in self.last_tokens])
             buffers = self.buffers
         num_steps = len(drafted[0]) + 1 - fed
         for position in range(fed, fed + num_steps):
@@ -169,13 +200,11 @@ class StaticEngine:
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
         self._started = perf_counter()
-        self._upload([[token] for token in self.newest])
-        buffers = self.buffers
-        self._marks = [_mark(buffers.device)]
+        self._upload([[token] for token in self.last_tokens])
+        before = _timestamp(self.buffers.device)
         for _ in range(num_tokens):
-            self._layers += self.steps.run(buffers, "draft", exit_layer).num_layers
-        self._marks.append(_mark(buffers.device))
-        self._unread = (exit_layer, num_tokens)
+            self._layers += self.steps.run(self.buffers, "draft", exit_layer).num_layers
+        self._unread = exit_layer, num_tokens, before, _timestamp(self.buffers.device)
 
     def rollback(self) -> None:
         """Drop the drafts; the verify pass overwrites their K/V."""
@@ -187,7 +216,7 @@ class StaticEngine:
         self._width = step_width(1 + max(map(len, drafted)), self.widths)
         if self._unread is None:
             self._started = perf_counter()
-            self._upload([[newest, *tokens] for newest, tokens in zip(self.newest, drafted, strict=True)])
+            self._upload([[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)])
         step = self.steps.run(self.buffers, "verify", self._width)
         self._layers += step.num_layers
         self._logits = step.logits
@@ -210,12 +239,14 @@ class StaticEngine:
 
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
-        self._kept = accepted = [len(tokens) for tokens in new_tokens]
+        self._accepted = accepted = [len(tokens) for tokens in new_tokens]
         self._slots.commit(self._width, self._rows.spread(accepted))
         moved = zip(self._positions, accepted, strict=True)
         self._positions = [[position + count for position in kinds] for kinds, count in moved]
         self._added = [before + count for before, count in zip(self._added, accepted, strict=True)]
-        self.newest = [tokens[-1] if tokens else newest for newest, tokens in zip(self.newest, new_tokens, strict=True)]
+        self.last_tokens = [
+            tokens[-1] if tokens else last for last, tokens in zip(self.last_tokens, new_tokens, strict=True)
+        ]
         milliseconds = self._without_drafts((perf_counter() - self._started) * 1000)
         if self._is_warm:
             self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
@@ -224,13 +255,13 @@ class StaticEngine:
     def select(self, rows: list[int]) -> None:
         """Drop finished sequences: move to smaller buffers if there are some, else ignore their rows."""
         if self._buffers is None:
-            self.prompt.select(rows)
+            self.eager.select(rows)
             return
         self._rows.keep(rows)
-        self.newest = [self.newest[row] for row in rows]
+        self.last_tokens = [self.last_tokens[row] for row in rows]
         self._positions = [self._positions[row] for row in rows]
         self._added = [self._added[row] for row in rows]
-        self._kept = None if self._kept is None else [self._kept[row] for row in rows]
+        self._accepted = None if self._accepted is None else [self._accepted[row] for row in rows]
         smaller = self.steps.smaller(self.buffers, len(rows))
         if smaller is not None:
             self._move_to(smaller)
@@ -239,13 +270,13 @@ class StaticEngine:
 
     def finish(self, settle: bool) -> Any:
         """Copy the K/V back to the call's own cache, if it is returned; see `Engine.finish`."""
-        prompt = self.prompt
-        if self._buffers is not None and prompt.is_returned:
+        eager = self.eager
+        if self._buffers is not None and eager.is_returned:
             self._slots.settle()
-            give_back(self.buffers.cache, prompt._slots.cache, self._slots.length)
-            if prompt.block is not None and self._kept is not None:
-                prompt.block.continue_from(self.buffers.last_hidden_states, self._kept)
-        return prompt.finish(settle)
+            give_back(self.buffers.cache, eager._slots.cache, self._slots.length)
+            if eager.block is not None and self._accepted is not None:
+                eager.block.continue_from(self.buffers.last_hidden_states, self._accepted)
+        return eager.finish(settle)
 
     @property
     def _is_warm(self) -> bool:
@@ -261,56 +292,56 @@ class StaticEngine:
     def _upload(self, ids: list[list[int]]) -> None:
         """Upload the inputs of the round."""
         if not self._slots.make_room(WIDEST):  # continue in buffers with more slots
-            self._move_to(self._buffers_for(self.buffers.cache, self._slots.length))
+            self._move_to(self.steps.buffers(**self._buffers_needed(self.buffers.cache, self._slots.length)))
         if self._slots.holes is not None or self._slots.num_compactions > self._compactions:
             self.buffers.write_mask(self._slots.mask)
             self._compactions = self._slots.num_compactions
         spread = self._rows.spread
-        kept = None if self._kept is None else spread(self._kept)
-        self.buffers.write(self._slots.length, spread(self._positions), spread(ids), kept)
+        accepted = None if self._accepted is None else spread(self._accepted)
+        self.buffers.write(self._slots.length, spread(self._positions), spread(ids), accepted)
 
     def _without_drafts(self, milliseconds: float) -> float:
         """Record the cost of a finished round's unread draft steps; return the rest of its time."""
         if self._unread is None:
             return milliseconds
-        (exit_layer, num_tokens), (before, after) = self._unread, self._marks
+        exit_layer, num_tokens, before, after = self._unread
         drafts = before.elapsed_time(after) if isinstance(before, torch.cuda.Event) else (after - before) * 1000
         if self._is_warm:
-            self.costs_of(len(self.newest)).record(("draft", exit_layer), drafts / num_tokens)
+            self.costs_of(len(self.last_tokens)).record(("draft", exit_layer), drafts / num_tokens)
         self._unread = None
         return max(0.0, milliseconds - drafts)
 
-    def _parts(self) -> Parts:
-        attachment = self.prompt.attachment
-        return Parts(
-            self.prompt.model, attachment.structure, attachment.unembed, attachment.draft_unembed(), attachment.routers
-        )
+    def _parts(self) -> ModelParts:
+        tide = self.eager.attachment
+        return ModelParts(self.eager.model, tide.structure, tide.unembed, tide.draft_unembed(), tide.routers)
 
-    def _use_kernels(self, prompt: ExitStack) -> None:
+    @contextmanager
+    def _compiled_layers(self, prompts: CompiledPrefill) -> Iterator[None]:
         """Run prefill with compiled layers and kernels, whose compilation counts as warm-up."""
-        dtype, start, compiled_before = self.prompt.model.dtype, perf_counter(), load_op.cache_info().misses
+        dtype, start, compiled_before = self.eager.model.dtype, perf_counter(), load_op.cache_info().misses
         load_op("skinny_gemm", dtype)
-        if self.prompt.input_ids.shape[1] >= MIN_QUERIES:
+        if self.eager.input_ids.shape[1] >= MIN_QUERIES:
             is_faster(dtype)  # measured here, outside of any trace
         if load_op.cache_info().misses > compiled_before:
             self.steps.warm_up.add(0, perf_counter() - start)
-        prompt.enter_context(gqa_attention(self.prompt.model))
-        prompt.enter_context(allowed_layouts(KERNEL_LAYOUTS))
-        self.prompt.run.execute_layer = self.steps.prompts.run
-        prompt.callback(setattr, self.prompt.run, "execute_layer", None)
+        self.eager.run.execute_layer = prompts.run
+        try:
+            with gqa_attention(self.eager.model), allowed_layouts(KERNEL_LAYOUTS):
+                yield
+        finally:
+            self.eager.run.execute_layer = None
 
-    @property
-    def _kinds(self) -> dict[str, Any]:
-        """The properties that buffers are keyed by."""
-        has = {"has_block": self.prompt.block is not None, "has_scores": self.reads_drafts}
-        return {"position_shape": self._position_shape, **has}
-
-    def _buffers_for(self, like: Cache, filled: int) -> StepBuffers:
-        return self.steps.buffers(like, len(self.newest), self._num_slots(filled), **self._kinds)
-
-    def _num_slots(self, filled: int) -> int:
+    def _buffers_needed(self, like: Cache, filled: int) -> dict[str, Any]:
+        """The arguments of `StepStore.buffers` for the unfinished sequences."""
         most = filled + self._room - min(self._added)  # `filled` includes a cache passed by the caller
-        return slots_for_now(filled, most) if self.steps.grows else most
+        return {
+            "like": like,
+            "rows": len(self.last_tokens),
+            "slots": slots_for_now(filled, most) if self.steps.grows else most,
+            "position_shape": self._position_shape,
+            "has_block": self.eager.block is not None,
+            "has_scores": self.reads_drafts,
+        }
 
     def _move_to(self, buffers: StepBuffers) -> None:
         """Continue the unfinished sequences in other buffers."""
@@ -320,33 +351,8 @@ class StaticEngine:
         buffers.take_over(other, slots.length, slots.mask, own)
         slots.cache, self._buffers = buffers.cache, buffers
 
-    def _fits(self, cache: Cache, filled: int) -> bool:
-        """Whether the buffers exist, or fit into memory."""
-        rows, slots = len(self.newest), self._num_slots(filled)
-        if self.steps.has_memory(cache, rows, slots, **self._kinds):
-            return True
-        needed = static_cache_bytes(cache, rows, capacity_for(rows, slots))
-        first: Any = cache.layers[0]
-        free = free_memory(first.keys.device)
-        if needed > MEMORY_SHARE * free:
-            logger.warning(
-                "the call runs eagerly: K/V buffers of %d slots would take %.1f GB of %.1f GB that are free",
-                slots,
-                needed / 1e9,
-                free / 1e9,
-            )
-        return needed <= MEMORY_SHARE * free
 
-
-def free_memory(device: torch.device) -> int:
-    """Bytes available for tensors, including PyTorch's cached memory."""
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + kept)
-
-
-def _mark(device: torch.device) -> Any:
+def _timestamp(device: torch.device) -> Any:
     """Record a timestamp on the device, without waiting for it."""
     if device.type != "cuda":
         return perf_counter()

@@ -1,4 +1,4 @@
-"""Warm an engine up before the first answer: calls that run every step that answers are likely to need."""
+"""Warm an engine up before the first answer, by calls that run every step that answers are likely to need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..common.errors import ConfigurationError, describe, short
 from ..depth.linear_gate import weight_dtypes
@@ -17,30 +18,69 @@ from ..speculation.attachment import Attachment, head_priors
 from ..speculation.engine import UNREAD, Draft, DraftEngine, Drafter
 from ..speculation.policy import CostTable, Option, choose
 from ..speculation.rows import RowCriterion
-from .steps.progress import WarmUp
 from .steps.step_buffers import WIDTHS
 
 # Prompt lengths, each of which may use another weight layout.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)
 ANSWER_LENGTH = 2 * sum(WIDTHS)  # room for the drafts
+OPTIONS = {"tide_mode": "self_speculative", "tide_strict": True, "do_sample": False, "return_dict_in_generate": False}
+OPTIONS |= {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": None, "pad_token_id": 0}
 
 
-class WarmUpDrafter:
-    """Drafts one token with each head, then arbitrary tokens for each width of a verify pass.
+class WarmUp:
+    """Counts steps or kernels that are prepared once and kept between calls, and shows them in a progress line.
 
-    Args:
-        engine: Runs the draft heads.
-        exit_layers: Exit layers of the heads.
-        widths: Widths of verify passes.
-
-    Attributes:
-        rounds: Rounds that are left: `("draft", exit_layer)` or `("verify", width)`.
+    The line obeys `transformers.utils.logging.disable_progress_bar`, and is only drawn on a terminal.
     """
 
-    def __init__(self, engine: DraftEngine, exit_layers: Iterable[int], widths: Iterable[int]) -> None:
+    def __init__(self, description: str, unit: str) -> None:
+        self.description, self.unit = description, unit  # of the line; the unit in the plural
+        self.num_made, self.seconds, self.bytes = 0, 0.0, 0  # bytes of device memory
+        self._line: Any = None
+        self._shown = 0
+
+    @contextmanager
+    def shown(self, *, is_due: bool = False) -> Iterator[None]:
+        """Show the line once something is prepared within, or at once if that is due; nested uses share a line."""
+        if is_due:
+            self._draw()
+        self._shown += 1
+        try:
+            yield
+        finally:
+            self._shown -= 1
+            if self._line is not None and not self._shown:
+                self._line.close()
+                self._line = None
+
+    def add(self, number: int, seconds: float, num_bytes: int = 0) -> None:
+        """Add what was prepared."""
+        self.num_made, self.seconds, self.bytes = self.num_made + number, self.seconds + seconds, self.bytes + num_bytes
+        if number:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._line is None:
+            layout = "{desc}: {n_fmt} {unit}{postfix}"
+            self._line = logging.tqdm(desc=self.description, unit=self.unit, bar_format=layout, disable=None)
+        self._line.n = self.num_made
+        memory = f", {self.bytes / 1e6:.0f} MB" if self.bytes else ""
+        self._line.set_postfix_str(f"{self.seconds:.1f} s{memory}")
+
+
+class WarmUpRounds(RowCriterion):
+    """Drafts one token with each head, then arbitrary tokens for each width of a verify pass, then ends all rows."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.rounds: list[tuple[str, int]] = []  # that are left: `("draft", exit_layer)` or `("verify", width)`
+
+    def begin(self, engine: Any, exit_layers: list[int]) -> WarmUpRounds:
+        """Set the engine, once the call has one; return self."""
         self.engine = engine
-        self.rounds = [("verify", width) for width in reversed(list(widths))]
+        self.rounds = [("verify", width) for width in reversed(engine.widths or WIDTHS)]
         self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
+        return self
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft for the next round."""
@@ -57,29 +97,15 @@ class WarmUpDrafter:
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         """Ignore the outcome."""
 
-
-class _StopAfterWarmUp(RowCriterion):
-    """Ends all rows once no rounds are left."""
-
-    def __init__(self) -> None:
-        self.drafter: WarmUpDrafter | None = None
-
     def stops_row(self, index: int, token: int) -> bool:
-        return self.drafter is not None and not self.drafter.rounds
+        """Whether no rounds are left."""
+        return self.engine is not None and not self.rounds
 
 
 def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int], max_length: int) -> float:
-    """Warm an engine up; see `TIDEGenerationMixin.tide_warm_up`.
+    """Warm an engine up, as `TIDEGenerationMixin.tide_warm_up` says; return the seconds that it took.
 
-    Args:
-        model: The attached model.
-        attachment: TIDE's state of the model.
-        engine: Name of the engine.
-        numbers: Batch sizes, descending, since smaller batches share the memory of larger ones.
-        max_length: Most tokens of prompt and answer.
-
-    Returns:
-        Seconds that it took.
+    The batch sizes `numbers` are in descending order, since smaller batches share the memory of larger ones.
     """
     kind = attachment.engines[engine]
     before, stats = kind.warm_up_seconds, model.last_exit_stats
@@ -118,19 +144,14 @@ def checked_rows(rows: Any, max_length: Any) -> list[int]:
         ConfigurationError: `rows` or `max_length` is not a positive integer.
     """
     numbers = list(rows) if isinstance(rows, Iterable) else [rows]
-    bad = [("max_length", max_length)] if not _is_count(max_length) else []
-    bad += [("rows", rows)] if not numbers or not all(map(_is_count, numbers)) else []
-    for name, value in bad:
-        raise ConfigurationError(
-            describe(
-                f"{name} makes no sense",
-                got=short(value),
-                expected="a whole number of at least 1" + (", or several of them" if name == "rows" else ""),
-                do="Pass rows=1 for single sequences, or rows=(1, 2, 4, 8), say, for batches as well."
-                if name == "rows"
-                else "Pass max_length=1024, say.",
-            )
-        )
+    expected = "a whole number of at least 1"
+    if not _is_count(max_length):
+        do = "Pass max_length=1024, say."
+        raise ConfigurationError(describe("max_length makes no sense", got=short(max_length), expected=expected, do=do))
+    if not numbers or not all(map(_is_count, numbers)):
+        expected += ", or several of them"
+        do = "Pass rows=1 for single sequences, or rows=(1, 2, 4, 8), say, for batches as well."
+        raise ConfigurationError(describe("rows makes no sense", got=short(rows), expected=expected, do=do))
     return sorted(set(numbers), reverse=True)
 
 
@@ -142,32 +163,20 @@ def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
     """Run one call on arbitrary tokens: every step, or prefill alone if only one token may be generated."""
-    criterion = _StopAfterWarmUp()
-
-    def make(_attachment: Attachment, _prompts: list[list[int]], engine: Any) -> WarmUpDrafter:
-        criterion.drafter = WarmUpDrafter(engine, _layers_to_draft(attachment, engine), engine.widths or WIDTHS)
-        return criterion.drafter
-
+    rounds = WarmUpRounds()
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
     ids = (columns + row[:, None]) % attachment.structure.vocab_size  # prefill runs equal rows once
     mask = torch.ones_like(ids)
     if padded:  # padding needs other graphs
         mask[1:, 0] = 0
-    with _drafting_by(attachment, make):
+    with _drafting_by(attachment, lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine))):
         model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=max(1, max_length - length),
-            stopping_criteria=[criterion],
-            tide_mode="self_speculative",
+            stopping_criteria=[rounds],
             tide_engine=engine,
-            tide_strict=True,
-            do_sample=False,
-            num_beams=1,
-            num_return_sequences=1,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=False,
+            **OPTIONS,
         )
 
 

@@ -26,30 +26,18 @@ LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear
 
 
 class LinearWeights(NamedTuple):
-    """The weights of one product, fused or not.
+    """The weights of one product, fused or not."""
 
-    Attributes:
-        indices: Indices of the weights among the graph's constants.
-        layout: Index of their layout in `WEIGHT_LAYOUTS`.
-    """
-
-    indices: list[int]
-    layout: int
+    indices: list[int]  # among the graph's constants
+    layout: int  # in `WEIGHT_LAYOUTS`
 
 
 def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool) -> list[LinearWeights]:
-    """Fuse linear layers that read the same input in the same weight layout, such as QKV.
+    """Fuse linear layers that read the same input in the same weight layout, such as QKV; return the fused products.
 
-    Args:
-        graph: The graph of a decoder layer; changed in place.
-        constants: The values of its last placeholders.
-        may_copy: Whether the weights may be copied.
-
-    Returns:
-        The fused products.
+    The graph is changed in place; `constants` are the values of its last placeholders.
     """
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    indices = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
+    indices = _indices_of_constants(graph, constants)
     found: dict[tuple[fx.Node, bool, int], list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         if node.target is LINEAR and node.args[1] in indices:
@@ -58,9 +46,15 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
     for (_, _, layout), linears in found.items():
         if len(linears) > 1 and (may_copy or not WEIGHT_LAYOUTS[layout].is_copy):
             products.append(LinearWeights([indices[linear.args[1]] for linear in linears], layout))
-            _fuse(graph.graph, linears, [constants[place].shape[0] for place in products[-1].indices])
+            _fuse(graph.graph, linears, [constants[i].shape[0] for i in products[-1].indices])
     graph.recompile()
     return products
+
+
+def _indices_of_constants(graph: fx.GraphModule, constants: list[Tensor]) -> dict[Any, int]:
+    """The indices of a graph's last placeholders among their values."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
 
 
 def _layout_of(linear: fx.Node) -> int:
@@ -83,35 +77,28 @@ def _fuse(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
 
 
 def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearWeights]:
-    """Call the GEMM kernels directly where weights are plain or quantised.
+    """Call the GEMM kernels directly where weights are plain or quantised; return the quantised products.
 
-    Args:
-        graph: The graph; changed in place.
-        constants: The values of its last placeholders.
-
-    Returns:
-        The quantised products. `packed` and `scales` of each become further inputs of the graph, its last ones.
+    The graph is changed in place: `packed` and `scales` of each of these become its last inputs, after the constants.
     """
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    indices = {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
+    indices = _indices_of_constants(graph, constants)
     quantized: list[LinearWeights] = []
     for node in list(graph.graph.nodes):
         if node.target not in (LINEAR, FUSED):
             continue
         weights: Any = node.args[1] if node.target is FUSED else [node.args[1]]
-        state, layout = node.args[0].meta.get("val"), _layout_of(node)
+        state, number = node.args[0].meta.get("val"), _layout_of(node)
+        layout = WEIGHT_LAYOUTS[number]
         known = all(weight in indices and constants[indices[weight]].is_contiguous() for weight in weights)
         if not known or state is None:
             continue
-        if WEIGHT_LAYOUTS[layout] is PlainWeight and (product := load_op("skinny_gemm", state.dtype)) is not None:
+        if layout is PlainWeight and (product := load_op("skinny_gemm", state.dtype)) is not None:
             node.target, node.args = product, (node.args[0], weights, node.args[2])
-        is_quantized = (
-            WEIGHT_LAYOUTS[layout] is QuantizedWeight and state.numel() <= MAX_QUANTIZED_ROWS * state.shape[-1]
-        )
+        is_quantized = layout is QuantizedWeight and state.numel() <= MAX_QUANTIZED_ROWS * state.shape[-1]
         if is_quantized and (product := load_op("groupwise_gemm", state.dtype)) is not None:
             held = [_add_input(graph.graph, f"quantized_{len(quantized)}_{name}") for name in ("packed", "scales")]
             node.target, node.args = product, (node.args[0], *held, node.args[2])
-            quantized.append(LinearWeights([indices[weight] for weight in weights], layout))
+            quantized.append(LinearWeights([indices[weight] for weight in weights], number))
     graph.recompile()
     return quantized
 
@@ -124,14 +111,10 @@ def _add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 def layouts_of(products: list[LinearWeights], constants: list[Tensor]) -> list[WeightLayout]:
     """The converted weights of products."""
-    return [in_layout(WEIGHT_LAYOUTS[layout], *(constants[place] for place in indices)) for indices, layout in products]
+    return [in_layout(WEIGHT_LAYOUTS[layout], *(constants[i] for i in indices)) for indices, layout in products]
 
 
 def quantized_tensors(quantized: list[WeightLayout]) -> list[Tensor]:
     """The further inputs that [`call_kernels`] adds for quantised weights."""
-    return [
-        tensor
-        for layout in quantized
-        if isinstance(layout, QuantizedWeight)
-        for tensor in (layout.packed, layout.scales)
-    ]
+    layouts = [layout for layout in quantized if isinstance(layout, QuantizedWeight)]
+    return [tensor for layout in layouts for tensor in (layout.packed, layout.scales)]

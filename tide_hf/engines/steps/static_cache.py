@@ -17,16 +17,11 @@ from ...depth.kv_cache import CacheSlots
 from ...kernels.reference import kv_compact
 
 
-class Cursor:
-    """The position of the running pass in the cache; shared by all layers.
+class CachePosition:
+    """The position of the running pass in the cache; shared by all layers."""
 
-    Attributes:
-        start: () int64, the slot of the pass's first token.
-        slots: (width,) int64, the slots of its tokens.
-    """
-
-    start: Tensor
-    slots: Tensor
+    start: Tensor  # () int64, the slot of the pass's first token
+    slots: Tensor  # (width,) int64, the slots of its tokens
 
     def move_to(self, start: Tensor, width: int) -> None:
         """Move to the `width` slots from `start` on."""
@@ -40,9 +35,9 @@ class StaticKVLayer(CacheLayerMixin):
     is_compileable = True  # or transformers would omit the mask of a single token
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, cursor: Cursor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, position: CachePosition) -> None:
         super().__init__()
-        self.keys, self.values, self.cursor = keys, values, cursor
+        self.keys, self.values, self.position = keys, values, position
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -50,8 +45,8 @@ class StaticKVLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the K/V of a pass into its slots; return all slots."""
-        self.keys.index_copy_(2, self.cursor.slots, key_states)
-        self.values.index_copy_(2, self.cursor.slots, value_states)
+        self.keys.index_copy_(2, self.position.slots, key_states)
+        self.values.index_copy_(2, self.position.slots, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -60,7 +55,7 @@ class StaticKVLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """() int64 on the device, the number of tokens before the running pass."""
-        return self.cursor.start
+        return self.position.start
 
     def get_max_length(self) -> int:
         """The number of slots."""
@@ -68,27 +63,21 @@ class StaticKVLayer(CacheLayerMixin):
 
 
 def static_cache(like: Cache, rows: int, capacity: int) -> Cache:
-    """Allocate a static cache for K/V of the shapes and dtypes of a filled cache.
-
-    Args:
-        like: The filled cache.
-        rows: Number of sequences.
-        capacity: Slots per sequence.
-    """
-    cursor = Cursor()
+    """Allocate a static cache for K/V of the shapes and dtypes of a filled cache."""
+    position = CachePosition()
     layers: Any = []
     with torch.inference_mode(False):  # written to inside and outside of inference mode
         for layer in like.layers:
             keys, values = (part.new_zeros((rows, part.shape[1], capacity, part.shape[3])) for part in _kv(layer))
-            layers.append(StaticKVLayer(keys, values, cursor))
+            layers.append(StaticKVLayer(keys, values, position))
     return Cache(layers=layers)
 
 
 def first_rows(cache: Cache, rows: int) -> Cache:
     """A view of the first rows of a static cache, in the same memory."""
-    cursor = Cursor()
+    position = CachePosition()
     parts = [_kv(layer) for layer in cache.layers]
-    layers: Any = [StaticKVLayer(keys[:rows], values[:rows], cursor) for keys, values in parts]
+    layers: Any = [StaticKVLayer(keys[:rows], values[:rows], position) for keys, values in parts]
     return Cache(layers=layers)
 
 
@@ -130,14 +119,7 @@ def give_back(cache: Cache, source: Cache, length: int) -> None:
 
 
 class StaticCacheSlots(CacheSlots):
-    """The slots of a batch's static cache. Masks and holes are tracked on the CPU, without reads from the device.
-
-    Args:
-        cache: The static cache.
-        length: Number of filled slots.
-        attention_mask: (rows, length) of the prompt, on the CPU; `None` without padding.
-        compaction_threshold: Largest share of holes before the cache is compacted.
-    """
+    """The slots of a batch's static cache. Masks and holes are tracked on the CPU, without reads from the device."""
 
     def __init__(self, cache: Cache, length: int, attention_mask: Tensor | None, compaction_threshold: float) -> None:
         super().__init__(cache, length, attention_mask, compaction_threshold, torch.device("cpu"))

@@ -30,24 +30,15 @@ SPARE_SLOTS = 256  # for holes, with several rows
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of an attached model that steps run.
-
-    Attributes:
-        model: The model.
-        structure: Its structure.
-        unembed: Its unembedding.
-        draft_unembed: The unembedding of draft heads.
-        routers: Routers and exit heads, if any.
-        execute_layer: As for `LayerRun`.
-    """
+class ModelParts:
+    """The parts of an attached model that steps run."""
 
     model: Any
     structure: DecoderStructure
     unembed: Unembed
     draft_unembed: DraftUnembed
     routers: TIDERouters | None
-    execute_layer: Any = None
+    execute_layer: Any = None  # as of `LayerRun`
 
 
 class StepBuffers:
@@ -67,7 +58,7 @@ class StepBuffers:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ModelParts,
         like: Cache,
         rows: int,
         capacity: int,
@@ -83,7 +74,7 @@ class StepBuffers:
         self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         hidden, dtype = parts.structure.hidden_size, first.keys.dtype
         leading = position_shape or ()
-        sizes = (1, 1, math.prod(leading) * rows, rows, rows * WIDEST)  # start, fed, positions, kept, ids
+        sizes = (1, 1, math.prod(leading) * rows, rows, rows * WIDEST)  # start, fed, positions, last accepted, ids
         with torch.inference_mode(False):
             self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -95,7 +86,7 @@ class StepBuffers:
                 self.last_hidden_states = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
                 self.prev_hidden_state = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
                 self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
-        self.start, self.fed, positions, self.kept, ids = self._device_inputs.split(sizes)
+        self.start, self.fed, positions, self.last_accepted, ids = self._device_inputs.split(sizes)
         self.positions = positions.view(*leading, rows)
         self.ids = ids.view(rows, WIDEST)
         self.block: BlockRun | None = None
@@ -114,13 +105,9 @@ class StepBuffers:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
 
     def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
-        """Copy in some rows of other buffers, which may share memory with these.
+        """Copy some rows, in ascending order, of other buffers into the first rows; they may share memory.
 
-        Args:
-            other: The other buffers.
-            length: Number of their filled slots.
-            mask: (rows of these buffers, length).
-            rows: Rows of `other`, ascending; they become the first rows.
+        `length` is the number of filled slots; the mask is (rows of these buffers, length).
         """
         for own, layer in zip(self.cache.layers, other.cache.layers, strict=True):
             take_rows(own, layer, length, rows)
@@ -135,23 +122,23 @@ class StepBuffers:
             self._host_mask[:, : mask.shape[1]] = mask
         self.mask.copy_(self._host_mask, non_blocking=True)
 
-    def write(self, start: int, positions: list[list[int]], ids: list[list[int]], kept: list[int] | None) -> None:
+    def write(self, start: int, positions: list[list[int]], ids: list[list[int]], accepted: list[int] | None) -> None:
         """Upload the inputs of a round, by one asynchronous copy.
 
         Args:
             start: The first slot to write to.
-            positions: Position of each row's first token, one per kind.
+            positions: Position of each row's first token, one per kind (mRoPE).
             ids: Each row's last token, followed by its draft.
-            kept: Accepted tokens of each row in the previous pass; `None` before the first.
+            accepted: Accepted tokens of each row in the previous pass; `None` before the first.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
-        last = [max(0, count - 1) for count in kept] if kept is not None else [0] * self.rows
+        last = [max(0, count - 1) for count in accepted] if accepted is not None else [0] * self.rows
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
         self._host_inputs.copy_(torch.tensor([start, 0, *by_kind, *last, *padded]))
         self._device_inputs.copy_(self._host_inputs, non_blocking=True)
         if self.block is not None:
-            if kept is not None:
-                index = self.kept[:, None, None].expand(-1, 1, self.last_hidden_states.shape[-1])
+            if accepted is not None:
+                index = self.last_accepted[:, None, None].expand(-1, 1, self.last_hidden_states.shape[-1])
                 self.prev_hidden_state.copy_(self.last_hidden_states.gather(1, index))
             self.draft_hidden_state.copy_(self.prev_hidden_state)
 
@@ -192,7 +179,11 @@ class StepBuffers:
             self.block.draft_hidden_state = self.draft_hidden_state
             state = self.block.draft(call)
             self.draft_hidden_state.copy_(self.block.draft_hidden_state)
-            top = self._block_top(state)
+            if self.scores is None:
+                top = self.parts.draft_unembed(state)
+            else:
+                top, log_probabilities = self.parts.draft_unembed.top1(state)
+                self.scores.copy_(self.block.point.score(log_probabilities))
         else:
             routers: Any = self.parts.routers
             point, state = routers[exit_layer], call.state[:, -1]
@@ -202,13 +193,6 @@ class StepBuffers:
         self.fed.add_(1)
         self.ids.index_copy_(1, self.fed, top[:, None])
         return run.layers_executed, None
-
-    def _block_top(self, state: Tensor) -> Tensor:
-        if self.scores is None:
-            return self.parts.draft_unembed(state)
-        top, log_probabilities = self.parts.draft_unembed.top1(state)
-        self.scores.copy_(self.block.point.score(log_probabilities))  # type: ignore[union-attr]
-        return top
 
     def feed(self, tokens: list[int]) -> None:
         """Replace the last draft token of each row, which the next draft step continues from."""
@@ -220,24 +204,20 @@ class StepBuffers:
 
     def _forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
         width = ids.shape[1]
-        self.cache.layers[0].cursor.move_to(start, width)
+        self.cache.layers[0].position.move_to(start, width)
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self.position_shape is not None:
-            steps = torch.arange(width, device=self.device) + fed
-            positions = self.positions[..., None] + steps
-            # Padding tokens may lie beyond the last position.
-            inputs["position_ids"] = (
-                positions if self.last_position is None else positions.clamp(max=self.last_position - 1)
-            )
+            positions = self.positions[..., None] + torch.arange(width, device=self.device) + fed
+            if self.last_position is not None:  # padding tokens may lie beyond it
+                positions = positions.clamp(max=self.last_position - 1)
+            inputs["position_ids"] = positions
         return self.parts.model(**inputs, return_dict=True)
 
 
 def slots_for_now(filled: int, most: int) -> int:
     """Number of slots of growing buffers: powers of two, for few graphs, and at most twice what is filled.
 
-    Args:
-        filled: Number of filled slots.
-        most: Number of slots that the call may need.
+    The call may need `most` slots.
     """
     slots = FIRST_SLOTS // 2
     while slots < most and (slots < FIRST_SLOTS or slots - WIDEST <= filled):

@@ -1,4 +1,4 @@
-"""The steps of one model, prepared at first use and kept between calls."""
+"""The steps of one model, prepared at first use and kept between calls: compiled, and on GPUs captured as well."""
 
 from __future__ import annotations
 
@@ -10,63 +10,56 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
-from .module_guards import hooks_of, settings_of
-from .progress import WarmUp
-from .replay import Replay
-from .step_buffers import WIDTHS, Parts, StepBuffers, capacity_for
+from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
+from ...kernels.cpu.weight_layouts import WeightLayout
+from ..gqa_attention import gqa_attention
+from ..warm_up import WarmUp
+from .capture import Replay, capturable_forward, capture
+from .graphs import CompileGraph, compile_graph
+from .static_cache import static_cache_bytes
+from .step_buffers import WIDTHS, ModelParts, StepBuffers, capacity_for
+from .step_compiler import CompiledPrefill, StepCompiler
 
+MEMORY_SHARE = 0.5  # of the free memory, which a call's buffers may take
 MAX_GRAPHS = 64
 MAX_BUFFERS = 8  # by number of rows and slots
+PLAIN = (bool, float, str)  # settings; not int, which may count calls, and not objects, which may be set lazily
 
 logger = logging.getLogger(__name__)
 
 
 class Step:
-    """A prepared step.
-
-    Attributes:
-        replay: Runs it.
-        num_layers: Decoder layers that it executes, counted once per row.
-        logits: (rows, width, vocabulary) of a verify pass; overwritten by the next step.
-    """
+    """A prepared step."""
 
     replay: Replay
-    num_layers: int = 0
-    logits: Any = None
+    num_layers: int = 0  # that it executes, counted once per row
+    logits: Any = None  # (rows, width, vocabulary) of a verify pass; overwritten by the next step
 
 
 class StepStore:
     """The steps of one model. One call at a time can use them; subclasses decide how steps are prepared.
 
     Args:
-        layers: Makes the compiler of layers inside steps; `None` runs layers natively.
-        warm_up: Counts prepared steps and what they took.
-
-    Attributes:
-        kind: Name of the prepared form, for log messages.
-        widths: Widths of verify passes.
-        reads_drafts: Whether the host reads each draft token and its score before the next draft step.
-        grows: Whether buffers start with few slots and grow with the answer.
-        prompts: Runs the layers of prefill, where that is faster than natively.
-        warm_up: Steps prepared so far and what they took, including the memory of buffers.
-        refused: Why the model's steps cannot be prepared, if so; reset by `release`.
-        reads: Number of host synchronisations.
-        replays: Number of steps run.
+        compile_graph: Compiles a graph, given its inputs; `None` to leave steps uncompiled.
+        description: Label of the progress line.
     """
 
-    kind: str
-    prompts: Any = None
-    widths: tuple[int, ...] = WIDTHS
-    reads_drafts: bool
-    grows: bool
+    kind: str  # name of the prepared form, for log messages
+    widths: tuple[int, ...] = WIDTHS  # of verify passes
+    reads_drafts: bool  # whether the host reads each draft token and its score before the next draft step
+    grows: bool  # whether buffers start with few slots and grow with the answer
+    prompts: CompiledPrefill | None = None  # runs the layers of prefill, where that is faster than natively
 
-    def __init__(self, layers: Callable[[], Any] | None, warm_up: WarmUp) -> None:
-        self._make_layers, self.warm_up = layers, warm_up
-        self.reads, self.replays = 0, 0
+    def __init__(self, compile_graph: CompileGraph | None, description: str) -> None:
+        self._compile_graph = compile_graph
+        self.warm_up = WarmUp(description, "steps")  # includes the memory of buffers
+        self.reads, self.replays = 0, 0  # host synchronisations, and steps run
         self.lock = Lock()
         self.release()
 
@@ -75,17 +68,14 @@ class StepStore:
         self._buffers: OrderedDict[tuple, StepBuffers] = OrderedDict()
         self._steps: OrderedDict[tuple[StepBuffers, str, int], Step] = OrderedDict()
         self._fingerprint: tuple = ()
-        self._parts: Parts | None = None
-        self.refused: str | None = None
-        self.layers: Any = self._make_layers() if self._make_layers is not None else None
+        self._parts: ModelParts | None = None
+        self.refused: str | None = None  # why the model's steps cannot be prepared
+        self.compiler = StepCompiler(self._compile_graph) if self._compile_graph is not None else None
 
-    def refresh(self, parts: Callable[[], Parts]) -> None:
+    def refresh(self, parts: Callable[[], ModelParts]) -> None:
         """Begin a call: drop the graphs if the model has changed since the last call.
 
-        Steps whose capture ran out of memory are prepared again.
-
-        Args:
-            parts: Returns the parts of the model that steps run.
+        Steps whose capture ran out of memory are prepared again. `parts` returns the parts of the model that steps run.
         """
         for key in [key for key, step in self._steps.items() if step.replay.may_do_later]:
             del self._steps[key]
@@ -93,21 +83,16 @@ class StepStore:
         if (fingerprint := fingerprint_of(found)) != self._fingerprint:
             found = found if self._parts is None else parts()
             self.release()
-            if self.layers is not None:
-                found = replace(found, execute_layer=self.layers.run)
+            if self.compiler is not None:
+                found = replace(found, execute_layer=self.compiler.run)
             self._parts, self._fingerprint = found, fingerprint
 
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
 
         Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
-        cost less than preparing further steps.
-
-        Args:
-            like: The filled cache of the call.
-            rows: Number of sequences.
-            slots: Number of slots that the call may need.
-            **kinds: As for `StepBuffers`.
+        cost less than preparing further steps. `like` is the filled cache of the call, and `kinds` are as for
+        `StepBuffers`.
         """
         first: Any = like.layers[0]
         key, alike = self._key_of(like, rows, slots, kinds)
@@ -124,10 +109,18 @@ class StepStore:
         self._buffers.move_to_end(key)
         return self._buffers[key]
 
-    def has_memory(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
-        """Whether the K/V of what [`buffers`] would return are allocated already."""
-        key, alike = self._key_of(like, rows, slots, kinds)
-        return any(other[1] == key[1] for other in alike)
+    def fits(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
+        """Whether the K/V of what [`buffers`] would return are allocated, or fit into memory; if not, say so."""
+        (_, capacity, *_), alike = self._key_of(like, rows, slots, kinds)
+        if any(other[1] == capacity for other in alike):
+            return True
+        first: Any = like.layers[0]
+        needed, free = static_cache_bytes(like, rows, capacity), free_memory(first.keys.device)
+        if needed <= MEMORY_SHARE * free:
+            return True
+        text = "the call runs eagerly: K/V buffers of %d slots would take %.1f GB of %.1f GB that are free"
+        logger.warning(text, slots, needed / 1e9, free / 1e9)
+        return False
 
     def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, Any]) -> tuple[tuple, list[tuple]]:
         """The key of the buffers to reuse or to allocate, and the keys of all that are large enough."""
@@ -193,8 +186,87 @@ class StepStore:
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        """Prepare a step; `tokens` counts all rows."""
+        """Prepare a step of so many tokens in all rows together."""
         raise NotImplementedError
+
+
+class CompiledSteps(StepStore):
+    """The steps of one model on a CPU, compiled."""
+
+    kind = "compiled steps"
+    reads_drafts = True  # free on a CPU
+    grows = True  # a few sizes serve all calls; unfilled slots would take memory and mask computation
+
+    def __init__(self, compile_graph: CompileGraph = compile_graph) -> None:
+        super().__init__(compile_graph, "Compiling steps")
+
+    def __reduce__(self) -> tuple:
+        """Leave compiled steps out of copies and pickles."""
+        return CompiledSteps, (self._compile_graph,)
+
+    def release(self) -> None:
+        """Free buffers and graphs."""
+        super().release()
+        self.compiler: StepCompiler
+        self._kept: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
+        self.prompts = CompiledPrefill(self.compiler.graphs, self.warm_up)
+
+    def refresh(self, parts: Callable[[], ModelParts]) -> None:
+        """As `StepStore.refresh`; also drops graphs whose converted weights have changed."""
+        if any(gate.converted.get(layout) is not kept for (gate, layout), kept in self._kept.items()):
+            self.release()
+        super().refresh(parts)
+
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
+        parts, graphs = buffers.parts, self.compiler.graphs
+        block = parts.routers.block_head if parts.routers is not None else None
+        gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
+        if not self._kept:  # checked once, since the copies made then have taken memory
+            graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
+        layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
+        with gqa_attention(parts.model, block), allowed_layouts(layouts):
+            replay = self.compiler.compile(function, buffers.state())
+        self._kept = {(gate, layout): kept for gate in gates for layout, kept in gate.converted.items()}
+        return replay
+
+
+class CapturedSteps(StepStore):
+    """The steps of one model on a GPU, captured.
+
+    The compiled step is captured, or the eager one if it cannot be compiled. A step that cannot be captured runs
+    without a graph.
+    """
+
+    kind = "CUDA graphs"
+    reads_drafts = False  # synchronising on each costs more than its score saves
+    grows = False  # unfilled slots cost next to nothing, other steps much
+
+    def __init__(
+        self, make_replay: Callable[..., Replay] = capture, compile_graph: CompileGraph | None = compile_graph
+    ) -> None:
+        self.make_replay = make_replay
+        super().__init__(compile_graph, "Capturing steps")
+
+    def __reduce__(self) -> tuple:
+        """Leave captured steps out of copies and pickles."""
+        return CapturedSteps, (self.make_replay, self._compile_graph)
+
+    def release(self) -> None:
+        """Free buffers and graphs."""
+        super().release()
+        self._pool: Any = None  # memory pool that the graphs share
+
+    def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
+        compiled = None
+        with capturable_forward(buffers.parts.model, tokens):
+            if self.compiler is not None:
+                compiled = self.compiler.compile(function, buffers.state())
+                if compiled.refused is not None:
+                    logger.info("a step is captured uncompiled: %s", compiled.refused)
+                function = compiled.run
+            replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
+        self._pool, replay.kept = replay.pool, compiled
+        return replay
 
 
 def reserved_bytes(device: torch.device) -> int:
@@ -206,12 +278,20 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device)
 
 
-def fingerprint_of(parts: Parts) -> tuple:
+def free_memory(device: torch.device) -> int:
+    """Bytes available for tensors, including PyTorch's cached memory."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + cached)
+
+
+def fingerprint_of(parts: ModelParts) -> tuple:
     """What graphs depend on that may change between calls: modules, weight addresses, attention, hooks, settings."""
     facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
         for module in root.modules():  # one walk for modules and tensors, since it takes time in every call
-            facts.append((id(module), id(module.__dict__.get("forward")), hooks_of(module), settings_of(module)))
+            facts.append((id(module), id(module.__dict__.get("forward")), _hooks_of(module), _settings_of(module)))
             tensors = (*module._parameters.values(), *module._buffers.values())
             facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
     return tuple(facts)
@@ -220,3 +300,20 @@ def fingerprint_of(parts: Parts) -> tuple:
 def _address(tensor: Tensor) -> int:
     """A tensor's address; 0 for subclasses such as quantised weights, which are identified by the object."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """Ids of the hooks that a call of the module runs, including the process's global hooks."""
+    own, common = (module._forward_hooks, module._forward_pre_hooks), (_global_forward_hooks, _global_forward_pre_hooks)
+    return tuple(id(hook) for hooks in (*own, *common) for hook in hooks.values())
+
+
+def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The plain attributes of a module, such as a scale, or PEFT's list of active adapters."""
+    found: list[tuple[str, Any]] = []
+    for name, value in module.__dict__.items():
+        if isinstance(value, PLAIN):
+            found.append((name, value))
+        elif isinstance(value, list) and all(isinstance(part, PLAIN) for part in value):
+            found.append((name, tuple(value)))
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""Which calls run on captured steps, and which eagerly: it is said why."""
+"""Which calls of `engine="compiled"` run on steps; others run eagerly, and the log says why."""
 
 import copy
 import logging
@@ -7,85 +7,70 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
-from on_steps import OPTIONS, linear_heads, prompts
-from on_steps import attach_captured as attach
+from on_steps import OPTIONS, attach_captured, linear_heads, prompts
 from recorded import COPIES, Recorder
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.capturable import CallFacts, why_not_captured
+from tide_hf.engines.kinds import why_eager
 
 
-def test_what_needs_the_host_is_refused_and_says_so_once(caplog):
+def test_a_forward_that_needs_the_host_is_refused_and_logged_once(caplog):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(vocab_size=VOCAB, rope_parameters=rope, max_position_embeddings=512, **sizes)
     model = LlamaForCausalLM(config).eval()
     expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model)
+    steps = attach_captured(model)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         for _ in range(2):
             assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert "aten._local_scalar_dense" in steps.refused
-    said = [record.message for record in caplog.records if record.name.startswith("tide_hf")]
-    assert said == [
+    assert [record.message for record in caplog.records if record.name.startswith("tide_hf")] == [
         f"LlamaForCausalLM runs without CUDA graphs: {steps.refused}",
         f"engine='compiled' runs eagerly: {steps.refused}",
     ]
 
 
-def test_copies_from_the_host_are_refused_and_the_tokens_are_right():
+def test_copies_from_the_host_are_refused():
     model = tiny_model("falcon")
     expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model, make_replay=Recorder())
+    steps = attach_captured(model, make_replay=Recorder())
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert steps.refused == COPIES
 
 
-FACTS = {
-    "rows": 1,
-    "devices": frozenset({"cuda:0"}),
-    "attention": "sdpa",
-    "cache": "DynamicCache",
-    "layer_kinds": frozenset({"DynamicLayer"}),
-    "arguments": frozenset({"attention_mask", CACHE}),
-    "has_windows": False,
-    "is_sharded": False,
-    "has_adapters": False,
-    "training": False,
-    "autocast": False,
-}
-
-
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("attributes", "call", "reason"),
     [
-        ({}, None),
-        ({"layer_kinds": frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"}), "has_windows": True}, None),
-        ({"rows": 2, "has_windows": True}, "a batch leaves holes"),
-        ({"devices": frozenset({"cuda:0", "cuda:1"})}, "spread over cuda:0, cuda:1"),
-        ({"attention": "flash_attention_2"}, "'flash_attention_2' attention does not support"),
-        ({"cache": "StaticCache"}, "the cache is a StaticCache"),
-        ({"layer_kinds": frozenset({"LinearAttentionLayer"})}, "layers of LinearAttentionLayer"),
-        ({"arguments": frozenset({"token_type_ids"})}, "is passed token_type_ids"),
-        ({"is_sharded": True}, "processes share the model"),
-        ({"has_adapters": True}, "adapters"),
-        ({"training": True}, "training mode"),
-        ({"autocast": True}, "autocast is enabled"),
-        ({"refused": "it needs the host"}, "it needs the host"),
+        ({}, {}, None),
+        ({"attention": "flash_attention_2"}, {}, "'flash_attention_2' attention does not support"),
+        ({}, {"cache": StaticCache(LlamaConfig(), 8)}, "the cache is a StaticCache"),
+        ({}, {"cache": DynamicCache(offloading=True)}, "the cache is offloaded"),
+        ({}, {"token_type_ids": torch.ones(1, 4)}, "is passed token_type_ids"),
+        ({"hf_device_map": {"model": "disk", "lm_head": 0}}, {}, "spread over cpu, disk"),
+        ({"peft_config": {}}, {}, "adapters"),
+        ({"training": True}, {}, "training mode"),
     ],
 )
-def test_why_a_call_runs_eagerly(change, reason):
-    found = why_not_captured(CallFacts(**{**FACTS, **change}))
+def test_why_a_call_runs_eagerly(tiny_llama, attributes, call, reason):
+    model = tiny_llama()
+    for name, value in attributes.items():
+        if name == "attention":
+            model.config._attn_implementation = {"": value}
+        else:
+            setattr(model, name, value)
+    call = {"attention_mask": torch.ones(1, 4), **call}
+    found = why_eager(model, 1, {CACHE: call.pop("cache", DynamicCache()), **call})
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
 
 
-def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
+def test_batches_of_models_with_windows_run_eagerly_and_so_do_concurrent_calls(caplog):
     model = tiny_model("mistral")
     expected = model.generate(**prompts(2), **OPTIONS)
-    steps = attach(model)
+    steps = attach_captured(model)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         for _ in range(2):
             assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
@@ -98,8 +83,7 @@ def test_calls_that_cannot_be_captured_run_eagerly(tiny_llama, caplog):
     assert steps.replays == 0
 
 
-def test_steps_are_kept_from_what_autocast_casts(tiny_llama):
-    """Neither are they made of its copies, nor do they run where a call wants them."""
+def test_calls_under_autocast_neither_prepare_nor_run_steps(tiny_llama):
     model = tiny_llama()
     options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
 
@@ -108,8 +92,8 @@ def test_steps_are_kept_from_what_autocast_casts(tiny_llama):
             return torch.stack(model.generate(**prompts(), **options).logits)
 
     plain = [logits(cast=True), logits(cast=False)]
-    steps = attach(model)
-    use_drafter(model, "wrong", [[0] * 99], width=0)  # passes of one token, as plain decoding has them
+    steps = attach_captured(model)
+    use_drafter(model, "wrong", [[0] * 99], width=0)  # passes of one token, as in plain decoding
     for cast in (True, False, True):
         before = steps.replays
         torch.testing.assert_close(logits(cast), plain[not cast], atol=1e-5, rtol=1e-5)
@@ -118,7 +102,7 @@ def test_steps_are_kept_from_what_autocast_casts(tiny_llama):
 
 def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
     model = tiny_llama()
-    steps = attach(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
+    steps = attach_captured(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
     assert caplog.text.count("tide_mode='early_exit' decides layer by layer") == 1
@@ -126,11 +110,11 @@ def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
     assert steps.replays == 0
 
 
-def test_buffers_that_would_fill_the_memory_are_not_made(tiny_llama, monkeypatch, caplog):
+def test_buffers_that_do_not_fit_into_memory_are_not_allocated(tiny_llama, monkeypatch, caplog):
     model = tiny_llama()
     expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    monkeypatch.setattr("tide_hf.engines.static.MEMORY_SHARE", 0.0)
+    steps = attach_captured(model, linear_heads(model))
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MEMORY_SHARE", 0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert "the call runs eagerly: K/V buffers of 21 slots would take" in caplog.text

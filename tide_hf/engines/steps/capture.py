@@ -1,64 +1,54 @@
-"""A function on tensors at fixed addresses, captured as a CUDA graph, or run as it is."""
+"""Capture functions on tensors at fixed addresses as CUDA graphs, and adapt a model's forward to that.
+
+A capture allows nothing that needs the host: neither a value that the host reads, nor a tensor made of its numbers.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from types import FrameType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from ...common.errors import first_line
+from ..gqa_attention import gqa_attention
+from .step_buffers import WIDEST
 
 WARM_UPS = 2  # runs in which libraries choose kernels and allocate workspaces
-HOST_READS = (
-    torch.ops.aten._local_scalar_dense,
-    torch.ops.aten.nonzero,
-    torch.ops.aten.masked_select,
-    torch.ops.aten.is_nonzero,
-    torch.ops.aten.equal,
-    torch.ops.aten._unique2,
-    torch.ops.aten.unique_consecutive,
-    torch.ops.aten.unique_dim,
-    torch.ops.aten.bincount,
-)
-INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+aten = torch.ops.aten
+HOST_READS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero, aten.equal, aten.bincount)
+UNIQUE = (aten._unique2, aten.unique_consecutive, aten.unique_dim)
+INDEXING = (aten.index, aten.index_put, aten.index_put_)
 
 
+# Before, masks of eager attention were made of a number that the host had.
+HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
+
+
+@dataclass
 class Replay:
-    """A function that can run again; `run` returns its result, which the next run may overwrite.
+    """A function that can run again."""
 
-    Args:
-        function: The function, or the replay of its graph.
-        pool: Memory pool that graphs share.
-        refused: Why there is no graph; `None` if there is one, or none was requested.
-        kept: Objects to keep alive.
-        may_do_later: Whether capture failed for a temporary reason, such as lack of memory.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        pool: Any = None,
-        refused: str | None = None,
-        kept: Any = None,
-        may_do_later: bool = False,
-    ) -> None:
-        self.run, self.pool, self.refused, self._kept, self.may_do_later = function, pool, refused, kept, may_do_later
+    run: Callable[[], Any]  # the function, or the replay of its graph; the next run may overwrite its result
+    pool: Any = None  # memory pool that graphs share
+    refused: str | None = None  # why there is no graph; `None` if there is one, or none was requested
+    may_do_later: bool = False  # whether capture failed for a temporary reason, such as lack of memory
+    kept: Any = None  # objects to keep alive
 
 
 class HostReads(TorchDispatchMode):
-    """Records the first operation that synchronises the host with the device, or has a data-dependent shape.
-
-    Args:
-        device: The device.
-    """
+    """Records the first operation that synchronises the host with a device, or has a data-dependent shape."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -74,16 +64,16 @@ class HostReads(TorchDispatchMode):
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
         packet = func.overloadpacket
-        if packet in HOST_READS:
+        if packet in (*HOST_READS, *UNIQUE):
             return bool(args[0].device.type == self.device.type)
         if packet in INDEXING:
             return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        if packet is torch.ops.aten.repeat_interleave:
+        if packet is aten.repeat_interleave:
             return kwargs.get("output_size") is None and "self_int" not in func._overloadname
-        if packet is torch.ops.aten._to_copy:
+        if packet is aten._to_copy:
             target = kwargs.get("device")
             return target is not None and target.type != args[0].device.type
-        return packet is torch.ops.aten.copy_ and args[0].device.type != args[1].device.type
+        return packet is aten.copy_ and args[0].device.type != args[1].device.type
 
 
 def _in_masking(frame: FrameType | None) -> bool:
@@ -121,17 +111,14 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
-    """Capture a function in a CUDA graph.
+def capture(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
+    """Capture a function in a CUDA graph; without success, the replay runs it as it is and says why.
 
     Args:
         function: Reads and writes tensors at fixed addresses.
         state: Tensors that it changes and that are restored after trial runs.
         device: The GPU.
         pool: Memory pool that it shares with other graphs.
-
-    Returns:
-        The replay; without a graph, and with the reason, if capture failed.
     """
     restore = restorer(state)
     with _capturing, torch.cuda.device(device):
@@ -150,7 +137,7 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
         graph = torch.cuda.CUDAGraph()
         own_pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         try:
-            with _capture(graph, own_pool, stream):
+            with _recording(graph, own_pool, stream):
                 found = function()
         except RuntimeError as error:  # from CUDA: an operation that capture does not allow
             try:
@@ -172,7 +159,7 @@ def replay_of(function: Callable[[], Any], state: list[Tensor], device: torch.de
 
 
 @contextmanager
-def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     # cuBLAS keeps a workspace per stream, and a graph goes on using the one that it was captured with. So it must be
     # the graph's own: earlier ones are freed by the next capture, and later calls must not use this one. The outer
     # stream context restores the current stream even if ending the capture fails.
@@ -188,16 +175,49 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
 
 
 def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> None:
-    """Clean up after a capture whose end failed, which PyTorch does not.
+    """Clean up after a capture whose end failed, which PyTorch does not; `function` can be captured.
 
-    Args:
-        device: The device.
-        pool: The capture's pool. PyTorch 2.11 still allocates pinned memory for it, so it is not reused.
-        function: A function that can be captured.
+    The pool is not used again, since PyTorch 2.11 still allocates pinned memory for it.
     """
     with suppress(RuntimeError):  # or the allocator would query the lost graph at each allocation
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)  # only if the line before succeeded: it decrements a count
-    other = _capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), _stream_of(device))
+    other = _recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), _stream_of(device))
     with suppress(RuntimeError), other:  # or random numbers would raise until another capture ends
         function()
+
+
+@contextmanager
+def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
+    """Make a model's forward capturable, with the same results but for rounding, for a step of so many tokens.
+
+    Experts run as in `generate` on GPUs when it decodes, with a copy of their weights for each token. For more tokens
+    than the widest pass of a single row, that is done only where their other implementation needs the host, as grouped
+    products do outside bfloat16.
+    """
+    with ExitStack() as changes:
+        if not HAS_CAPTURABLE_MASKS:
+            changes.enter_context(_masks_made_on_the_device())
+        if tokens <= WIDEST or model.dtype != torch.bfloat16:
+            changes.enter_context(model._optimize_model_for_decode())
+        changes.enter_context(gqa_attention(model, may_use_kernels=False, cpu_only=False))
+        yield
+
+
+def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
+    """The result of transformers' function of this name, made on the device."""
+    may_attend = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    if may_attend is None:
+        return None
+    return torch.where(may_attend, may_attend.new_zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+@contextmanager
+def _masks_made_on_the_device() -> Iterator[None]:
+    """Make masks of eager attention by [`eager_mask`], in other threads as well."""
+    before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager_mask
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = before

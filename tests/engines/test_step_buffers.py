@@ -1,7 +1,4 @@
-"""Steps on a GPU that is not there: shapes and devices of every operation are checked, and none may ask for a value.
-
-PyTorch's fake tensors know a device without having it, in builds with CUDA.
-"""
+"""Steps on fake CUDA tensors: shapes and devices of all operations fit, and none needs a value on the host."""
 
 import math
 
@@ -17,7 +14,7 @@ from transformers import DynamicCache
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.depth.block_drafting import block_run
-from tide_hf.engines.steps.step_buffers import WIDTHS, Parts, StepBuffers
+from tide_hf.engines.steps.step_buffers import WIDTHS, ModelParts, StepBuffers
 
 # Not MIXTURES, for which transformers asks which GPU there is.
 GPU, FILLED, SLOTS = torch.device("cuda:0"), 6, 64
@@ -29,7 +26,7 @@ def moved(tensor):
 
 
 def move(*roots):
-    """`.to()` refuses to trade tensors for fake ones."""
+    """Replace parameters and buffers by fake ones, which `.to()` refuses."""
     for module in (module for root in roots for module in root.modules()):
         for name, tensor in module._parameters.items():
             module._parameters[name] = nn.Parameter(moved(tensor), requires_grad=False) if tensor is not None else None
@@ -37,7 +34,7 @@ def move(*roots):
 
 
 def run_every_step(model, routers, rows, has_block):
-    """Read a prompt here, then go on there."""
+    """Prefill on the CPU, then every step on fake CUDA tensors."""
     attachment = TIDEModelForCausalLM.attach(model, routers, pack_weights=False)._tide
     cache = DynamicCache(config=model.config)
     config = model.config.get_text_config()
@@ -53,7 +50,7 @@ def run_every_step(model, routers, rows, has_block):
         for layer in cache.layers:
             layer.keys, layer.values = moved(layer.keys), moved(layer.values)
         draft_unembed = attachment.draft_unembed()
-        parts = Parts(model, attachment.structure, attachment.unembed, draft_unembed, routers)
+        parts = ModelParts(model, attachment.structure, attachment.unembed, draft_unembed, routers)
         buffers = StepBuffers(parts, cache, rows, SLOTS, position_shape=kinds, has_block=has_block)
         buffers.load(cache, FILLED, torch.ones((rows, FILLED), dtype=torch.long), None)
         for kept in (None, [1] * rows):
@@ -66,20 +63,20 @@ def run_every_step(model, routers, rows, has_block):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", [family for family in ATTENTION if family not in MIXTURES])
-def test_heads_draft_and_the_model_verifies(family, rows):
+def test_heads_draft_and_the_model_verifies_on_the_device(family, rows):
     model = tiny_model(family)
     run_every_step(model, linear_heads(model), rows, has_block=False)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", [family for family in WITH_BLOCK if family not in MIXTURES])
-def test_a_block_drafts(family, rows):
+def test_a_block_head_drafts_on_the_device(family, rows):
     model = tiny_model(family)
     run_every_step(model, routers_for(model, block_layer_of(family)), rows, has_block=True)
 
 
-def test_what_stays_on_the_cpu_is_found(monkeypatch):
-    monkeypatch.setattr("tide_hf.engines.steps.static_cache.Cursor.move_to", stay_behind)
+def test_a_tensor_that_stays_on_the_cpu_raises(monkeypatch):
+    monkeypatch.setattr("tide_hf.engines.steps.static_cache.CachePosition.move_to", stay_behind)
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match="device"):
         run_every_step(model, linear_heads(model), 1, has_block=False)

@@ -1,0 +1,147 @@
+"""The store of steps: memory, changed models, and steps that cannot be captured."""
+
+import logging
+
+import pytest
+import torch
+from on_steps import use_steps
+from recorded import as_it_is
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.engines.steps.capture import Replay
+from tide_hf.engines.steps.static_cache import StaticCacheSlots, static_cache
+from tide_hf.engines.steps.step_store import CapturedSteps, _hooks_of, _settings_of, free_memory, reserved_bytes
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+IDS = torch.arange(3, 11)[None]
+
+
+class CopiesBetweenDevices(TorchDispatchMode):
+    """Counts copies between devices; "meta" stands in for a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        device = (kwargs or {}).get("device")
+        self.number += func is torch.ops.aten._to_copy.default and device not in (None, args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+def test_compacting_the_cache_copies_once_to_the_device():
+    like = DynamicCache()
+    for layer_idx in range(4):
+        like.update(*torch.zeros((2, 3, 2, 5, 8), device="meta"), layer_idx)
+    mask = torch.ones((3, 5), dtype=torch.long)
+    slots = StaticCacheSlots(static_cache(like, 3, 32), 5, mask, compaction_threshold=1.0)
+    slots.commit(4, [1, 4, 2])
+    with CopiesBetweenDevices() as copies:
+        slots.settle()
+    assert slots.num_compactions == copies.number == 1
+
+
+def test_memory_of_steps_leaves_out_what_pytorch_caches(monkeypatch):
+    held = {"steps": 5, "cached": 100, "cuBLAS": 32}
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: sum(held.values()))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("cached", None))
+    monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", lambda: held.pop("cuBLAS", None), raising=False)
+    before = reserved_bytes(torch.device("cuda:0"))
+    held.update(steps=12, cached=20)
+    assert reserved_bytes(torch.device("cuda:0")) - before == 7
+    assert reserved_bytes(torch.device("cpu")) == 0
+
+
+def test_cached_memory_is_free_memory(monkeypatch):
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 50)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 20)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (10, 80))
+    assert free_memory(torch.device("cuda:0")) == 40
+
+
+def test_existing_buffers_need_no_memory(tiny_llama, monkeypatch):
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
+    model.generate(IDS, **OPTIONS)
+    replays = steps.replays
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.MEMORY_SHARE", 0.0)
+    model.generate(IDS, **OPTIONS)
+    assert steps.replays == 2 * replays
+    model.generate(IDS, **{**OPTIONS, "max_new_tokens": 600})  # for which they are too small
+    assert steps.replays == 2 * replays
+
+
+class Refusing:
+    """Refuses to capture the first steps, which run without a graph."""
+
+    def __init__(self, times, **refused):
+        self.times, self.refused = times, refused
+
+    def __call__(self, function, *_):
+        self.times -= 1
+        return Replay(function, **self.refused) if self.times >= 0 else as_it_is(function, *_)
+
+
+def test_steps_without_memory_are_captured_in_the_next_call(tiny_llama, caplog):
+    model = tiny_llama()
+    expected = model.generate(IDS, **OPTIONS)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    refusing = Refusing(1, refused="CUDA out of memory", may_do_later=True)
+    steps = use_steps(model, CapturedSteps(refusing, None))
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        for made in (1, 2, 2):
+            before = steps.replays
+            assert torch.equal(model.generate(IDS, **OPTIONS), expected)
+            assert steps.replays > before
+            assert refusing.times == 1 - made
+    assert steps.refused is None
+    assert [record.message for record in caplog.records if record.name.startswith("tide_hf")] == [
+        "LlamaForCausalLM runs some steps without CUDA graphs: CUDA out of memory"
+    ]
+
+
+def test_released_steps_may_be_captured_again(tiny_llama):
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    steps = use_steps(model, CapturedSteps(Refusing(1, refused="operation not permitted"), None))
+    replays = []
+    for _ in range(2):
+        model.generate(IDS, **OPTIONS)
+        replays.append(steps.replays)
+    assert steps.refused == "operation not permitted"
+    assert replays[0] == replays[1]  # the second call ran eagerly
+    model.tide_release()
+    assert steps.refused is None
+    model.generate(IDS, **OPTIONS)
+    assert steps.replays > replays[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_setting"),
+    [
+        (1.0, 2.0, True),
+        (False, True, True),
+        ("a", "b", True),
+        (["a"], ["a", "b"], True),
+        (1, 2, False),  # may count calls
+        (None, torch.ones(1), False),  # may be set by calls
+        ([torch.ones(2)], [torch.zeros(2)], False),
+        (["a", 1], ["a", 2], False),
+    ],
+)
+def test_changed_settings_of_a_module_are_noticed(before, after, is_setting):
+    module = nn.Linear(2, 2)
+    module.setting = before
+    first = _settings_of(module)
+    module.setting = after
+    assert (_settings_of(module) != first) == is_setting
+
+
+@pytest.mark.parametrize("register", [nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook])
+def test_added_and_removed_hooks_are_noticed(register):
+    module = nn.Linear(2, 2)
+    first = _hooks_of(module)
+    handle = register(module, lambda *_: None)
+    assert _hooks_of(module) != first
+    handle.remove()
+    assert _hooks_of(module) == first

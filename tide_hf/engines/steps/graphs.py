@@ -1,0 +1,250 @@
+"""Graphs of steps and of decoder layers: traced below the model's Python, and compiled with Inductor.
+
+Each decoder layer is traced by itself, with its weights and K/V as arguments, so that layers with equal operations
+share a compiled graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import SymInt, Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._inductor import compile as inductor_compile
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.split_module import split_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...kernels.compile_cache import compiling
+from .fused_linears import LinearWeights, call_kernels, fuse_linears, layouts_of, quantized_tensors
+
+VALUES_PER_THREAD = 16384  # for fewer, synchronising another thread costs more than it saves
+
+CompileGraph = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # of a graph and its inputs
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:
+    """Trace a function with static shapes, or with symbolic sizes (see [`Sizes`]); data-dependent operations raise."""
+    fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
+    # Else it logs a traceback of errors that are handled here.
+    before, fake_logger.disabled = fake_logger.disabled, True
+    shapes: Any = torch.fx.experimental._config
+    mode: Any = "symbolic" if dynamic else "fake"
+    try:
+        with shapes.patch(use_duck_shape=False):  # or equal sizes would be assumed equal
+            return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    finally:
+        fake_logger.disabled = before
+
+
+class Sizes:
+    """The guards on input sizes that tracing and compiling a graph with symbolic sizes have collected."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        inputs = [node.meta["val"] for node in placeholders if "val" in node.meta]  # constants have none
+        self._env = inputs[0].fake_mode.shape_env
+        sizes = [size for tensor in inputs for size in tensor.shape]
+        self._guards = self._env.produce_guards_expression(placeholders=sizes) or "True"
+        self._known: dict[tuple[int, ...], bool] = {}
+
+    def hold(self, inputs: list[Tensor]) -> bool:
+        """Whether the inputs satisfy the guards."""
+        sizes = tuple(size for tensor in inputs for size in tensor.shape)
+        if sizes not in self._known:
+            self._known[sizes] = bool(self._env.evaluate_guards_expression(self._guards, list(sizes)))
+        return self._known[sizes]
+
+
+def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Turn a graph's constants into its last inputs, so that Inductor does not specialise on them; return both."""
+    constants: dict[str, Tensor] = {}
+    nodes: dict[str, fx.Node] = {}
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        if node.target not in nodes:
+            constants[node.target] = getattr(graph, node.target)
+            with graph.graph.inserting_before(first):
+                nodes[node.target] = graph.graph.placeholder(f"constant_{len(nodes)}")
+        node.replace_all_uses_with(nodes[node.target])
+        if node is first:
+            first = node.next
+        graph.graph.erase_node(node)
+    return fx.GraphModule({}, graph.graph), list(constants.values())
+
+
+def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile a graph with Inductor, for the shapes of these inputs or, if traced so, for symbolic sizes."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    sized = {node: node.meta["val"] for node in placeholders if _changes_size(node.meta.get("val"))}
+    # Inductor uses its cache on disk only with a shape environment.
+    mode = next((value.fake_mode for value in sized.values()), None) or FakeTensorMode(shape_env=ShapeEnv())
+    fakes: list[Any] = [
+        sized[node] if node in sized else mode.from_tensor(tensor, static_shapes=True)
+        for node, tensor in zip(placeholders, inputs, strict=True)
+    ]
+    with compiling(), tracing(TracingContext(mode)):
+        return inductor_compile(graph, fakes, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
+
+
+def _changes_size(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape)
+
+
+class _Part(nn.Module):
+    """A part of a graph, compiled when it first runs."""
+
+    def __init__(self, graph: Any, compile_graph: CompileGraph) -> None:
+        super().__init__()
+        self._graph, self._compile = graph, compile_graph
+        self._compiled: Callable[..., Any] | None = None
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if self._compiled is None:
+            self._compiled, self._graph = self._compile(self._graph, list(inputs)), None
+        return self._compiled(*inputs)
+
+
+def in_parts(graph: fx.GraphModule, layer: OpOverload, compile_graph: CompileGraph) -> Callable[..., Any]:
+    """Compile the operations before the first `layer` as a graph of their own.
+
+    They compute what all layers read, such as masks. In a single graph Inductor would recompute that for each layer.
+    """
+    before = set(takewhile(lambda node: node.target is not layer, graph.graph.nodes))
+    parts: Any = split_module(graph, graph, lambda node: int(node not in before))
+    for name, part in list(parts.named_children()):
+        setattr(parts, name, _Part(part, compile_graph))
+    return parts
+
+
+class OperationLog(TorchDispatchMode):
+    """Records each operation with its arguments, where tensors are named by their origin.
+
+    Two functions with equal logs over inputs of the same shapes compute the same from their inputs and constants, where
+    the constants correspond in order.
+
+    Attributes:
+        constants: Tensors that are neither inputs nor results, in order of first use.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.constants: list[Tensor] = []
+        self._entries: list[tuple[Any, str]] = []
+        self._seen = list(inputs)  # kept alive, so that ids stay unique
+        self._names = {id(tensor): f"input {number} {_describe(tensor)}" for number, tensor in enumerate(inputs)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record an operation and run it."""
+        kwargs = kwargs or {}
+        self._entries.append((func, str(tree_map_only(Tensor, self._name, (args, kwargs)))))
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id(tensor) not in self._names:
+                self._names[id(tensor)] = f"result {len(self._names)}"
+                self._seen.append(tensor)
+        return result
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Count as one of PyTorch's own tracing modes, not as a user's mode."""
+        return True
+
+    @property
+    def key(self) -> tuple[tuple[Any, str], ...]:
+        """The operations; equal for functions that compute the same."""
+        return tuple(self._entries)
+
+    def _name(self, tensor: Tensor) -> str:
+        if id(tensor) not in self._names:
+            self._names[id(tensor)] = f"constant {len(self.constants)} {_describe(tensor)}"
+            self.constants.append(tensor)
+            self._seen.append(tensor)
+        return self._names[id(tensor)]
+
+
+def _describe(tensor: Tensor) -> str:
+    laid_out = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return f"{tuple(tensor.shape)} {laid_out} {tensor.dtype}"
+
+
+class _Compiled(NamedTuple):
+    """A compiled graph of a layer, which takes inputs, constants and tensors of quantised weights."""
+
+    function: Callable[..., Any]  # returns a tuple
+    sizes: Sizes | None  # that it serves, if they are symbolic
+    fused: list[LinearWeights]  # products whose weights are among the constants
+    quantized: list[LinearWeights]  # likewise
+
+
+class LayerGraph:
+    """A compiled graph bound to one layer's constants: weights, K/V and other tensors at fixed addresses."""
+
+    def __init__(self, compiled: _Compiled, constants: list[Tensor]) -> None:
+        self._function, self.sizes = compiled.function, compiled.sizes
+        quantized = layouts_of(compiled.quantized, constants)
+        self._layouts = layouts_of(compiled.fused, constants), quantized  # kept alive
+        self._constants = [*(tensor.detach() for tensor in constants), *quantized_tensors(quantized)]
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the layer."""
+        found: tuple[Tensor, ...] = self._function(*inputs, *self._constants)
+        return found
+
+
+class LayerGraphs:
+    """Compiles the graphs of layers."""
+
+    def __init__(self, compile_graph: CompileGraph) -> None:
+        self.has_room = False  # whether there is memory for one more copy of the weights, in steps
+        self._compile = compile_graph
+        self._compiled: dict[tuple, _Compiled] = {}
+        # By operations: the compiled graph, and the order of its constants.
+        self._by_operations: dict[tuple, tuple[_Compiled, list[int]]] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of graphs compiled so far."""
+        return len(self._compiled)
+
+    def graph_of(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], dynamic: bool = False
+    ) -> LayerGraph:
+        """The graph of a layer.
+
+        Args:
+            function: Runs the layer on `inputs`; other tensors that it reads or writes have fixed addresses.
+            inputs: Tensors that change from pass to pass.
+            dynamic: Whether their sizes change as well.
+        """
+        with OperationLog(inputs) as log:  # a tenth of the cost of a trace, and most layers are equal
+            function(*inputs)
+        operations = (dynamic, log.key)
+        if operations in self._by_operations:
+            compiled, order = self._by_operations[operations]
+            return LayerGraph(compiled, [log.constants[i] for i in order])
+        graph, constants = lift_constants(traced(function, *inputs, dynamic=dynamic))
+        fused = fuse_linears(graph, constants, self.has_room and not dynamic)
+        quantized = call_kernels(graph, constants)
+        taken = [*inputs, *constants, *quantized_tensors(layouts_of(quantized, constants))]
+        kind = (dynamic, graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
+        if kind not in self._compiled:
+            compiled_function = self._compile(graph, taken)  # which may add guards on sizes
+            self._compiled[kind] = _Compiled(compiled_function, Sizes(graph) if dynamic else None, fused, quantized)
+        compiled = self._compiled[kind]
+        known = {id(tensor): i for i, tensor in enumerate(log.constants)}
+        if all(id(tensor) in known for tensor in constants):
+            self._by_operations[operations] = compiled, [known[id(tensor)] for tensor in constants]
+        return LayerGraph(compiled, constants)

@@ -1,0 +1,283 @@
+"""Compile steps, and the decoder layers of prefill: one graph shared by all layers of a kind, and one around them.
+
+A step of fixed shape is traced below the model's Python, so no code per model family is needed. In the trace of the
+whole step each layer is a single op, which runs the graph of that layer.
+
+Prefill spends a fifth to a third of its time between matrix products, in forty small operations per layer, each of
+which reads and writes all tokens. Its layers are compiled for symbolic sizes. Guards on sizes, such as the choice of
+the fastest weight layout, bound the sizes that a graph serves; others get a graph of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...common.errors import first_line
+from ...depth.gates import LayerGate
+from ...kernels.compile_cache import compiling
+from ..gqa_attention import filled_up_to
+from ..warm_up import WarmUp
+from .capture import Replay, restorer
+from .fused_linears import call_kernels, layouts_of, quantized_tensors
+from .graphs import CompileGraph, LayerGraph, LayerGraphs, in_parts, lift_constants, traced
+
+MAX_PREFILL_GRAPHS = 8  # per layer, by sizes; further sizes run natively
+
+# Dynamo and Inductor raise RuntimeError, also without a compiler or for data-dependent shapes; a compiled graph raises
+# AssertionError for inputs that do not match its own.
+COMPILE_ERRORS = (RuntimeError, AssertionError)
+
+logger = logging.getLogger(__name__)
+
+
+class LayerArguments:
+    """A layer's arguments, flattened (pytree), with its cache and its tensors."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves, self.tree_spec = tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Cache))
+        self.cache: Any = next((leaf for leaf in self.leaves if isinstance(leaf, Cache)), None)
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def others(self) -> list[Any]:
+        """The leaves that are neither tensors nor the cache."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, Cache))]
+
+    def rebuilt(self, tensors: Sequence[Tensor], cache: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors, and another cache."""
+        others = iter(tensors)
+        leaves = [
+            next(others) if isinstance(leaf, Tensor) else cache if isinstance(leaf, Cache) else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = tree_unflatten(leaves, self.tree_spec)
+        return args, kwargs
+
+
+_regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Region:
+    """One decoder layer in one kind of step, whose hidden states have the shape and dtype of `like`."""
+
+    def __init__(self, graph: LayerGraph, like: Tensor) -> None:
+        self.graph, self.shape, self.dtype = graph, like.shape, like.dtype
+        self.number = next(_numbers)
+        _regions[self.number] = self
+
+
+# The op writes K/V without declaring the mutation, which would cost Inductor seconds per step. Layers cannot be
+# reordered, since each reads the previous one's output, and `_trace` checks that none is eliminated.
+_ops = torch.library.Library("tide_hf", "FRAGMENT")
+_ops.define("layer(Tensor[] inputs, int region) -> Tensor")
+
+
+def _run_region(inputs: list[Tensor], region: int) -> Tensor:
+    (state,) = _regions[region].graph(*inputs)
+    return state
+
+
+_ops.impl("layer", _run_region, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::layer", lib=_ops)
+def _fake_layer(inputs: list[Tensor], region: int) -> Tensor:
+    found = _regions[region]
+    return inputs[0].new_empty(found.shape, dtype=found.dtype)
+
+
+class StepCompiler:
+    """Compiles steps, and the layers in them."""
+
+    def __init__(self, compile_graph: CompileGraph) -> None:
+        self._compile = compile_graph
+        self.graphs = LayerGraphs(compile_graph)
+        self._regions: list[Region | None] | None = None  # set while a step is recorded
+        self._to_insert: Iterator[Region | None] | None = None  # set while it is traced
+
+    def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer in place of `gate.native`."""
+        if self._to_insert is not None:
+            region = next(self._to_insert)
+            if region is None:
+                return gate.native(*args, **kwargs)
+            inputs = _inputs_of_step(LayerArguments(args, kwargs), gate)
+            return gate.with_state(None, torch.ops.tide_hf.layer(inputs, region.number))
+        output = gate.native(*args, **kwargs)  # before tracing, so that weights are converted to their layouts
+        if self._regions is not None:
+            self._regions.append(self._region_of(gate, LayerArguments(args, kwargs), gate.state_of(output)))
+        return output
+
+    def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
+        """Compile a step; without success, the replay runs it as it is and says why.
+
+        Args:
+            function: The step; reads and writes tensors at fixed addresses.
+            state: Tensors that it changes and that are restored after trial runs.
+        """
+        restore = restorer(state)
+        try:
+            with compiling(), torch.inference_mode(False), torch.no_grad():
+                regions = self._record(function)
+                restore()
+                graph, lifted = lift_constants(self._trace(function, regions))
+                quantized = layouts_of(call_kernels(graph, lifted), lifted)
+                constants = [*(tensor.detach() for tensor in lifted), *quantized_tensors(quantized)]
+                compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self._compile)
+                compiled(*constants)
+        except COMPILE_ERRORS as error:
+            restore()
+            return Replay(function, refused=first_line(error))
+        restore()
+
+        def run() -> Any:
+            with torch.inference_mode(False), torch.no_grad():
+                return compiled(*constants)
+
+        return Replay(run, kept=(regions, quantized))
+
+    def _record(self, function: Callable[[], Any]) -> list[Region | None]:
+        regions: list[Region | None] = []
+        self._regions = regions
+        try:
+            function()
+        finally:
+            self._regions = None
+        return regions
+
+    def _trace(self, function: Callable[[], Any], regions: list[Region | None]) -> fx.GraphModule:
+        self._to_insert = iter(regions)
+        try:
+            graph = traced(function)
+        finally:
+            self._to_insert = None
+        used = [node for node in graph.graph.nodes if node.target is torch.ops.tide_hf.layer.default and node.users]
+        if len(used) < sum(region is not None for region in regions):
+            raise RuntimeError("a layer's output is not used")
+        return graph
+
+    def _region_of(self, gate: LayerGate, arguments: LayerArguments, like: Tensor) -> Region | None:
+        if arguments.cache is None:
+            return None
+        stored = arguments.cache.layers[gate.layer_idx]
+
+        def layer(*tensors: Tensor) -> tuple[Tensor]:
+            *rest, slots, start = tensors
+            args, kwargs = arguments.rebuilt(rest, _TracedStaticCache(stored.keys, stored.values, slots, start))
+            with filled_up_to(slots[-1] + 1):
+                output = gate.native(*args, **kwargs)
+            return (gate.state_of(output).contiguous(),)
+
+        return Region(self.graphs.graph_of(layer, _inputs_of_step(arguments, gate)), like)
+
+
+def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
+    """The inputs of a layer that change from pass to pass: its tensor arguments, and the position in the cache."""
+    position = arguments.cache.layers[gate.layer_idx].position
+    return [*arguments.tensors, position.slots, position.start]
+
+
+class _TracedStaticCache:
+    """Stands for the static cache while a layer is traced, with that layer's K/V alone."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, start: Tensor) -> None:
+        self.keys, self.values, self.slots, self.start = keys, values, slots, start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_args: Any) -> Tensor:
+        return self.start
+
+
+class CompiledPrefill:
+    """Runs the layers of prefill compiled where possible, else natively."""
+
+    def __init__(self, graphs: LayerGraphs, warm_up: WarmUp) -> None:
+        self.num_compiled = 0  # layers that ran compiled so far
+        self.refused: dict[type, str] = {}  # why kinds of layer cannot be compiled, by class
+        self._graphs, self._warm_up = graphs, warm_up
+        self._known: defaultdict[tuple, list[LayerGraph]] = defaultdict(list)
+
+    def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer in place of `gate.native`."""
+        arguments = LayerArguments(args, kwargs)
+        is_plain = all(leaf is None or isinstance(leaf, (bool, int, float, str)) for leaf in arguments.others)
+        is_own = is_plain and gate.replaced is None and type(gate.module) not in self.refused
+        if is_in_torch_dispatch_mode() or not is_own or not _writes_first_tokens(arguments, gate):
+            return gate.native(*args, **kwargs)
+        inputs = [tensor.contiguous() for tensor in arguments.tensors]
+        key = (gate.layer_idx, arguments.tree_spec, *arguments.others, *((x.ndim, x.dtype) for x in inputs))
+        known = self._known[key]
+        graph = next((graph for graph in known if graph.sizes is not None and graph.sizes.hold(inputs)), None)
+        if graph is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                state, *stored = graph(*inputs)
+            if stored:
+                arguments.cache.update(*stored, gate.layer_idx)
+            self.num_compiled += 1
+            return gate.with_state(None, state)
+        output = gate.native(*args, **kwargs)  # before tracing, so that weights are converted to their layouts
+        if len(known) < MAX_PREFILL_GRAPHS:
+            self._add_to(known, gate, arguments, inputs)
+        return output
+
+    def _add_to(
+        self, known: list[LayerGraph], gate: LayerGate, arguments: LayerArguments, inputs: list[Tensor]
+    ) -> None:
+        def layer(*tensors: Tensor) -> tuple[Tensor, ...]:
+            cache = _TracedEmptyCache()
+            args, kwargs = arguments.rebuilt(tensors, cache)
+            state = gate.state_of(gate.native(*args, **kwargs))
+            return state.contiguous(), *cache.stored
+
+        start, num_before = perf_counter(), self._graphs.num_compiled
+        try:
+            with compiling(), torch.inference_mode(False), torch.no_grad():
+                graph = self._graphs.graph_of(layer, inputs, dynamic=True)
+                graph(*inputs)
+            known.append(graph)
+        except COMPILE_ERRORS as error:
+            self.refused[type(gate.module)] = reason = first_line(error)
+            logger.info("%s runs prefill uncompiled: %s", type(gate.module).__name__, reason)
+        num_new, seconds = self._graphs.num_compiled - num_before, perf_counter() - start
+        self._warm_up.add(num_new, seconds)
+        if num_new:
+            logger.info("layers of prefill compiled: %.2f s", seconds)
+
+
+class _TracedEmptyCache:
+    """Stands for an empty cache while a layer is traced."""
+
+    def __init__(self) -> None:
+        self.stored: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.stored = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, *_args: Any) -> int:
+        return 0
+
+
+def _writes_first_tokens(arguments: LayerArguments, gate: LayerGate) -> bool:
+    """Whether a layer is about to write the first tokens of a dynamic cache."""
+    if arguments.cache is None or len(arguments.cache.layers) <= gate.layer_idx:
+        return False
+    layer = arguments.cache.layers[gate.layer_idx]
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() == 0
