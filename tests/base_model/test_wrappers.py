@@ -245,24 +245,24 @@ class TestCompile:
 
     def test_parts_of_a_layer_may_be_compiled(self, tiny_llama):
         model = tiny_llama(num_hidden_layers=2)
-        expected = generated(model, max_new_tokens=4)
+        expected = generated(model, max_new_tokens=2)
         compile_forward(model.model.layers[0].self_attn)
         compile_in_place(model.model.layers[1].self_attn)
         TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1]))
-        assert torch.equal(generated(model, max_new_tokens=4), expected)
+        assert torch.equal(generated(model, max_new_tokens=2), expected)
         assert model.last_exit_stats is not None
 
     def test_an_attached_model_is_one_graph_where_tide_does_not_decide(self, tiny_llama):
         model = tiny_llama(num_hidden_layers=2)
         logits = model(prompt(), use_cache=False).logits
-        beams = generated(model, num_beams=2, max_new_tokens=4)
+        beams = generated(model, num_beams=2, max_new_tokens=2)
         TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1]))
         counter = CompileCounter()
         whole = torch.compile(model, fullgraph=True, backend=counter)
         torch.testing.assert_close(whole(prompt(), use_cache=False).logits, logits)
         assert counter.frame_count == 1
         model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
-        assert torch.equal(generated(model, num_beams=2, max_new_tokens=4), beams)
+        assert torch.equal(generated(model, num_beams=2, max_new_tokens=2), beams)
 
     def test_the_wrapper_of_torch_compile_can_be_attached_to(self, tiny_llama):
         model = tiny_llama()
