@@ -165,7 +165,7 @@ class Attachment:
         return reason
 
     def _check_head(self, model: Any) -> None:
-        """Raise where the model has lost tokens since TIDE was attached, which exit heads would still draft."""
+        """Raise where the vocabulary is smaller than when TIDE was attached: exit heads would draft lost tokens."""
         head, known = model.get_output_embeddings(), self.structure.vocab_size
         if head is self.structure.head or self.routers is None:
             return

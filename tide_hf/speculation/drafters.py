@@ -21,11 +21,7 @@ Match = tuple[float, int, int]  # acceptance, length (0: none) and continuing po
 
 
 class NgramIndex:
-    """Finds where the longest suffix of a sequence occurred before (prompt lookup, with several lengths).
-
-    Args:
-        tokens: The sequence so far.
-    """
+    """Finds where the longest suffix of a sequence occurred before (prompt lookup, with several lengths)."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
@@ -62,23 +58,14 @@ class NgramIndex:
 
 @dataclass
 class _Round:
-    """The drafts of one round, while they are written.
+    """The drafts of one round, while they are written."""
 
-    Attributes:
-        rows: The rows that still decode.
-        limits: The most tokens that each may draft.
-        drafts: What they have drafted so far.
-        costs: Measured costs of a batch of this size.
-        ms_per_token: What a token is expected to cost; see `policy.worth_another_draft`.
-        survivals: For each row the probability that all of its draft is accepted.
-    """
-
-    rows: list[int]
-    limits: list[int]
+    rows: list[int]  # those that still decode
+    limits: list[int]  # the most tokens that each may draft
     drafts: list[Draft]
-    costs: CostTable
-    ms_per_token: float
-    survivals: list[float]
+    costs: CostTable  # of a batch of this size
+    ms_per_token: float  # expected; see `policy.worth_another_draft`
+    survivals: list[float]  # for each row the probability that all of its draft is accepted
 
 
 class HybridDrafter:
@@ -113,7 +100,7 @@ class HybridDrafter:
         self.acceptances = AcceptanceTable({source: self.learned[source] for source in priors})
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """Draft from the best source, and go on with another where that pays; nothing where plain decoding is best."""
+        """Draft from the best source, then from another where that pays; nothing where plain decoding is best."""
         for exit_layer in self.heads:
             self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]

@@ -189,17 +189,11 @@ class AcceptanceTable:
 
 @dataclass(frozen=True)
 class Option:
-    """A source that could draft in this round.
-
-    Attributes:
-        source: Its name.
-        rows: For each row of the batch, the probability that a draft token is accepted and the most tokens on offer.
-        exit_layer: The layer that drafts, 0 where no layer runs.
-    """
+    """A source that could draft in this round."""
 
     source: str
-    rows: tuple[tuple[float, int], ...]
-    exit_layer: int = 0
+    rows: tuple[tuple[float, int], ...]  # of each row, the acceptance of a draft token and the most tokens on offer
+    exit_layer: int = 0  # the layer that drafts, 0 where no layer runs
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Expected new tokens of a round in which each row drafts `num_drafts` tokens or as many as it can."""

@@ -17,25 +17,14 @@ BY_ROW = (StopStringCriteria,)
 
 @dataclass
 class Row:
-    """One sequence of the call.
+    """One sequence of the call. Scores and logits are stored where they are returned, (1, vocabulary) of each token."""
 
-    Attributes:
-        index: Its number in the output.
-        prompt: (1, length), padding included.
-        last: The last token, which the next pass processes.
-        tokens: The new tokens.
-        stopped_at: Number of new tokens with which a criterion stopped it; `None` before.
-        depths: The layer that each new token was read from.
-        scores: Processed scores of each new token, (1, vocabulary), where they are returned.
-        logits: Its raw logits, where they are returned.
-    """
-
-    index: int
-    prompt: Tensor
-    last: int = 0
-    tokens: list[int] = field(default_factory=list)
-    stopped_at: int | None = None
-    depths: list[int] = field(default_factory=list)
+    index: int  # in the output
+    prompt: Tensor  # (1, length), padding included
+    last: int = 0  # the last token, which the next pass processes
+    tokens: list[int] = field(default_factory=list)  # the new tokens
+    stopped_at: int | None = None  # the number of new tokens with which a criterion stopped it
+    depths: list[int] = field(default_factory=list)  # the layer that each new token was read from
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
