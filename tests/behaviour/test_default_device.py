@@ -1,4 +1,4 @@
-"""What is measured and probed on the CPU is made there, whatever device new tensors go to by default."""
+"""Measurements and probes on the CPU make their tensors there, whatever the default device is."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read fro
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
-def test_forms_of_weights_are_measured_on_the_cpu():
+def test_weight_layouts_are_measured_on_the_cpu():
     with ELSEWHERE:
         assert _measure(PrepackedWeight, torch.float32, 1) > 0
 
@@ -31,13 +31,13 @@ def test_attention_is_measured_on_the_cpu(monkeypatch):
     assert set(devices) == {"cpu"}
 
 
-def test_a_norm_is_known():
+def test_a_norm_is_recognised():
     norm = nn.LayerNorm(8)
     with ELSEWHERE:
         assert which_norm(norm, torch.zeros(1, 8, device="cpu")) == ("layer", norm.eps)
 
 
-def test_a_heads_fingerprint_is_the_same():
+def test_the_hash_of_a_head_is_the_same():
     head = nn.Linear(8, 300)
     expected = unembed_hash(head)
     with ELSEWHERE:

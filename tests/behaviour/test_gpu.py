@@ -6,8 +6,8 @@ import pytest
 import torch
 from block_heads import routers_for
 from drafters import use_drafter, use_heads
-from families import ATTENDING, tiny_model
-from on_steps import COPYING, WINDOWED, steps_of, use_steps
+from families import ATTENTION, SDPA, tiny_model
+from on_steps import COPYING, WINDOWED, prompts, steps_of, use_steps
 from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -25,27 +25,26 @@ def _memory_of_tests_before():
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("cache", [None, "offloaded", "static"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_answers_are_the_base_model_s(family, cache, rows):
-    if cache == "static" and (rows > 1 or family == "gemma2"):
-        pytest.skip("refused with a typed error")
-    model = tiny_model(family).cuda()
-    ids = torch.randint(3, 90, (rows, 9), generator=torch.Generator().manual_seed(0)).cuda()
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "cache_implementation": cache}
-    expected = model.generate(ids, **options)
-    TIDEModelForCausalLM.attach(model)
-    assert torch.equal(model.generate(ids, **options), expected)
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def prompt(rows=1):
-    ids = torch.randint(3, 90, (rows, 9), generator=torch.Generator().manual_seed(0)).cuda()
-    mask = torch.ones_like(ids)
-    mask[-1, :2] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {name: values.cuda() for name, values in prompts(rows, pads=2, length=9).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "cache", "rows"),
+    [
+        *((family, cache, rows) for family in ("llama", "gemma2") for cache in (None, "offloaded") for rows in (1, 3)),
+        ("llama", "static", 1),
+    ],
+)
+def test_tokens_of_the_eager_engine_are_the_base_models(family, cache, rows):
+    model = tiny_model(family).cuda()
+    options = {**prompt(rows), **GREEDY, "cache_implementation": cache}
+    expected = model.generate(**options)
+    TIDEModelForCausalLM.attach(model)
+    assert torch.equal(model.generate(**options), expected)
 
 
 def attach(model, compiles):
@@ -57,19 +56,16 @@ def attach(model, compiles):
     return steps_of(model)
 
 
-GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+CASES = [  # the other combinations run eagerly
+    *((family, 1, False) for family in ATTENTION if family not in COPYING),
+    *((family, 3, False) for family in ATTENTION if family not in (*COPYING, *WINDOWED)),
+    *((family, 1, True) for family in ("llama", "gpt2", "gemma2", "falcon")),  # compiling takes long
+]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("attention", "family"), ATTENDING)
-def test_captured_steps_give_the_base_model_s_tokens(attention, family, rows, compiles):
-    if rows > 1 and family in WINDOWED:
-        pytest.skip("runs eagerly")
-    if compiles and (rows > 1 or family not in ("llama", "gpt2", "gemma2", "falcon")):
-        pytest.skip("compiling takes long, and the others say no more")
-    if not compiles and family in COPYING:
-        pytest.skip("runs eagerly")
+@pytest.mark.parametrize(("family", "rows", "compiles"), CASES)
+def test_tokens_of_captured_steps_are_the_base_models(family, rows, compiles):
+    attention = "sdpa" if family in SDPA else "eager"
     model = tiny_model(family, attention=attention).cuda()
     expected = model.generate(**prompt(rows), **GREEDY)
     steps = attach(model, compiles)

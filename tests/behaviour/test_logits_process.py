@@ -27,7 +27,7 @@ def random_routers(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_gives_what_post_hoc_gives(family):
+def test_tokens_are_those_of_post_hoc(family):
     model = tiny_model(family)
     routers = random_routers(model)
     plain = model.generate(prompt(2), **OPTIONS)
@@ -47,7 +47,7 @@ def test_close_removes_the_hooks():
     assert not any(layer._forward_hooks for layer in model.model.layers)
 
 
-def test_routers_may_be_named(tmp_path):
+def test_routers_may_be_a_path(tmp_path):
     model = tiny_model("llama")
     random_routers(model).save_pretrained(tmp_path)
     with TIDELogitsProcessor(model, tmp_path) as named, TIDELogitsProcessor(model, str(tmp_path)) as same:
@@ -65,7 +65,7 @@ def test_an_attached_model_is_refused():
     TIDELogitsProcessor(TIDEModelForCausalLM.detach(model), routers).close()
 
 
-def test_bad_input():
+def test_unusable_arguments_are_refused():
     model = tiny_model("llama")
     with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         TIDELogitsProcessor(model, random_routers(model), exit_threshold="high")

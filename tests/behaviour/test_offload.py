@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps elsewhere, on the CPU or on the disk: what is skipped is not loaded."""
+"""Weights that accelerate offloads to the CPU or the disk: those of skipped layers are not loaded."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook
-from drafters import HeadDrafter
+from drafters import use_heads
 from families import LAYERS, tiny_model
 from families import repeating_prompt as prompt
 from transformers import AutoModelForCausalLM
@@ -76,11 +76,11 @@ def layer_loads(loads, layer):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("offload", OFFLOADS[:2])
-def test_drafts_load_shallow_layers_alone(family, offload, tmp_path, loads):
+def test_drafts_load_only_shallow_layers(family, offload, tmp_path, loads):
     expected = tiny_model(family).generate(prompt(), **OPTIONS)
     model = named(offload(tiny_model(family), tmp_path))
     TIDEModelForCausalLM.attach(model, routers_for(model))
-    model._tide.make_drafter = lambda _, prompts, engine: HeadDrafter(prompts, engine, exit_layer=1, width=3)
+    use_heads(model, 1)
     loads.clear()
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
     structure, stats = find_structure(model), model.last_exit_stats
@@ -95,7 +95,7 @@ def test_drafts_load_shallow_layers_alone(family, offload, tmp_path, loads):
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_early_exit_does_not_load_what_a_token_leaves_out(offload, tmp_path, loads):
+def test_early_exit_does_not_load_skipped_layers(offload, tmp_path, loads):
     plain = tiny_model("llama")
     TIDEModelForCausalLM.attach(plain, routers_for(plain), mode="early_exit", exit_threshold=0.0)
     expected = plain.generate(prompt(), **OPTIONS)
@@ -111,7 +111,7 @@ def test_early_exit_does_not_load_what_a_token_leaves_out(offload, tmp_path, loa
         assert set(counts.values()) == {1}  # for the prompt
 
 
-def test_filling_the_cache_loads_queries_keys_and_values_alone(tmp_path, loads):
+def test_filling_the_cache_loads_only_queries_keys_and_values(tmp_path, loads):
     model = named(to_disk(tiny_model("llama"), tmp_path))
     routers = routers_for(model, kv_cache_strategy="propagate")
     TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=0.0)
@@ -126,7 +126,7 @@ def test_filling_the_cache_loads_queries_keys_and_values_alone(tmp_path, loads):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_the_tokens_are_the_base_model_s_own(offload, rows, tmp_path):
+def test_tokens_are_the_base_models(offload, rows, tmp_path):
     expected = tiny_model("llama").generate(prompt(rows), **OPTIONS)
     model = offload(tiny_model("llama"), tmp_path)
     hooked = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
@@ -173,7 +173,7 @@ def test_saving_an_attached_model_writes_its_weights(offload, tmp_path):
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
 
 
-def test_an_offloaded_model_can_be_calibrated_and_looked_at(tiny_llama, tiny_tokenizer, tmp_path):
+def test_an_offloaded_model_can_be_calibrated_and_inspected(tiny_llama, tiny_tokenizer, tmp_path):
     dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
     options = {"dataset": dataset, "max_length": 8, "exit_layers": [1], "progress": False}
     expected = calibrate(tiny_llama(), tiny_tokenizer, **options)

@@ -1,4 +1,4 @@
-"""Bases with 8- and 4-bit weights, made by the packages that users make them with."""
+"""Base models with 8- and 4-bit weights, quantised by the packages that users quantise with."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def attach(model, **config):
 
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
-def test_with_quantised_weights_the_tokens_are_the_model_s_own(kind, with_head, base_folder):
+def test_tokens_with_quantised_weights_are_the_base_models(kind, with_head, base_folder):
     model = load(base_folder, WEIGHT_ONLY[kind](with_head))
     expected = [model.generate(prompt(rows), **OPTIONS) for rows in (1, 3)]
     attach(model, draft_vocab_size=64)
@@ -151,7 +151,7 @@ def test_routers_of_the_unquantised_model_fit(kind, base_folder):
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "torchao int4", "quanto int8", "quanto int4"])
-def test_quantised_models_that_differ_in_a_packed_weight_are_told_apart(kind, base_folder, tmp_path):
+def test_hashes_differ_where_one_packed_weight_differs(kind, base_folder, tmp_path):
     other = tiny_model("llama", **SIZES)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.neg_()
@@ -173,7 +173,7 @@ def test_a_quantised_model_can_be_calibrated(kind, tiny_llama, tiny_tokenizer, t
     TIDEModelForCausalLM.attach(model, routers)
 
 
-def test_a_head_that_unpacks_itself_is_read_unpacked():
+def test_a_head_that_cannot_be_indexed_is_dequantised_for_its_hash():
     class Packed(torch.Tensor):
         """Cannot be indexed, as some quantised tensors cannot."""
 

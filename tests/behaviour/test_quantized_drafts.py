@@ -1,4 +1,4 @@
-"""Drafts on quantised weights: no pass that verifies reads them, whatever they hold."""
+"""Drafts on quantised weights: no verify pass reads them, so that tokens stay the base model's."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
 
 
 @pytest.mark.parametrize("dtype", CPP_TYPES)
-def test_the_product_is_that_of_the_quantized_weights(on_some_cpu, dtype):
+def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in [(576, (576, 190)), (64, (3,)), (100, (37, 1)), (5, (2,)), (1152, (9,))]:
         weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
@@ -96,13 +96,13 @@ def test_the_product_is_that_of_the_quantized_weights(on_some_cpu, dtype):
                 assert float(error) <= 6e-3 * float(expected.abs().max())  # states may be rounded to bfloat16
 
 
-def test_more_rows_than_it_is_for_read_the_weights_as_they_are():
+def test_products_of_many_rows_use_the_exact_weights():
     weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MAX_QUANTIZED_ROWS, 7)
     expected = nn.functional.linear(state, torch.cat(weights))
     assert torch.equal(QuantizedWeight(*weights).apply(state, None), expected)
 
 
-def test_drafts_are_nearly_the_same(tiny_llama):
+def test_quantised_products_are_close_to_exact_ones(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
@@ -118,7 +118,7 @@ def test_drafts_are_nearly_the_same(tiny_llama):
         assert float((drafted - native).abs().max()) <= 0.03 * float(native.abs().max())
 
 
-def test_there_has_to_be_memory_for_them(tiny_llama, monkeypatch, applied):
+def test_nothing_is_quantised_without_memory_for_it(tiny_llama, monkeypatch, applied):
     model = tiny_llama(num_hidden_layers=LAYERS)
     expected = model.generate(**prompts(), **OPTIONS)
     monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
@@ -129,7 +129,7 @@ def test_there_has_to_be_memory_for_them(tiny_llama, monkeypatch, applied):
 
 
 @pytest.mark.parametrize("change", ["in place", "data"])
-def test_weights_that_change_are_quantized_anew(tiny_llama, change):
+def test_changed_weights_are_quantised_again(tiny_llama, change):
     model = tiny_llama(num_hidden_layers=LAYERS)
     attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
@@ -142,7 +142,7 @@ def test_weights_that_change_are_quantized_anew(tiny_llama, change):
     torch.testing.assert_close(gate.converted[QuantizedWeight].apply(state, None), -before.apply(state, None))
 
 
-def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
+def test_steps_survive_eager_calls_and_are_released(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     steps = attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
@@ -159,7 +159,7 @@ def test_steps_outlive_other_passes_and_their_memory_is_given_back(tiny_llama):
     assert not any(set(key) <= set(known) for known in weight_layouts._known)
 
 
-def test_without_drafts_nothing_is_quantized(tiny_llama, applied):
+def test_nothing_is_quantised_without_drafts(tiny_llama, applied):
     model = tiny_llama(num_hidden_layers=LAYERS)
     attach_packed(model)
     use_drafter(model, "random", [[5] * NEW], width=4)

@@ -95,7 +95,7 @@ def test_tokens_and_sequences_have_the_base_models_distribution(model):
     assert sequence < 1
 
 
-def test_a_broken_acceptance_rule_is_found_out(model, monkeypatch):
+def test_the_statistic_detects_a_wrong_acceptance_rule(model, monkeypatch):
     """A second chance for the draft's token, as a wrong rule may give it, shows in the statistic."""
     original = AcceptanceRule.choose
 

@@ -1,4 +1,4 @@
-"""Two processes that share a model take the same decisions, whatever each of them measures and draws."""
+"""Two processes that share a model decide alike, whatever each of them measures and draws."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_processes_that_share_a_model_decide_alike(tiny_llama, tmp_path):
     assert first["drafted"][0][0] > 0
 
 
-def test_a_process_alone_asks_nobody(tiny_llama):
+def test_a_single_process_agrees_with_itself(tiny_llama):
     assert ranks_of(tiny_llama()) is ALONE
     assert ALONE.agree(1.5) == 1.5
     assert not ALONE.many

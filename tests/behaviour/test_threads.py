@@ -1,4 +1,4 @@
-"""Several threads at once: one's mode is not another's, and models load side by side."""
+"""Several threads at once: modes do not mix, engines are compiled by one at a time, and models load side by side."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +49,7 @@ def test_two_threads_generate_in_different_modes_at_once():
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one model", "three models"])
 def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog, shared):
-    """What one thread traces and compiles is no other's: each is alone at it, and nothing is refused."""
+    """One thread traces and compiles at a time, and nothing is refused."""
     busy, alone, make_fx = threading.RLock(), [], graphs.make_fx
 
     def alone_in(function):

@@ -1,4 +1,4 @@
-"""Loading routers writes nothing but the Hub's cache, whatever the folder that they are in holds."""
+"""Loading routers writes nothing but the Hub's cache, whatever their folder holds."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def listing(folder):
     return {path: (stat.st_ino, stat.st_size, stat.st_mode, stat.st_mtime_ns) for path, stat in found.items()}
 
 
-def test_the_watch_sees_writes(written, tmp_path):
+def test_the_audit_hook_sees_writes(written, tmp_path):
     with written() as paths:
         (tmp_path / "file").write_text("content")
         (tmp_path / "file").rename(tmp_path / "other")
@@ -59,7 +59,7 @@ def test_the_watch_sees_writes(written, tmp_path):
 
 
 @pytest.mark.parametrize("state", ["whole", "without config", "another's config", "damaged"])
-def test_a_folder_stays_as_it_is(written, routers_folder, tmp_path, state):
+def test_loading_leaves_a_folder_unchanged(written, routers_folder, tmp_path, state):
     outside = tmp_path / "outside"
     outside.write_text("mine")
     for name in (".saving-killed", ".saving-other"):  # as a save that was killed may have left them
@@ -87,7 +87,7 @@ def test_a_folder_stays_as_it_is(written, routers_folder, tmp_path, state):
     assert outside.read_text() == "mine"
 
 
-def test_a_read_only_folder_will_do(routers_folder):
+def test_a_read_only_folder_can_be_loaded(routers_folder):
     for path in (*routers_folder.iterdir(), routers_folder):
         path.chmod(path.stat().st_mode & ~0o222)
     try:
@@ -96,7 +96,7 @@ def test_a_read_only_folder_will_do(routers_folder):
         routers_folder.chmod(0o755)
 
 
-def test_from_the_hub_its_cache_alone_is_written(written, model_hub, on_hub, tmp_path, monkeypatch):
+def test_loading_from_the_hub_writes_only_its_cache(written, model_hub, on_hub, tmp_path, monkeypatch):
     def others():
         return {path: found for path, found in listing(tmp_path).items() if cache not in (path, *path.parents)}
 
@@ -110,7 +110,7 @@ def test_from_the_hub_its_cache_alone_is_written(written, model_hub, on_hub, tmp
     assert others() == before
 
 
-def test_attaching_routers_leaves_their_folder_as_it_is(tiny_llama, routers_folder):
+def test_attaching_leaves_the_folder_of_the_routers_unchanged(tiny_llama, routers_folder):
     before = listing(routers_folder)
     TIDEModelForCausalLM.attach(tiny_llama(), routers=routers_folder)
     assert listing(routers_folder) == before

@@ -125,19 +125,6 @@ def test_any_number_of_rows_runs_on_the_steps_of_others(family, attach, kind):
     assert steps.refused is None
 
 
-@pytest.mark.parametrize("attach", [attach_graphs, attach_compiled])
-def test_processors_get_the_logits_of_the_remaining_rows(attach, tiny_llama):
-    model, batch = tiny_llama(), prompts(4, pads=3)
-    options, _, _ = ending_early(model, batch)
-    options |= {"repetition_penalty": 1.1}
-    expected = model.generate(**batch, **options)
-    lengths = [(row != 0).sum() for row in expected]
-    assert min(lengths) < max(lengths)
-    attach(model)
-    use_drafter(model, "mixed", new_tokens(expected))
-    assert torch.equal(model.generate(**batch, **options), expected)
-
-
 def test_a_block_drafts_in_fewer_rows_what_it_drafts_eagerly(tiny_llama):
     model, batch = tiny_llama(), prompts(4)
     options, expected, _ = ending_early(model, batch)
