@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from families import ATTENDING, MIXTURES, tiny_model
+from families import ATTENTION, MIXTURES, SDPA, slow_but, tiny_model
 from on_steps import FEW, LAYERS, OPTIONS, WINDOWED, steps_of
 from on_steps import attach_compiled as attach
 from on_steps import prompts as short_prompts
@@ -52,8 +52,9 @@ def check(model, batches):
     return steps.prompts, counts
 
 
-@pytest.mark.parametrize(("attention", "family"), ATTENDING)
-def test_the_graphs_of_one_length_serve_others_in_every_family(family, attention):
+@pytest.mark.parametrize("family", slow_but(FEW, ATTENTION))  # test_lossless compiles the prefill of all
+def test_the_graphs_of_one_length_serve_others(family):
+    attention = "sdpa" if family in SDPA else "eager"
     prefill, counts = check(tiny_model(family, attention=attention), [prompts(length) for length in (9, 14)])
     if family in MIXTURES:  # some versions cannot trace some of them
         return
