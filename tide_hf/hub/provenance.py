@@ -62,17 +62,14 @@ def without_folders(word: str) -> str:
 def commit(file: Path = Path(__file__)) -> str | None:
     """The git commit of the source tree of `file`; `None` if it was installed from a wheel.
 
-    The file must be tracked, since an environment may lie inside an unrelated repository.
+    That commit must have the file, since an environment may lie inside an unrelated repository.
     """
     git = shutil.which("git")
     if git is None:
         return None
-    for arguments in (["ls-files", "--error-unmatch", file.name], ["rev-parse", "HEAD"]):
-        command = [git, "-C", str(file.parent), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            return None
-    return result.stdout.strip()
+    command = [git, "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.split()[0] if result.returncode == 0 else None
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
