@@ -8,14 +8,15 @@ import pytest
 import torch
 from block_heads import routers_for
 from families import tiny_model
-from on_steps import OPTIONS, as_traced, attach_captured, attach_compiled, linear_heads, prompts, use_steps
+from on_steps import OPTIONS, attach_captured, attach_compiled, linear_heads, prompts, use_steps
+from recorded import as_it_is
 from transformers.utils import logging
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.common.token_ids import left_padded
 from tide_hf.engines.steps.step_buffers import WIDTHS
-from tide_hf.engines.steps.step_store import CompiledSteps
+from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.engines.warm_up import PROMPT_LENGTHS, WarmUp, _drafting_by
 
 
@@ -81,7 +82,7 @@ def test_prefill_is_compiled_for_batches_in_one_pass_and_in_groups(tiny_llama, l
 )
 def test_its_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions, longest):
     model, lengths = tiny_llama(max_position_embeddings=positions), []
-    attach_compiled(model)
+    attach_captured(model)
     generate = model.generate
     model.generate = lambda ids, **options: lengths.append(ids.shape[1]) or generate(ids, **options)
     model.tide_warm_up(max_length=max_length)
@@ -90,7 +91,7 @@ def test_its_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions
 
 def test_it_changes_neither_statistics_nor_drafter_nor_acceptance(tiny_llama):
     model = tiny_llama()
-    steps = attach_compiled(model, as_calibrated(linear_heads(model)))
+    steps = attach_captured(model, as_calibrated(linear_heads(model)))
     model.generate(**prompts(), **OPTIONS)
     stats, drafter, learned = model.last_exit_stats, model._tide.make_drafter, dict(model._tide.acceptances)
     model.generation_config.max_new_tokens, model.generation_config.num_beams = 3, 2
@@ -116,7 +117,7 @@ def test_its_drafter_is_not_used_by_other_threads(tiny_llama):
 
 def test_it_warms_up_the_engine_of_the_calls(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False)
-    steps = use_steps(model, CompiledSteps(as_traced))
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
     assert model.tide_warm_up() == 0.0  # eager
     assert model.tide_warm_up(engine="eager") == 0.0
     assert steps.warm_up.num_made == 0

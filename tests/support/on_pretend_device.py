@@ -68,7 +68,7 @@ def answer(model, batch, **options):
     return found.cpu()
 
 
-def test_the_device_has_rules_of_its_own():
+def test_the_pretend_device_behaves_like_an_accelerator():
     tensor = torch.ones(3, device=NAME)
     with pytest.raises(RuntimeError, match="same device"):
         torch.where(torch.ones(3, dtype=torch.bool), tensor, tensor)
@@ -99,9 +99,8 @@ def test_every_familys_tokens_are_the_base_models(family, rows):
     assert model.last_exit_stats.drafted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", [family for family in WITH_BLOCK if family in FEW])
-def test_a_block_drafts(family, rows):
+@pytest.mark.parametrize(("rows", "family"), [(1, "llama"), *((3, family) for family in WITH_BLOCK if family in FEW)])
+def test_the_block_head_drafts(family, rows):
     plain, model = two(family)
     layer, batch = block_layer_of(family), prompts(rows)
     expected = answer(plain, batch, **GREEDY)
@@ -114,7 +113,7 @@ def test_a_block_drafts(family, rows):
 @pytest.mark.parametrize(
     ("head", "family"), [*slow_but(("llama", "gemma2"), ATTENTION, 1), *slow_but(("llama", "opt"), ATTENTION, 0)]
 )
-def test_a_model_is_spread_over_devices(family, head):
+def test_a_model_on_two_devices_generates_the_base_models_tokens(family, head):
     """Heads draft on either side of the cut, whose head is with the embeddings or with the last layer."""
     expected = answer(tiny_model(family), prompts(3, pads=2), **GREEDY)
     kinds = [(2, linear_heads, 1), (2, linear_heads, 3)]
@@ -132,7 +131,7 @@ def test_a_model_is_spread_over_devices(family, head):
 @pytest.mark.parametrize(("rows", "options"), [(1, SAMPLED), (3, GREEDY)], ids=["sampled", "greedy"])
 @pytest.mark.parametrize(("mode", "strategy"), APPROXIMATE)
 @pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gemma2", "qwen3_moe")))
-def test_tokens_leave_as_on_a_cpu(family, mode, strategy, rows, options):
+def test_tokens_exit_as_on_a_cpu(family, mode, strategy, rows, options):
     in_prompt = {"exits_in_prompt": True} if strategy == "prompt" else {}
     found = []
     for model in (*two(family), spread(tiny_model(family))):
@@ -154,8 +153,7 @@ def test_sampled_tokens_are_those_of_a_cpu(rows):
     assert torch.equal(answer(model, there(prompts(rows)), **SAMPLED), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "llava"])
+@pytest.mark.parametrize(("family", "rows"), [("gemma3", 1), ("qwen2_5_vl", 3), ("llava", 3)])
 def test_prompts_with_images(family, rows):
     batch = image_prompts(family, rows)
     expected = answer(seeing_model(family), batch, **GREEDY)
@@ -176,7 +174,7 @@ def test_a_prompt_may_be_on_the_cpu(mode, tiny_tokenizer, capsys):
     assert capsys.readouterr().out
 
 
-def test_a_cache_goes_on_in_the_next_call():
+def test_a_returned_cache_serves_the_next_call():
     plain, model = two("llama")
     first, second = prompts()["input_ids"], torch.tensor([[7, 9, 11]])
     expected = answer(plain, {"input_ids": first}, **GREEDY)
@@ -194,11 +192,17 @@ def rounds_and_waits(model, new):
     return model.last_exit_stats.rounds, times_waited() - before
 
 
-def test_the_eager_engine_waits_once_a_round():
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_a_round_waits_once_for_the_device(engine):
     plain, model = two("llama")
     continuations = answer(plain, prompts(), **GREEDY)[:, prompts()["input_ids"].shape[1] :].tolist()
-    TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "wrong at the last position", continuations, width=4)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine=engine)
+    if engine == "eager":
+        use_drafter(model, "wrong at the last position", continuations, width=4)
+    else:
+        use_steps(model, CapturedSteps(Recorder(), compile_graph=None))
+        use_heads(model, 1, width=7)
+        rounds_and_waits(model, 24)  # which captures the steps
     (few, before), (many, after) = (rounds_and_waits(model, new) for new in (3, 24))
     assert many > few
     assert after - before == many - few
@@ -212,7 +216,7 @@ IN_BATCHES = [family for family in FEW if family in CAPTURED and family not in W
     ("rows", "family"),
     [*slow_but(("llama", "gemma2", "gpt2"), CAPTURED, 1), *slow_but(("qwen3_moe", "bloom"), IN_BATCHES, 3)],
 )
-def test_captured_steps_ask_for_nothing(family, rows):
+def test_captured_steps_never_wait_for_the_device(family, rows):
     plain, model = two(family)
     batch = prompts(rows)
     expected = answer(plain, batch, **GREEDY)
@@ -242,20 +246,8 @@ def test_captured_steps_ask_for_nothing(family, rows):
     assert not any(waits)
 
 
-def test_captured_rounds_wait_once():
-    plain, model = two("llama")
-    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
-    use_steps(model, CapturedSteps(Recorder(), compile_graph=None))
-    use_heads(model, 1, width=7)
-    rounds_and_waits(model, 24)
-    (few, before), (many, after) = (rounds_and_waits(model, new) for new in (2, 24))
-    assert many > few
-    assert after - before == many - few
-
-
-@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_weights_are_brought_from_elsewhere(tiny_llama, tiny_tokenizer, tmp_path, offload, rows):
+@pytest.mark.parametrize(("offload", "rows"), [(cpu_offload, 1), (disk_offload, 3)])
+def test_offloaded_weights(tiny_llama, tiny_tokenizer, tmp_path, offload, rows):
     where = {"offload_dir": tmp_path} if offload is disk_offload else {}
     model = offload(tiny_llama(), execution_device=torch.device(f"{NAME}:0"), **where)
     expected = answer(tiny_llama(), prompts(rows), **GREEDY)
@@ -299,7 +291,7 @@ def test_calibration_on_text_of_the_models_own_and_from_routers(device_llama, ti
 
 
 @pytest.mark.parametrize("place", [lambda model: model.to(NAME), spread, partial(spread, head=0)])
-def test_what_exits_cost_is_measured(tiny_llama, tiny_tokenizer, place):
+def test_quality_is_measured_as_on_a_cpu(tiny_llama, tiny_tokenizer, place):
     device_llama = place(tiny_llama())
     options = QualityOptions(text=texts(12), samples=6, max_length=16)
     routers = TIDERouters.for_model(device_llama, exit_layers=[1, 3], exit_threshold=0.5)
@@ -313,7 +305,7 @@ def test_what_exits_cost_is_measured(tiny_llama, tiny_tokenizer, place):
         assert one.mean_cosine == pytest.approx(other.mean_cosine, rel=1e-5)
 
 
-def test_ways_of_decoding_are_compared(device_llama):
+def test_methods_are_compared(device_llama):
     routers = TIDERouters.for_model(device_llama, exit_layers=[2], exit_strategy="linear")
     batch = there(prompts())
     results = compare(tide_methods(device_llama, routers, ["self_speculative"]), [batch], max_new_tokens=8, repeats=1)
