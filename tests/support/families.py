@@ -104,7 +104,7 @@ FAMILIES: dict[str, dict] = {
     },
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4, **_TOKENS},
     "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16},
-    # Around a text model, and for text and images alike; what they do with images is in test_images.py.
+    # Text models inside models for text and images; what those do with images is in test_images.py.
     "gemma3": {
         "text_config": {**_COMMON, **_WINDOW, "model_type": "gemma3_text", "query_pre_attn_scalar": 8},
         "vision_config": {**_SEES, "model_type": "siglip_vision_model"},
@@ -155,7 +155,7 @@ FAMILIES: dict[str, dict] = {
     },
 }
 _INDEXED = {**FAMILIES["deepseek_v3"], "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
-SPARSE: dict[str, dict] = {  # a token attends to some of the keys alone, which it chooses
+SPARSE: dict[str, dict] = {  # with sparse attention: a token attends to the keys that an indexer chooses
     "deepseek_v32": _INDEXED,
     "axk2": _INDEXED,
     "dots3_note_text": {**_INDEXED, "sliding_window": 8},
@@ -176,19 +176,12 @@ SPARSE: dict[str, dict] = {  # a token attends to some of the keys alone, which 
 }
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
-SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # which transformers allows it
+SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # by default in transformers
 
 
 def slow_but(few, families=ATTENTION, *before):
-    """Families for `parametrize`, behind values that all have: in the slow run alone, but for a few."""
+    """Families for `parametrize`, after the values `before`; all but a few are in the slow run only."""
     return [pytest.param(*before, one, marks=() if one in few else pytest.mark.slow) for one in families]
-
-
-# As each family attends by default; by eager attention, where that is not the same, in the slow run but for one.
-ATTENDING = [
-    *(("sdpa" if family in SDPA else "eager", family) for family in ATTENTION),
-    *slow_but(("llama",), SDPA, "eager"),
-]
 
 
 def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What tests of steps of fixed shape share: small calls, steps without a compiler or a GPU, drafters by heads."""
+"""Engines without a compiler or a GPU: attached models with traced or recorded steps, and small calls."""
 
 import torch
 from drafters import use_drafter, use_heads
@@ -11,8 +11,8 @@ from tide_hf.engines.steps.step_store import CapturedSteps, CompiledSteps
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
-FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # in which the others' ways all occur
-COPYING = ("falcon",)  # indexes by a list, which is copied from the host, where its layers are not compiled
+FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # with all that the others' layers do
+COPYING = ("falcon",)  # uncompiled layers index by a list, which is copied from the host
 UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
