@@ -14,7 +14,7 @@ from .base_model.inputs import check_no_cross_attention
 from .base_model.structure import CACHE, counts_slots, rope_limits
 from .base_model.wrappers import has_adapters_by_row, leave_uncompiled
 from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
-from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from .common.stats import ExitStats
 from .common.token_ids import truncate_at_eos
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
@@ -138,7 +138,7 @@ class TIDEGenerationMixin:
         run.flush(super().__call__)  # type: ignore[misc]
         return result
 
-    def _tide_fall_back(self, error: Exception, call: Call) -> Any:
+    def _tide_fall_back(self, error: TIDEError, call: Call) -> Any:
         """Decode by the loop of the model's own class, at full depth, where `self_speculative` does not support it."""
         reason = self._tide.note_fallback(error)
         result = super()._sample(call.input_ids, **call.options)  # type: ignore[misc]
@@ -254,13 +254,11 @@ def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -
     strategy = routers.config.kv_cache_strategy
     if in_prompt and (mode == "post_hoc" or strategy != "propagate"):
         raise UnsupportedOptionError(
-            describe(
-                "prompt tokens cannot exit early here",
-                got=f"exits_in_prompt=True with tide_mode={mode!r} and kv_cache_strategy={strategy!r}",
-                expected="tide_mode='early_exit' and routers with kv_cache_strategy='propagate', since the layers that "
-                "a prompt token skips change the K/V of the deeper ones",
-                do="Set routers.config.kv_cache_strategy = 'propagate', or leave exits_in_prompt out.",
-            )
+            "prompt tokens cannot exit early here",
+            got=f"exits_in_prompt=True with tide_mode={mode!r} and kv_cache_strategy={strategy!r}",
+            expected="tide_mode='early_exit' and routers with kv_cache_strategy='propagate', since the layers that "
+            "a prompt token skips change the K/V of the deeper ones",
+            do="Set routers.config.kv_cache_strategy = 'propagate', or leave exits_in_prompt out.",
         )
     if mode == "post_hoc" and kwargs.get("use_cache", True):
         return PostHocRun(*common, **options)

@@ -14,7 +14,7 @@ from .base_model.hooks import hook_layers
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_wrapper
-from .common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from .common.errors import UnsupportedModelError, UnsupportedOptionError
 from .depth.gates import on_device
 from .hub.load import DEFAULT_ROUTERS, default_routers
 from .model import TIDEModelForCausalLM
@@ -52,12 +52,10 @@ class TIDELogitsProcessor(LogitsProcessor):
         model = base_inside(model)
         if isinstance(model, TIDEModelForCausalLM):
             raise UnsupportedModelError(
-                describe(
-                    "TIDELogitsProcessor is for models without TIDE",
-                    got="a model that TIDE is attached to, whose passes are not those of plain decoding",
-                    expected="a model that is not attached",
-                    do="Call generate(tide_mode='post_hoc'), or TIDEModelForCausalLM.detach(model) first.",
-                )
+                "TIDELogitsProcessor is for models without TIDE",
+                got="a model that TIDE is attached to, whose passes are not those of plain decoding",
+                expected="a model that is not attached",
+                do="Call generate(tide_mode='post_hoc'), or TIDEModelForCausalLM.detach(model) first.",
             )
         if not isinstance(routers, TIDERouters):
             routers = default_routers(model) if routers == DEFAULT_ROUTERS else TIDERouters.from_pretrained(routers)
@@ -85,12 +83,10 @@ class TIDELogitsProcessor(LogitsProcessor):
         for exit_layer, state in sorted(self._states.items()):
             if state.shape[0] != scores.shape[0]:
                 raise UnsupportedOptionError(
-                    describe(
-                        "TIDELogitsProcessor cannot match scores to hidden states",
-                        got=f"{scores.shape[0]} rows of scores for {state.shape[0]} rows of states",
-                        expected="one row of scores per row of the forward pass",
-                        do="Use it with greedy search, sampling or beam search of the model it was made for.",
-                    )
+                    "TIDELogitsProcessor cannot match scores to hidden states",
+                    got=f"{scores.shape[0]} rows of scores for {state.shape[0]} rows of states",
+                    expected="one row of scores per row of the forward pass",
+                    do="Use it with greedy search, sampling or beam search of the model it was made for.",
                 )
             exit_point = on_device(self.routers[exit_layer], state)
             exit_scores = self.unembed.route(exit_point.router, state).to(scores.device)

@@ -9,7 +9,7 @@ from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
 from .common.choices import ENGINES, MODES, check_choice
-from .common.errors import ConfigurationError, UnsupportedModelError, describe
+from .common.errors import ConfigurationError, UnsupportedModelError
 from .depth.gates import open_gates, remove_gates
 from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates
 from .depth.multi_token_passes import check_widths
@@ -39,12 +39,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
 
     def __init__(self) -> None:
         raise ConfigurationError(
-            describe(
-                "TIDEModelForCausalLM is not built directly",
-                got="TIDEModelForCausalLM(...)",
-                expected="TIDEModelForCausalLM.from_pretrained(base, routers=...) or .attach(model, routers)",
-                do="Call one of these.",
-            )
+            "TIDEModelForCausalLM is not built directly",
+            got="TIDEModelForCausalLM(...)",
+            expected="TIDEModelForCausalLM.from_pretrained(base, routers=...) or .attach(model, routers)",
+            do="Call one of these.",
         )
 
     @classmethod

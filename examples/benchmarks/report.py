@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tide_hf.common.errors import ConfigurationError, describe
+from tide_hf.common.errors import ConfigurationError
 
 from .checks import failures
 from .common import FOLDER, RESULTS
@@ -57,12 +57,10 @@ def report(args: argparse.Namespace) -> None:
             page.write_text(rendered, encoding="utf-8")
         elif rendered != text:
             raise ConfigurationError(
-                describe(
-                    f"{page.name} does not show the results",
-                    got="other tables",
-                    expected=f"those of {args.results.name}",
-                    do="Run: python -m examples.benchmarks report",
-                )
+                f"{page.name} does not show the results",
+                got="other tables",
+                expected=f"those of {args.results.name}",
+                do="Run: python -m examples.benchmarks report",
             )
     if args.check:
         return
@@ -83,12 +81,10 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
             records[name] = read_result(file, name)
     if not records:
         raise ConfigurationError(
-            describe(
-                "there is nothing to report",
-                got=f"no results in {folder.name}",
-                expected=f"files such as {next(iter(SUITES))}.json",
-                do="Run: python -m examples.benchmarks run --suite all",
-            )
+            "there is nothing to report",
+            got=f"no results in {folder.name}",
+            expected=f"files such as {next(iter(SUITES))}.json",
+            do="Run: python -m examples.benchmarks run --suite all",
         )
     return records
 
@@ -103,21 +99,18 @@ def read_result(file: Path, suite: str) -> dict[str, Any]:
         record = json.loads(file.read_text(encoding="utf-8"))
         failed = failures(SUITES[suite].checks(record))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        problem = describe(
+        raise ConfigurationError(
             f"{file.name} cannot be read",
             got=f"'{error}'",
             expected=f"what the suite {suite} writes",
             do="Measure it again.",
-        )
-        raise ConfigurationError(problem) from error
+        ) from error
     if failed:
         raise ConfigurationError(
-            describe(
-                f"the token check of {file.name} failed, so its speeds are not shown",
-                got="; ".join(failed),
-                expected="the tokens of generate wherever they are claimed",
-                do="Find out why before measuring again.",
-            )
+            f"the token check of {file.name} failed, so its speeds are not shown",
+            got="; ".join(failed),
+            expected="the tokens of generate wherever they are claimed",
+            do="Find out why before measuring again.",
         )
     return record
 

@@ -15,7 +15,7 @@ from tide_hf.cli.demo_model import load_demo_model
 from tide_hf.cli.model_arguments import load
 from tide_hf.cli.parser import positive
 from tide_hf.common.choices import DEFAULT_MODEL, DTYPES
-from tide_hf.common.errors import ConfigurationError, describe
+from tide_hf.common.errors import ConfigurationError
 from tide_hf.hub.provenance import without_folders
 
 from .bench import Bench
@@ -87,10 +87,9 @@ def read_config(name: str) -> tuple[Path, dict[str, Any]]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        problem = describe(
+        raise ConfigurationError(
             "the config cannot be read", got=f"'{error}'", expected=expected, do="Name another --config."
-        )
-        raise ConfigurationError(problem) from error
+        ) from error
     unknown = sorted(set(config) - set(SUITES)) if isinstance(config, dict) else [type(config).__name__]
     if unknown:
         raise _bad_config(f"{', '.join(unknown)}", f"an object with settings for {', '.join(SUITES)}")
@@ -113,5 +112,5 @@ def settings_of(suite: str, config: dict[str, Any]) -> Any:
 
 def _bad_config(got: str, expected: str) -> ConfigurationError:
     return ConfigurationError(
-        describe("the config says what no suite knows", got=got, expected=expected, do="Correct the config.")
+        "the config says what no suite knows", got=got, expected=expected, do="Correct the config."
     )

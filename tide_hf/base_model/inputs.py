@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from ..common.errors import UnsupportedOptionError, describe
+from ..common.errors import UnsupportedOptionError
 
 MEDIA = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -48,10 +48,8 @@ def check_no_cross_attention(user: str, model_kwargs: dict[str, Any]) -> None:
     found = next((name for name in CROSS_ATTENDED if model_kwargs.get(name) is not None), None)
     if found is not None:
         raise UnsupportedOptionError(
-            describe(
-                f"{user} cannot roll back or fill the K/V of cross-attention layers",
-                got=f"{found}, so a prompt with images",
-                expected="a prompt of text, or a model that reads images as tokens of its prompt",
-                do="Choose tide_mode='post_hoc', or detach TIDE for this call.",
-            )
+            f"{user} cannot roll back or fill the K/V of cross-attention layers",
+            got=f"{found}, so a prompt with images",
+            expected="a prompt of text, or a model that reads images as tokens of its prompt",
+            do="Choose tide_mode='post_hoc', or detach TIDE for this call.",
         )

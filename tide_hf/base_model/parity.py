@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..common.errors import UnsupportedModelError, describe, quoted
+from ..common.errors import UnsupportedModelError, quoted
 from .hooks import hook_layers
 from .structure import CACHE, DecoderStructure, evaluating, input_device
 from .unembed import Unembed
@@ -77,21 +77,17 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
     # The errors of models that require images or audio.
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            describe(
-                f"{type(model).__name__} does not run on text alone",
-                got=quoted(error),
-                expected="a causal language model, whatever else it takes",
-                do="Pass its text model, if it is one by itself.",
-            )
+            f"{type(model).__name__} does not run on text alone",
+            got=quoted(error),
+            expected="a causal language model, whatever else it takes",
+            do="Pass its text model, if it is one by itself.",
         ) from error
 
 
 def _no_parity(model: PreTrainedModel, got: str, expected: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        describe(
-            f"the logits of {type(model).__name__} cannot be reproduced from its last decoder layer",
-            got=got,
-            expected=expected,
-            do="Teach tide_hf the family: see 'Add a model family' in CONTRIBUTING.md.",
-        )
+        f"the logits of {type(model).__name__} cannot be reproduced from its last decoder layer",
+        got=got,
+        expected=expected,
+        do="Teach tide_hf the family: see 'Add a model family' in CONTRIBUTING.md.",
     )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 
 
 class Layout(NamedTuple):
@@ -130,13 +130,11 @@ def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
     path, now = max(found.items(), key=lambda item: len({*item[1]} & {*known}), default=("", ()))
     missing = [f"{path}.{i}" for i, layer in enumerate(known) if not any(_holds(one, layer) for one in now)]
     raise UnsupportedModelError(
-        describe(
-            "the model's decoder layers are not those that TIDE was attached to",
-            got=f"a model without what was {', '.join(missing)}" if missing else f"{len(now)} layers, added or moved",
-            expected=f"the same {len(known)} layers in the same order",
-            do="Put them back; or detach TIDE, let config.num_hidden_layers say how many there are, and attach it with "
-            "routers that were calibrated for the model as it is.",
-        )
+        "the model's decoder layers are not those that TIDE was attached to",
+        got=f"a model without what was {', '.join(missing)}" if missing else f"{len(now)} layers, added or moved",
+        expected=f"the same {len(known)} layers in the same order",
+        do="Put them back; or detach TIDE, let config.num_hidden_layers say how many there are, and attach it with "
+        "routers that were calibrated for the model as it is.",
     )
 
 
@@ -222,12 +220,10 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
         longer = ", or a prompt longer than that" if kind == "longrope" else ""
         shorten = f"Pass max_new_tokens={limit - prompt_length} or less, or d" if limit > prompt_length else "D"
         raise UnsupportedOptionError(
-            describe(
-                "the model's rotary embedding changes within this answer",
-                got=f"a prompt of {prompt_length} tokens and max_length={max_length}",
-                expected=f"at most {limit} tokens in all{longer}",
-                do=f"{shorten}etach TIDE for this call.",
-            )
+            "the model's rotary embedding changes within this answer",
+            got=f"a prompt of {prompt_length} tokens and max_length={max_length}",
+            expected=f"at most {limit} tokens in all{longer}",
+            do=f"{shorten}etach TIDE for this call.",
         )
 
 
@@ -276,11 +272,9 @@ def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
 def _unsupported(model: object, found: str) -> UnsupportedModelError:
     looked_for = "; ".join(f"{row.layers} with {row.norm}" for row in LAYOUTS)
     return UnsupportedModelError(
-        describe(
-            f"{type(model).__name__} is not a causal language model that tide_hf knows",
-            got=found,
-            expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
-            f"{looked_for}; and an output head",
-            do="Pass an AutoModelForCausalLM, or add the family as CONTRIBUTING.md describes.",
-        )
+        f"{type(model).__name__} is not a causal language model that tide_hf knows",
+        got=found,
+        expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
+        f"{looked_for}; and an output head",
+        do="Pass an AutoModelForCausalLM, or add the family as CONTRIBUTING.md describes.",
     )

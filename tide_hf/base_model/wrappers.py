@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .structure import DecoderStructure
 
 # Arguments that PEFT passes to its layers through hooks during `generate`.
@@ -32,12 +32,10 @@ def check_wrapper(model: Any) -> None:
     config = getattr(model, "active_peft_config", None)
     if config is not None and getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(
-            describe(
-                "this kind of adapter cannot be attached to",
-                got=f"{type(config).__name__}, whose virtual tokens are added at every step of generate",
-                expected="an adapter inside the layers, such as LoRA, or none",
-                do="Use the model without TIDE, or train such an adapter instead.",
-            )
+            "this kind of adapter cannot be attached to",
+            got=f"{type(config).__name__}, whose virtual tokens are added at every step of generate",
+            expected="an adapter inside the layers, such as LoRA, or none",
+            do="Use the model without TIDE, or train such an adapter instead.",
         )
 
 
@@ -55,12 +53,10 @@ def check_adapters(model: Any, structure: DecoderStructure) -> None:
         problem = f"an activated LoRA ({BY_POSITION})"
     if problem is not None:
         raise UnsupportedOptionError(
-            describe(
-                "TIDE cannot decode with this adapter",
-                got=problem,
-                expected="an adapter that treats every token alike, such as LoRA, or none",
-                do="Detach TIDE for plain decoding.",
-            )
+            "TIDE cannot decode with this adapter",
+            got=problem,
+            expected="an adapter that treats every token alike, such as LoRA, or none",
+            do="Detach TIDE for plain decoding.",
         )
 
 
@@ -90,13 +86,11 @@ def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
         if any(part in inside for part in (*structure.layers, *structure.mlps)):
             where = f"model.{name}" if name else "the model"
             raise UnsupportedModelError(
-                describe(
-                    "what torch.compile has compiled runs all its layers, so TIDE cannot decode with it",
-                    got=f"{where}, a {type(module).__name__}, compiled",
-                    expected="a model that is not compiled",
-                    do="Leave .compile() and .forward = torch.compile(...) out, as TIDE has engine='compiled'; or do "
-                    "without TIDE.",
-                )
+                "what torch.compile has compiled runs all its layers, so TIDE cannot decode with it",
+                got=f"{where}, a {type(module).__name__}, compiled",
+                expected="a model that is not compiled",
+                do="Leave .compile() and .forward = torch.compile(...) out, as TIDE has engine='compiled'; or do "
+                "without TIDE.",
             )
 
 

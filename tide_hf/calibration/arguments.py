@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..base_model.structure import DecoderStructure, last_position
 from ..common.choices import LABELS, STRATEGIES, check_choice, check_counts, check_minutes, check_share
-from ..common.errors import CalibrationError, ConfigurationError, UnsupportedModelError, describe, quoted, short
+from ..common.errors import CalibrationError, ConfigurationError, UnsupportedModelError, quoted, short
 from .heads import can_distil
 
 LARGEST_SEED = 2**62  # stages add to the seed, and PyTorch's generators take 64 bits
@@ -72,7 +72,7 @@ def check_arguments(
 
 def _unusable(name: str, value: object, expected: str, do: str) -> ConfigurationError:
     got = value if isinstance(value, Exception) else short(value)
-    return ConfigurationError(describe(f"{name} makes no sense", got=got, expected=expected, do=do))
+    return ConfigurationError(f"{name} makes no sense", got=got, expected=expected, do=do)
 
 
 def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
@@ -88,12 +88,10 @@ def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
         raise _unusable("translator_rank", rank, expected, "Leave it out for full rank.")
     if settings.exit_strategy == "block" and not can_distil(structure):
         raise UnsupportedModelError(
-            describe(
-                "a block head cannot be trained here",
-                got="an output head or final norm in 8 or 4 bits, or offloaded",
-                expected="one in floating point on the device",
-                do="Pass exit_strategy='linear', or load the model without quantising its head and without offloading.",
-            )
+            "a block head cannot be trained here",
+            got="an output head or final norm in 8 or 4 bits, or offloaded",
+            expected="one in floating point on the device",
+            do="Pass exit_strategy='linear', or load the model without quantising its head and without offloading.",
         )
 
 
@@ -119,12 +117,10 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
             problem = f"{type(head).__name__} with {head.weight.dtype} weights ({quoted(error)})"
     if problem is not None:
         raise CalibrationError(
-            describe(
-                f"{type(model).__name__} cannot be calibrated in this precision",
-                got=problem,
-                expected="float32, bfloat16 or float16 weights, or layers that dequantise their own",
-                do="Load the model with dtype=torch.bfloat16, or leave its output head unquantised.",
-            )
+            f"{type(model).__name__} cannot be calibrated in this precision",
+            got=problem,
+            expected="float32, bfloat16 or float16 weights, or layers that dequantise their own",
+            do="Load the model with dtype=torch.bfloat16, or leave its output head unquantised.",
         )
 
 
@@ -137,10 +133,8 @@ def check_positions(model: PreTrainedModel, longest: int, max_length: int) -> No
     most = last_position(model.config.get_text_config())
     if most is not None and longest > most:
         raise ConfigurationError(
-            describe(
-                "documents may be longer than the model has positions for",
-                got=f"up to {longest} tokens",
-                expected=f"at most {most}",
-                do=f"Pass a max_length below {max_length}, or leave long prompts out.",
-            )
+            "documents may be longer than the model has positions for",
+            got=f"up to {longest} tokens",
+            expected=f"at most {most}",
+            do=f"Pass a max_length below {max_length}, or leave long prompts out.",
         )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..base_model.structure import DecoderStructure, input_device, output_device
 from ..base_model.unembed import DraftUnembed, Unembed
-from ..common.errors import ConfigurationError, UnsupportedModelError, describe
+from ..common.errors import ConfigurationError, UnsupportedModelError
 from ..common.timing import least_seconds
 from ..depth.gates import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
 from ..routers.block_head import block_config_of
@@ -282,12 +282,10 @@ def block_start(
     if routers.block is None or exit_strategy != "block":
         has = "without" if routers.block is None else "with"
         raise ConfigurationError(
-            describe(
-                "start_from is for block heads, which alone are trained further",
-                got=f"routers {has} a block head, and exit_strategy={exit_strategy!r}",
-                expected="routers with a block head, and exit_strategy='block'",
-                do="Pass these, or leave start_from out to train a new block head.",
-            )
+            "start_from is for block heads, which alone are trained further",
+            got=f"routers {has} a block head, and exit_strategy={exit_strategy!r}",
+            expected="routers with a block head, and exit_strategy='block'",
+            do="Pass these, or leave start_from out to train a new block head.",
         )
     return routers
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..common.errors import CalibrationError, ChatTemplateError, describe
+from ..common.errors import CalibrationError, ChatTemplateError
 from ..common.rows import FORMATS, import_extra, read_rows
 from ..common.token_ids import message_tokens
 
@@ -84,12 +84,10 @@ def split_documents(documents: Sequence[Document], seed: int) -> dict[str, list[
     """
     if len(documents) < len(SHARES):
         raise CalibrationError(
-            describe(
-                "too few documents to fit, tune and certify on different ones",
-                got=len(documents),
-                expected=f"at least {len(SHARES)}, better several hundred",
-                do="Pass more texts, or raise samples.",
-            )
+            "too few documents to fit, tune and certify on different ones",
+            got=len(documents),
+            expected=f"at least {len(SHARES)}, better several hundred",
+            do="Pass more texts, or raise samples.",
         )
     rest = random.Random(seed).sample(list(documents), len(documents))
     splits = {}
@@ -155,12 +153,10 @@ class RowEncoder:
         if row is None:
             raise self._unusable("a row is empty", got="None", expected="a text or a chat")
         raise CalibrationError(
-            describe(
-                f"cannot read this kind of row ({self.source})",
-                got=type(row).__name__,
-                expected="a str, a chat (a list of messages), or a mapping with a text or a messages column",
-                do="Turn the rows into texts, say [row['question'] for row in dataset].",
-            )
+            f"cannot read this kind of row ({self.source})",
+            got=type(row).__name__,
+            expected="a str, a chat (a list of messages), or a mapping with a text or a messages column",
+            do="Turn the rows into texts, say [row['question'] for row in dataset].",
         )
 
     def _column(self, row: Mapping[str, object]) -> object:
@@ -169,12 +165,10 @@ class RowEncoder:
         values = [row[name] for name in (("messages", "text") if chats_first else ("text", "messages")) if name in row]
         if not values:
             raise CalibrationError(
-                describe(
-                    f"no column to read ({self.source})",
-                    got=f"the columns {', '.join(map(str, row))}",
-                    expected="a column named text or messages",
-                    do="Rename the column that holds the text, or pass a list of texts.",
-                )
+                f"no column to read ({self.source})",
+                got=f"the columns {', '.join(map(str, row))}",
+                expected="a column named text or messages",
+                do="Rename the column that holds the text, or pass a list of texts.",
             )
         return next((value for value in values if value is not None), None)
 
@@ -188,12 +182,10 @@ class RowEncoder:
         """Count the last answer, or the whole chat if the template's prompt is no prefix of it."""
         if self.tokenizer.chat_template is None:
             raise CalibrationError(
-                describe(
-                    f"a chat needs a chat template ({self.source})",
-                    got="a tokenizer without one",
-                    expected="a tokenizer with a chat_template",
-                    do="Pass the tokenizer of an instruction-tuned model, or plain texts.",
-                )
+                f"a chat needs a chat template ({self.source})",
+                got="a tokenizer without one",
+                expected="a tokenizer with a chat_template",
+                do="Pass the tokenizer of an instruction-tuned model, or plain texts.",
             )
         messages = [self._message(message) for message in chat]
         if not messages:
@@ -205,7 +197,7 @@ class RowEncoder:
             prompt = message_tokens(self.tokenizer, messages[:last]) if last > 0 else None
         except ChatTemplateError as error:
             expected = "roles in the order that it knows"
-            raise self._unusable("the chat template refuses a chat", got=error.reason, expected=expected) from error
+            raise self._unusable("the chat template refuses a chat", got=error.got, expected=expected) from error
         if prompt is None or whole[: len(prompt)] != prompt:
             return self._text(whole[: self.max_length], chat)
         return self._answer(prompt, whole[len(prompt) :])
@@ -231,9 +223,9 @@ class RowEncoder:
             )
         return Document(prompt + answer[: self.max_length], first=max(len(prompt) - 1, 0))
 
-    def _unusable(self, problem: str, *, got: str, expected: str) -> UnusableRowError:
+    def _unusable(self, problem: str, *, got: object, expected: str) -> UnusableRowError:
         do = "Leave such rows out of the dataset, or raise max_length."
-        return UnusableRowError(describe(f"{problem} ({self.source})", got=got, expected=expected, do=do))
+        return UnusableRowError(f"{problem} ({self.source})", got=got, expected=expected, do=do)
 
 
 def read_documents(
@@ -267,12 +259,10 @@ def read_documents(
         documents.setdefault(tuple(document.tokens), document)
     if not documents:
         raise CalibrationError(
-            describe(
-                f"the dataset is empty ({source})",
-                got=f"{num_skipped} rows, of which none can be used; of the last: {last}" if last else "no texts",
-                expected="texts or chats",
-                do="Pass other data; calibrate() without any lets the model write its own text.",
-            )
+            f"the dataset is empty ({source})",
+            got=f"{num_skipped} rows, of which none can be used; of the last: {last}" if last else "no texts",
+            expected="texts or chats",
+            do="Pass other data; calibrate() without any lets the model write its own text.",
         )
     if num_skipped:
         logger.warning("rows that cannot be used and were skipped: %d; of the last: %s", num_skipped, last)
@@ -318,12 +308,10 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
             return iter(_draw(islice(dataset, size), size, rng))
     keys = f" with the keys {', '.join(map(str, islice(dataset.keys(), SHOWN_KEYS)))}" if has_keys else ""
     raise CalibrationError(
-        describe(
-            "cannot read this kind of dataset",
-            got=type(dataset).__name__ + keys,
-            expected="None, texts, chats, a file, a folder, the name of a Hub data set, or one split of a data set",
-            do="Choose a split, say dataset['train'], or turn the data into a list of texts.",
-        )
+        "cannot read this kind of dataset",
+        got=type(dataset).__name__ + keys,
+        expected="None, texts, chats, a file, a folder, the name of a Hub data set, or one split of a data set",
+        do="Choose a split, say dataset['train'], or turn the data into a list of texts.",
     )
 
 
@@ -358,13 +346,11 @@ def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
     match = _match_hub_name(dataset)
     if match is None and isinstance(dataset, (str, os.PathLike)):
         raise CalibrationError(
-            describe(
-                "the dataset cannot be found",
-                got=repr(os.fspath(dataset)),
-                expected='a file or folder that exists, or a Hub data set as "org/name", "org/name:config" or '
-                '"org/name:config[split]"',
-                do="Check the spelling; texts themselves go into a list.",
-            )
+            "the dataset cannot be found",
+            got=repr(os.fspath(dataset)),
+            expected='a file or folder that exists, or a Hub data set as "org/name", "org/name:config" or '
+            '"org/name:config[split]"',
+            do="Check the spelling; texts themselves go into a list.",
         )
     datasets = import_extra("datasets", f"read {source}")
     try:
@@ -374,11 +360,9 @@ def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
         yield from dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         raise CalibrationError(
-            describe(
-                f"the data set cannot be read ({source})",
-                got=f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}",
-                expected="a data set that exists, can be reached, and that you may read",
-                do='Check the name ("org/name:config[split]") and the connection; where access has to be granted, '
-                "run `hf auth login`. Or pass a local file.",
-            )
+            f"the data set cannot be read ({source})",
+            got=f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}",
+            expected="a data set that exists, can be reached, and that you may read",
+            do='Check the name ("org/name:config[split]") and the connection; where access has to be granted, '
+            "run `hf auth login`. Or pass a local file.",
         ) from error

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..base_model.hooks import hook_layers
 from ..base_model.structure import DecoderStructure, evaluating, input_device, last_position
 from ..base_model.unembed import Unembed, greedy_tokens
-from ..common.errors import CalibrationError, describe
+from ..common.errors import CalibrationError
 from ..generation import TIDEGenerationMixin
 from .documents import Document, num_positions, plan_batches, token_batch
 from .work_folder import WorkFolder
@@ -112,12 +112,10 @@ class StateReader:
         batch, most = token_batch(documents, rows), last_position(self.model.config.get_text_config())
         if most is not None and batch.input_ids.shape[1] > most:
             raise CalibrationError(
-                describe(
-                    "a document is longer than the model has positions for",
-                    got=f"{batch.input_ids.shape[1]} tokens",
-                    expected=f"at most {most}",
-                    do="Pass a smaller max_length, or leave long prompts out.",
-                )
+                "a document is longer than the model has positions for",
+                got=f"{batch.input_ids.shape[1]} tokens",
+                expected=f"at most {most}",
+                do="Pass a smaller max_length, or leave long prompts out.",
             )
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         with torch.no_grad(), capture(self.structure, self.exit_layers) as captured:
@@ -160,12 +158,10 @@ def _check_finite(states: dict[int, Tensor]) -> None:
     for depth, state in states.items():
         if not bool(torch.isfinite(state).all()):
             raise CalibrationError(
-                describe(
-                    f"the base model's hidden states after layer {depth} cannot be used",
-                    got="NaN or infinite values",
-                    expected="finite numbers",
-                    do="Load the model in float32 or bfloat16, and check its weights.",
-                )
+                f"the base model's hidden states after layer {depth} cannot be used",
+                got="NaN or infinite values",
+                expected="finite numbers",
+                do="Load the model in float32 or bfloat16, and check its weights.",
             )
 
 

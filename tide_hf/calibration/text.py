@@ -28,7 +28,7 @@ from transformers import (
 
 from ..base_model.structure import input_device
 from ..base_model.wrappers import base_inside
-from ..common.errors import CalibrationError, ChatTemplateError, describe
+from ..common.errors import CalibrationError, ChatTemplateError
 from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 from ..engines.gqa_attention import gqa_attention
 from .arguments import Settings
@@ -276,12 +276,10 @@ def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings
         prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
     except ChatTemplateError as error:
         raise CalibrationError(
-            describe(
-                "the chat template refuses a user's message that stands alone",
-                got=f"'{error.reason}'",
-                expected="a template that takes one",
-                do="Pass texts or chats of your own as dataset, or a tokenizer with another chat_template.",
-            )
+            "the chat template refuses a user's message that stands alone",
+            got=error.got,
+            expected="a template that takes one",
+            do="Pass texts or chats of your own as dataset, or a tokenizer with another chat_template.",
         ) from error
     source = describe_source(None) + (", and to prompts of its own" if num_own else "")
     return Text([], plan_writing(prompts, settings.batch_size, seed, turn, num_own), source)

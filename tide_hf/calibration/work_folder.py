@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from ..base_model.structure import input_device
-from ..common.errors import CalibrationError, UnsupportedModelError, describe
+from ..common.errors import CalibrationError, UnsupportedModelError
 from ..common.files import UNFINISHED, write_atomically
 from ..speculation.ranks import ranks_of
 
@@ -50,13 +50,11 @@ class Processes:
         """
         if ranks_of(model).many:
             raise UnsupportedModelError(
-                describe(
-                    "processes that share one model cannot share work",
-                    got="a model that was loaded with tp_plan",
-                    expected="a whole model in each process",
-                    do="Load it without tp_plan, with device_map='auto' where it needs several devices. The routers "
-                    "work with tp_plan as well.",
-                )
+                "processes that share one model cannot share work",
+                got="a model that was loaded with tp_plan",
+                expected="a whole model in each process",
+                do="Load it without tp_plan, with device_map='auto' where it needs several devices. The routers "
+                "work with tp_plan as well.",
             )
         if not distributed.is_available():
             return cls()
@@ -149,12 +147,10 @@ class WorkFolder:
         processes.wait()
         if not file.is_file():
             raise CalibrationError(
-                describe(
-                    "the processes do not share their work folder",
-                    got=f"no {file} in process {processes.rank}, though the first process wrote it",
-                    expected="one folder that all processes see",
-                    do="Pass an output_dir on a file system that all of them share.",
-                )
+                "the processes do not share their work folder",
+                got=f"no {file} in process {processes.rank}, though the first process wrote it",
+                expected="one folder that all processes see",
+                do="Pass an output_dir on a file system that all of them share.",
             )
         self._compare(ours, file)
         if processes.is_main:
@@ -171,13 +167,11 @@ class WorkFolder:
         free, needed = shutil.disk_usage(self.folder).free, needed + SPARE_BYTES
         if needed > free:
             raise CalibrationError(
-                describe(
-                    "hidden states do not fit on the disk",
-                    got=f"{free} bytes free at {self.folder}",
-                    expected=f"{needed} bytes",
-                    do="Make room, pass an output_dir (or set TMPDIR) on a larger disk, or use fewer samples or "
-                    "exit_layers. What has been done so far is kept in output_dir.",
-                )
+                "hidden states do not fit on the disk",
+                got=f"{free} bytes free at {self.folder}",
+                expected=f"{needed} bytes",
+                do="Make room, pass an output_dir (or set TMPDIR) on a larger disk, or use fewer samples or "
+                "exit_layers. What has been done so far is kept in output_dir.",
             )
 
     def remove(self) -> None:
@@ -195,12 +189,10 @@ class WorkFolder:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise CalibrationError(
-                describe(
-                    f"the disk is full: {file} could not be written",
-                    got=f"{shutil.disk_usage(self.folder).free} bytes free",
-                    expected=f"at least {len(content)} for this file",
-                    do="Make room and start again with the same arguments: with an output_dir it resumes here.",
-                )
+                f"the disk is full: {file} could not be written",
+                got=f"{shutil.disk_usage(self.folder).free} bytes free",
+                expected=f"at least {len(content)} for this file",
+                do="Make room and start again with the same arguments: with an output_dir it resumes here.",
             ) from error
 
     @contextmanager
@@ -210,12 +202,10 @@ class WorkFolder:
                 yield file
         except (SafetensorError, OSError) as error:
             raise CalibrationError(
-                describe(
-                    f"{self._file(name)} cannot be read",
-                    got=f"'{error}'",
-                    expected="a file that an earlier step of this calibration wrote",
-                    do="Delete that file and call calibrate() again, which makes it again.",
-                )
+                f"{self._file(name)} cannot be read",
+                got=f"'{error}'",
+                expected="a file that an earlier step of this calibration wrote",
+                do="Delete that file and call calibrate() again, which makes it again.",
             ) from error
 
     def _compare(self, ours: dict[str, Any], file: Path) -> None:
@@ -227,13 +217,11 @@ class WorkFolder:
         if names:
             differences = ", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names)
             raise CalibrationError(
-                describe(
-                    f"{self.folder} holds the work of another calibration, or one by other settings",
-                    got=differences,
-                    expected="the same model, data and settings",
-                    do=f"Pass another output_dir, use the settings of then, or delete {self.folder} if it is no longer "
-                    "needed.",
-                )
+                f"{self.folder} holds the work of another calibration, or one by other settings",
+                got=differences,
+                expected="the same model, data and settings",
+                do=f"Pass another output_dir, use the settings of then, or delete {self.folder} if it is no longer "
+                "needed.",
             )
 
 

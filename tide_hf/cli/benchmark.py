@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..common.errors import MissingPackageError, describe
+from ..common.errors import MissingPackageError
 from ..common.token_ids import encode_prompt
 from ..evaluation.benchmark import (
     DecodingMethod,
@@ -173,12 +173,10 @@ def _run_suites(args: argparse.Namespace) -> None:
     """Run `python -m examples.benchmarks run`, which is part of the repository, not of the package."""
     if not (CLONE / "examples" / "benchmarks" / "__main__.py").is_file():
         raise MissingPackageError(
-            describe(
-                "the suites are not there",
-                got="an installed package without examples/benchmarks",
-                expected="a clone of the repository, installed with pip install -e",
-                do="Clone it, or leave --suite out.",
-            )
+            "the suites are not there",
+            got="an installed package without examples/benchmarks",
+            expected="a clone of the repository, installed with pip install -e",
+            do="Clone it, or leave --suite out.",
         )
     warn_if_busy(args.threads or torch.get_num_threads())
     command = [sys.executable, "-m", "examples.benchmarks", "run"]

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from ..base_model.structure import CACHE, find_structure
-from ..common.errors import ConfigurationError, TIDEError, describe
+from ..common.errors import ConfigurationError, TIDEError
 from ..common.token_ids import encode_messages
 from ..evaluation.benchmark import DecodingMethod, Run, timed_run
 from ..speculation.prefill import PrefixCache
@@ -43,12 +43,10 @@ class Conversation:
     def __init__(self, method: DecodingMethod, tokenizer: Any, max_new_tokens: int) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
-                describe(
-                    "this model cannot chat",
-                    got="a tokenizer without a chat template",
-                    expected="one with a chat template, as instruction-tuned models have",
-                    do="Use tide-hf generate, or an instruction-tuned model.",
-                )
+                "this model cannot chat",
+                got="a tokenizer without a chat template",
+                expected="one with a chat template, as instruction-tuned models have",
+                do="Use tide-hf generate, or an instruction-tuned model.",
             )
         self.method = method
         self.tokenizer = tokenizer

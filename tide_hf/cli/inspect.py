@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ..calibration.routers import CONVERGENCE_THRESHOLD
-from ..common.errors import ConfigurationError, describe
+from ..common.errors import ConfigurationError
 from ..evaluation.inspection import inspect_model
 from ..routers.tables import TextTable, describe_bound, rich_table, tables_of
 from .model_arguments import load
@@ -101,6 +101,6 @@ def _paragraphs(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            describe("the text cannot be read", got=f"'{error}'", expected="a text file in UTF-8", do="Check --text.")
+            "the text cannot be read", got=f"'{error}'", expected="a text file in UTF-8", do="Check --text."
         ) from error
     return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from ..common.errors import TIDEError, describe
+from ..common.errors import TIDEError
 from .parser import make_parser
 
 EXIT_USAGE = 2  # also what argparse exits with
@@ -50,16 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TIDEError, OSError) as error:
         if args.debug:
             traceback.print_exc()
-        message = str(error)
         if not isinstance(error, TIDEError):  # a full disk, a file that may not be written
             _drop_output()
-            message = describe(
+            error = TIDEError(
                 "the system refused to read or write",
                 got=f"'{error}'",
                 expected="files that can be read or written, and enough disk space",
                 do="Correct that, or name other files. --debug shows where it happened.",
             )
-        print(f"tide-hf: {message}", file=sys.stderr)
+        print(f"tide-hf: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 

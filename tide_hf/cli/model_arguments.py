@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..common.choices import MODES
-from ..common.errors import ConfigurationError, describe
+from ..common.errors import ConfigurationError
 from ..evaluation.benchmark import DecodingMethod, tide_method, usable_threshold
 from ..hub.load import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
 from ..model import TIDEModelForCausalLM
@@ -93,12 +93,10 @@ def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
     """Return `routers`, or raise [`ConfigurationError`] if there are none."""
     if routers is None:
         raise ConfigurationError(
-            describe(
-                "there are no routers for the model",
-                got=f"{needed_by}, which needs them",
-                expected="a folder or Hub repository of routers",
-                do="Pass --routers; tide-hf calibrate makes some.",
-            )
+            "there are no routers for the model",
+            got=f"{needed_by}, which needs them",
+            expected="a folder or Hub repository of routers",
+            do="Pass --routers; tide-hf calibrate makes some.",
         )
     return routers
 
@@ -119,12 +117,10 @@ def check_writable(folder: Path, option: str) -> None:
             pass
     except OSError as error:
         raise ConfigurationError(
-            describe(
-                "the output cannot be written",
-                got=f"'{error}'",
-                expected="a folder that can be written to or created",
-                do=f"Name another {option}.",
-            )
+            "the output cannot be written",
+            got=f"'{error}'",
+            expected="a folder that can be written to or created",
+            do=f"Name another {option}.",
         ) from error
 
 
@@ -141,10 +137,8 @@ def _device(name: str | None) -> torch.device:
         if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
             return device
     raise ConfigurationError(
-        describe(
-            "there is no such device",
-            got=f"--device {name}",
-            expected=" or ".join(available),
-            do="Name one of these, or leave --device out.",
-        )
+        "there is no such device",
+        got=f"--device {name}",
+        expected=" or ".join(available),
+        do="Name one of these, or leave --device out.",
     )

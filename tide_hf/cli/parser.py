@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import __version__
 from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
-from ..common.errors import ConfigurationError, describe
+from ..common.errors import ConfigurationError
 from .prompts import given_prompts, read_prompt
 
 ALL = "all"
@@ -200,12 +200,10 @@ def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) ->
     unused = [name for name in names if getattr(args, name) != args.command_parser.get_default(name)]
     if unused:
         raise ConfigurationError(
-            describe(
-                f"an option has no effect {where}",
-                got=", ".join(map(_flag, unused)),
-                expected="options that change what the command does",
-                do="Leave it out.",
-            )
+            f"an option has no effect {where}",
+            got=", ".join(map(_flag, unused)),
+            expected="options that change what the command does",
+            do="Leave it out.",
         )
 
 

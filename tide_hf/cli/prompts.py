@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import ConfigurationError, describe
+from ..common.errors import ConfigurationError
 from ..common.rows import read_rows
 
 PROMPTS = (
@@ -128,4 +128,4 @@ def _prompt_of(row: object, file: Path) -> str:
 
 
 def _refused(problem: str, got: str, expected: str, do: str) -> ConfigurationError:
-    return ConfigurationError(describe(problem, got=got, expected=expected, do=do))
+    return ConfigurationError(problem, got=got, expected=expected, do=do)

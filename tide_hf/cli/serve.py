@@ -12,7 +12,7 @@ import torch
 import typer
 from transformers.utils.import_utils import is_serve_available
 
-from ..common.errors import ConfigurationError, MissingPackageError, describe
+from ..common.errors import ConfigurationError, MissingPackageError
 from ..model import TIDEModelForCausalLM
 from ..routers.routers import TIDERouters
 from .model_arguments import modes_to_run, named_routers, routers_for
@@ -22,21 +22,17 @@ def run(args: argparse.Namespace) -> None:
     """Run the command. Options that `parser` does not know, `args.passed_on`, are for `transformers serve`."""
     if not is_serve_available():
         raise MissingPackageError(
-            describe(
-                "the server cannot start",
-                got="an environment without fastapi, uvicorn, pydantic or openai",
-                expected="the packages of the extra 'serve'",
-                do='Run: pip install "tide-hf[serve]"',
-            )
+            "the server cannot start",
+            got="an environment without fastapi, uvicorn, pydantic or openai",
+            expected="the packages of the extra 'serve'",
+            do='Run: pip install "tide-hf[serve]"',
         )
     if "--continuous-batching" in args.passed_on:
         raise ConfigurationError(
-            describe(
-                "TIDE does not support continuous batching",
-                got="--continuous-batching",
-                expected="a server that answers one request at a time",
-                do="Leave it out, or run `transformers serve` without TIDE.",
-            )
+            "TIDE does not support continuous batching",
+            got="--continuous-batching",
+            expected="a server that answers one request at a time",
+            do="Leave it out, or run `transformers serve` without TIDE.",
         )
     named = named_routers(args)
     if args.threads is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import ConfigurationError, describe, short
+from .errors import ConfigurationError, short
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -22,9 +22,7 @@ def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
     """Return `value` if it is one of `choices`, or raise [`ConfigurationError`]."""
     if not isinstance(value, (str, bool)) or value not in choices:
         expected = "one of " + ", ".join(repr(choice) for choice in choices)
-        raise ConfigurationError(
-            describe(f"unknown {name}", got=short(value), expected=expected, do=f"Choose another {name}.")
-        )
+        raise ConfigurationError(f"unknown {name}", got=short(value), expected=expected, do=f"Choose another {name}.")
     return value
 
 
@@ -50,5 +48,5 @@ def check_minutes(max_minutes: object) -> None:
 
 def _invalid(name: str, value: object, expected: str, usual: float) -> ConfigurationError:
     return ConfigurationError(
-        describe(f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass for example {name}={usual}.")
+        f"{name} makes no sense", got=repr(value), expected=expected, do=f"Pass for example {name}={usual}."
     )

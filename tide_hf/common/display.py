@@ -13,7 +13,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from .errors import ConfigurationError, MissingPackageError, describe
+from .errors import ConfigurationError, MissingPackageError
 
 SIZE = (5.6, 3.6)  # of a plot, in inches
 DOTS_PER_INCH = 120
@@ -138,12 +138,10 @@ def figure_maker() -> Any:
         from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which would keep state
     except ImportError as error:
         raise MissingPackageError(
-            describe(
-                "plots cannot be drawn",
-                got="no matplotlib",
-                expected="matplotlib 3.8 or later",
-                do="Run: pip install tide-hf[plots]",
-            )
+            "plots cannot be drawn",
+            got="no matplotlib",
+            expected="matplotlib 3.8 or later",
+            do="Run: pip install tide-hf[plots]",
         ) from error
     return Figure
 
@@ -233,4 +231,4 @@ def _as_list(tokens: Any) -> list[Any]:
 
 def _refused(problem: str, *, got: str, expected: str) -> ConfigurationError:
     do = "Pass output[:, prompt_length:] and tokenizer=..., or no tokens."
-    return ConfigurationError(describe(problem, got=got, expected=expected, do=do))
+    return ConfigurationError(problem, got=got, expected=expected, do=do)

@@ -6,7 +6,23 @@ import sys
 
 
 class TIDEError(Exception):
-    """Base of all errors that tide_hf raises on purpose."""
+    """Base of all errors that tide_hf raises on purpose.
+
+    Args:
+        problem: What is wrong.
+        got: What was found.
+        expected: What would be right.
+        do: What the user can do, as a sentence.
+
+    Attributes:
+        problem: The problem with what was found, without the rest of the message.
+        got: As given.
+    """
+
+    def __init__(self, problem: str, *, got: object = None, expected: str | None = None, do: str | None = None) -> None:
+        self.problem = problem if expected is None else f"{problem}: got {got}"
+        self.got = got
+        super().__init__(self.problem if expected is None else f"{self.problem}. Expected {expected}. {do}")
 
 
 class UnsupportedModelError(TIDEError, NotImplementedError):
@@ -22,11 +38,7 @@ class ConfigurationError(TIDEError, ValueError):
 
 
 class ChatTemplateError(ConfigurationError):
-    """A tokenizer's chat template does not parse, or refuses a chat; `reason` is its own message."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    """A tokenizer's chat template does not parse, or refuses a chat."""
 
 
 class BaseModelMismatchError(TIDEError, ValueError):
@@ -75,7 +87,7 @@ def first_line(error: Exception) -> str:
 
 
 def quoted(error: Exception) -> str:
-    """[`first_line`] in quotation marks, for the `got` of [`describe`]."""
+    """[`first_line`] in quotation marks, for the `got` of a [`TIDEError`]."""
     return f"'{first_line(error)}'"
 
 
@@ -85,13 +97,3 @@ def short(value: object) -> str:
         return "a number beyond 64 bits"
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def describe(problem: str, *, got: object, expected: str, do: str) -> str:
-    """The message of an error, in three sentences: what is wrong, what would be right, what the user can do."""
-    return f"{problem}: got {got}. Expected {expected}. {do}"
-
-
-def problem_of(error: Exception) -> str:
-    """The first sentence of a message made by [`describe`]."""
-    return str(error).partition(". Expected ")[0]

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .errors import CalibrationError, MissingPackageError, describe
+from .errors import CalibrationError, MissingPackageError
 
 # The builder of the datasets library by suffix; None is read without that library.
 FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -32,12 +32,10 @@ def read_rows(path: Path) -> Iterator[object]:
             yield from _documents(file) if builder is None else _rows(file, builder)
         except (OSError, ValueError, RuntimeError) as error:
             raise CalibrationError(
-                describe(
-                    f"cannot read {file}",
-                    got=f"{type(error).__name__}: {error}",
-                    expected=f"a readable {file.suffix.lower()} file",
-                    do="Check the file, or leave it out.",
-                )
+                f"cannot read {file}",
+                got=f"{type(error).__name__}: {error}",
+                expected=f"a readable {file.suffix.lower()} file",
+                do="Check the file, or leave it out.",
             ) from error
 
 
@@ -47,12 +45,10 @@ def import_extra(name: str, purpose: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise MissingPackageError(
-            describe(
-                f"a package is missing to {purpose}",
-                got=str(error),
-                expected=f"{name.partition('.')[0]} to be installed",
-                do="Run: pip install tide-hf[calibrate]",
-            )
+            f"a package is missing to {purpose}",
+            got=str(error),
+            expected=f"{name.partition('.')[0]} to be installed",
+            do="Run: pip install tide-hf[calibrate]",
         ) from error
 
 
@@ -62,12 +58,10 @@ def _find_files(path: Path) -> list[Path]:
     if not readable:
         kinds = sorted({file.suffix or file.name for file in files})
         raise CalibrationError(
-            describe(
-                f"no file to read in {path}" if path.is_dir() else f"cannot read this kind of file: {path}",
-                got=", ".join(kinds) or "an empty folder",
-                expected=", ".join(FORMATS),
-                do="Convert the data to one of these, or pass a list of texts.",
-            )
+            f"no file to read in {path}" if path.is_dir() else f"cannot read this kind of file: {path}",
+            got=", ".join(kinds) or "an empty folder",
+            expected=", ".join(FORMATS),
+            do="Convert the data to one of these, or pass a list of texts.",
         )
     return readable
 

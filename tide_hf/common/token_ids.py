@@ -9,7 +9,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from .errors import ChatTemplateError, describe, first_line
+from .errors import ChatTemplateError, quoted
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
@@ -41,15 +41,11 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generat
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise any of these
-        reason = first_line(error)
         raise ChatTemplateError(
-            describe(
-                "the tokenizer's chat template refuses the chat",
-                got=f"'{reason}'",
-                expected="a template that can be read and takes these messages",
-                do="Correct or replace the template; tide-hf generate --raw does not use it.",
-            ),
-            reason,
+            "the tokenizer's chat template refuses the chat",
+            got=quoted(error),
+            expected="a template that can be read and takes these messages",
+            do="Correct or replace the template; tide-hf generate --raw does not use it.",
         ) from error
 
 

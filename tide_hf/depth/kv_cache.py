@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from ..base_model.structure import CACHE
-from ..common.errors import UnsupportedOptionError, describe
+from ..common.errors import UnsupportedOptionError
 from ..kernels.ops import PLAIN, Ops
 from ..kernels.reference import kv_compact
 
@@ -72,12 +72,10 @@ def fill_for(strategy: str, config: Any) -> Callable[..., None]:
     num_shared = getattr(config, "num_kv_shared_layers", 0)
     if num_shared:
         raise UnsupportedOptionError(
-            describe(
-                "K/V that layers share cannot be filled for a skipped layer",
-                got=f"kv_cache_strategy={strategy!r}, and {num_shared} layers without K/V of their own",
-                expected="kv_cache_strategy='recompute' for this model",
-                do="Set routers.config.kv_cache_strategy = 'recompute'.",
-            )
+            "K/V that layers share cannot be filled for a skipped layer",
+            got=f"kv_cache_strategy={strategy!r}, and {num_shared} layers without K/V of their own",
+            expected="kv_cache_strategy='recompute' for this model",
+            do="Set routers.config.kv_cache_strategy = 'recompute'.",
         )
     return fill_skipped if strategy == "propagate" else fill_zeros
 
@@ -115,13 +113,11 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
     if not supported:
         also = {"any": ", or a StaticCache", "full": ", or a StaticCache without sliding windows", "none": ""}[static]
         raise UnsupportedOptionError(
-            describe(
-                f"{user} cannot use this cache",
-                got=got,
-                expected=f"a DynamicCache, which is the default of generate(){also}",
-                do="Leave cache_implementation and use_cache at their defaults, call activate_past_recording() "
-                "afterwards, or detach TIDE for this call.",
-            )
+            f"{user} cannot use this cache",
+            got=got,
+            expected=f"a DynamicCache, which is the default of generate(){also}",
+            do="Leave cache_implementation and use_cache at their defaults, call activate_past_recording() "
+            "afterwards, or detach TIDE for this call.",
         )
     return cache
 

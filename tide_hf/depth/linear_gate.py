@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..base_model.structure import DecoderStructure
-from ..common.errors import UnsupportedOptionError, describe
+from ..common.errors import UnsupportedOptionError
 from ..kernels.cpu.cpp_kernels import CPP_TYPES
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
@@ -205,12 +205,10 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
     if pack_weights is True and not any(can_pack(linear.weight.dtype) for linear in linears):
         has_any = can_pack(torch.float32)
         raise UnsupportedOptionError(
-            describe(
-                "weights cannot be packed",
-                got="no nn.Linear with such weights on the CPU" if has_any else "a PyTorch without oneDNN",
-                expected="nn.Linear layers in float32 on a CPU, or in bfloat16 where oneDNN has it",
-                do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
-            )
+            "weights cannot be packed",
+            got="no nn.Linear with such weights on the CPU" if has_any else "a PyTorch without oneDNN",
+            expected="nn.Linear layers in float32 on a CPU, or in bfloat16 where oneDNN has it",
+            do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
         )
     return linears, pack_weights is True or copies_fit(linears)
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..base_model.parity import check_parity, probe
 from ..base_model.structure import DecoderStructure, last_position, rope_limits
-from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
 
 WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # these models' masks ignore the window
@@ -43,12 +43,10 @@ def check_multi_token_passes(config: Any, num_slots: int) -> None:
     found = multi_token_limit(config)
     if found is not None and num_slots > found[1]:
         raise UnsupportedOptionError(
-            describe(
-                f"a pass of {config.model_type} over several tokens attends to other keys than token by token",
-                got=f"{num_slots} tokens of prompt and answer",
-                expected=f"at most {found[1]}, its {found[0]}",
-                do="Pass less of them, choose another tide_mode, or detach TIDE for this call.",
-            )
+            f"a pass of {config.model_type} over several tokens attends to other keys than token by token",
+            got=f"{num_slots} tokens of prompt and answer",
+            expected=f"at most {found[1]}, its {found[0]}",
+            do="Pass less of them, choose another tide_mode, or detach TIDE for this call.",
         )
 
 
@@ -106,10 +104,8 @@ def _differences(logits: Tensor, expected: Tensor) -> Tensor:
 def _check_difference(model: PreTrainedModel, difference: float, tolerance: float, length: int) -> None:
     if not difference <= tolerance:  # also where it is NaN
         raise UnsupportedModelError(
-            describe(
-                f"{type(model).__name__} has other logits in a pass over several tokens than token by token",
-                got=f"a difference of {difference:.2f} times the spread of the logits, within {length} tokens",
-                expected=f"at most {tolerance}",
-                do="Decode by transformers alone, or teach tide_hf its limit, as CONTRIBUTING.md describes.",
-            )
+            f"{type(model).__name__} has other logits in a pass over several tokens than token by token",
+            got=f"a difference of {difference:.2f} times the spread of the logits, within {length} tokens",
+            expected=f"at most {tolerance}",
+            do="Decode by transformers alone, or teach tide_hf its limit, as CONTRIBUTING.md describes.",
         )

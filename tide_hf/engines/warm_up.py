@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..common.errors import ConfigurationError, describe, short
+from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
 from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
 from ..speculation.attachment import Attachment, head_priors
@@ -147,11 +147,11 @@ def checked_rows(rows: Any, max_length: Any) -> list[int]:
     expected = "a whole number of at least 1"
     if not _is_count(max_length):
         do = "Pass max_length=1024, say."
-        raise ConfigurationError(describe("max_length makes no sense", got=short(max_length), expected=expected, do=do))
+        raise ConfigurationError("max_length makes no sense", got=short(max_length), expected=expected, do=do)
     if not numbers or not all(map(_is_count, numbers)):
         expected += ", or several of them"
         do = "Pass rows=1 for single sequences, or rows=(1, 2, 4, 8), say, for batches as well."
-        raise ConfigurationError(describe("rows makes no sense", got=short(rows), expected=expected, do=do))
+        raise ConfigurationError("rows makes no sense", got=short(rows), expected=expected, do=do)
     return sorted(set(numbers), reverse=True)
 
 

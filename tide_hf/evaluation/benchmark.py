@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import input_device
-from ..common.errors import ConfigurationError, describe
+from ..common.errors import ConfigurationError
 from ..common.stats import ExitStats
 from ..model import TIDEModelForCausalLM
 from ..routers.config import NEVER_EXIT, check_exit_threshold
@@ -236,12 +236,10 @@ def check_plain(model: Any) -> None:
     """Raise [`ConfigurationError`] for a baseline with TIDE attached."""
     if isinstance(model, TIDEModelForCausalLM):
         raise ConfigurationError(
-            describe(
-                "there is nothing to compare with",
-                got="a model with TIDE attached",
-                expected="the plain base model",
-                do="Call TIDEModelForCausalLM.detach(model) first.",
-            )
+            "there is nothing to compare with",
+            got="a model with TIDE attached",
+            expected="the plain base model",
+            do="Call TIDEModelForCausalLM.detach(model) first.",
         )
 
 

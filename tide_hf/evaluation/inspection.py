@@ -16,7 +16,7 @@ from ..calibration.documents import Document, plan_batches
 from ..calibration.routers import CONVERGENCE_THRESHOLD, cosine_similarity
 from ..calibration.states import StateReader, full_depth
 from ..common.choices import MODES
-from ..common.errors import CalibrationError, UnsupportedModelError, describe
+from ..common.errors import CalibrationError, UnsupportedModelError
 from ..depth.linear_gate import linears_to_gate
 from ..kernels.cpu.weight_layouts import can_pack
 from ..kernels.ops import kernel_facts, load_kernels
@@ -62,7 +62,7 @@ def convergence_by_layer(
     documents = [Document(tokens, first=0) for tokens in encoded if tokens]
     if not documents:
         problem = "convergence cannot be measured"
-        raise CalibrationError(describe(problem, got="no text", expected="at least one text", do="Pass another text."))
+        raise CalibrationError(problem, got="no text", expected="at least one text", do="Pass another text.")
     with full_depth(model):
         structure = find_structure(model)
         check_parity(model, structure)

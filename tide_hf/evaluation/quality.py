@@ -22,7 +22,7 @@ from ..calibration.states import SLICE_ELEMENTS, StateBatch, StateReader, full_d
 from ..calibration.threshold import Bootstrap, exit_depths, exit_indices
 from ..common.choices import check_counts, check_share
 from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
-from ..common.errors import ConfigurationError, describe, short
+from ..common.errors import ConfigurationError, short
 from ..common.progress import Steps
 from ..depth.gates import on_device
 from ..routers.config import check_exit_threshold
@@ -198,8 +198,7 @@ class QualityOptions:
         """Raise [`ConfigurationError`] for impossible values, before a model is loaded."""
         if not isinstance(self.thresholds, Collection):  # an iterator would be empty after this check
             expected, do = "a list of exit thresholds", "Pass thresholds=(0.9, 0.8), say."
-            problem = describe("thresholds are no list", got=short(self.thresholds), expected=expected, do=do)
-            raise ConfigurationError(problem)
+            raise ConfigurationError("thresholds are no list", got=short(self.thresholds), expected=expected, do=do)
         for threshold in self.thresholds:
             check_exit_threshold(threshold)
         check_share("confidence", self.confidence, usual=0.95)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 import tide_hf
 
-from ..common.errors import ConfigurationError, describe
+from ..common.errors import ConfigurationError
 from ..routers.config import FOR_BOTH, TIDEConfig, bad_file
 
 # Arguments of a registered class that concern the routers' repository only, or that the auto class adds.
@@ -95,12 +95,10 @@ def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwar
 
 def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationError:
     return ConfigurationError(
-        describe(
-            f"the routers at {name_or_path} do not say which model to load",
-            got=got,
-            expected="the name of a base model on the Hub (or a folder, for routers in a folder)",
-            do="Name the base model yourself: TIDEModelForCausalLM.from_pretrained(base, routers=...).",
-        )
+        f"the routers at {name_or_path} do not say which model to load",
+        got=got,
+        expected="the name of a base model on the Hub (or a folder, for routers in a folder)",
+        do="Name the base model yourself: TIDEModelForCausalLM.from_pretrained(base, routers=...).",
     )
 
 

@@ -27,7 +27,6 @@ from ..common.errors import (
     ModelNotFoundError,
     RoutersNotFoundError,
     UnsupportedModelError,
-    describe,
 )
 from ..common.hub_access import hub_options, why_not_found
 from ..routers.config import FOR_BOTH, TIDEConfig
@@ -111,12 +110,10 @@ def _is_image_text_model(name: str | os.PathLike[str], kwargs: dict[str, Any]) -
 
 def _model_not_found(name: str | os.PathLike[str], got: str, needed: str = "") -> ModelNotFoundError:
     return ModelNotFoundError(
-        describe(
-            f"no base model at {name}",
-            got=got,
-            expected=f"a folder with a causal language model{needed}, or the Hub name of one, within reach",
-            do="Check the name (`~` is not expanded) and the network.",
-        )
+        f"no base model at {name}",
+        got=got,
+        expected=f"a folder with a causal language model{needed}, or the Hub name of one, within reach",
+        do="Check the name (`~` is not expanded) and the network.",
     )
 
 
@@ -155,12 +152,10 @@ def default_routers(model: PreTrainedModel) -> TIDERouters:
     if folder is None:
         names = ", ".join(name.replace("--", "/") for name in _shipped_folders())
         raise RoutersNotFoundError(
-            describe(
-                f"no routers for this model are shipped with the library (routers={DEFAULT_ROUTERS!r})",
-                got=f"{type(model).__name__} from {model.config._name_or_path!r}",
-                expected=f"one of these models, from wherever it was loaded: {names}",
-                do="Make routers with tide_hf.calibrate(), or pass routers=None to draft with n-grams.",
-            )
+            f"no routers for this model are shipped with the library (routers={DEFAULT_ROUTERS!r})",
+            got=f"{type(model).__name__} from {model.config._name_or_path!r}",
+            expected=f"one of these models, from wherever it was loaded: {names}",
+            do="Make routers with tide_hf.calibrate(), or pass routers=None to draft with n-grams.",
         )
     return TIDERouters.from_pretrained(folder)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..common.errors import KernelError, describe, quoted
+from ..common.errors import KernelError, quoted
 from ..common.files import cache_folder, is_private_folder, make_private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -129,12 +129,10 @@ def _temporary_folder() -> Path:
         folder = tempfile.mkdtemp(prefix="tide_hf-")  # for this user alone
     except OSError as error:
         raise KernelError(
-            describe(
-                "there is no folder to compile into",
-                got=quoted(error),
-                expected=f"{cache_folder()}, or a temporary directory, that can be written to",
-                do="Set TIDE_HF_HOME to a folder of yours.",
-            )
+            "there is no folder to compile into",
+            got=quoted(error),
+            expected=f"{cache_folder()}, or a temporary directory, that can be written to",
+            do="Set TIDE_HF_HOME to a folder of yours.",
         ) from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -25,7 +25,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ..common.choices import check_choice
-from ..common.errors import KernelError, describe
+from ..common.errors import KernelError
 
 KERNELS_REPO = "tide-hf/tide-kernels"
 # Commit of the published kernels. Branches and tags can move, so without a pinned commit nothing is fetched.
@@ -123,12 +123,10 @@ def load_kernels(
         return ops
     if use_kernels is True:
         raise KernelError(
-            describe(
-                "fused kernels cannot be used",
-                got=found,
-                expected="an NVIDIA GPU of compute capability 7.5 or later and a build of the kernels for it",
-                do="Pass use_kernels='auto' to fall back to plain PyTorch.",
-            )
+            "fused kernels cannot be used",
+            got=found,
+            expected="an NVIDIA GPU of compute capability 7.5 or later and a build of the kernels for it",
+            do="Pass use_kernels='auto' to fall back to plain PyTorch.",
         )
     _log_once(f"plain PyTorch, no fused kernels: {found}")
     return Ops(None, found, request)

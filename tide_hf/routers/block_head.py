@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from ..base_model.structure import TUPLE_LAYERS, DecoderStructure, cache_argument_of, find_structure
-from ..common.errors import ConfigurationError, TIDEError, UnsupportedModelError, describe
+from ..common.errors import ConfigurationError, TIDEError, UnsupportedModelError
 
 # Errors of transformers' constructors for a config that fits no model.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
@@ -101,22 +101,18 @@ def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:
         raise
     except BUILD_ERRORS as error:
         raise ConfigurationError(
-            describe(
-                "a block head cannot be built",
-                got=f"block_config that fails with '{error!r:.200}'",
-                expected="the text config of a causal language model of transformers",
-                do="Make routers with tide_hf.calibrate(exit_strategy='block').",
-            )
+            "a block head cannot be built",
+            got=f"block_config that fails with '{error!r:.200}'",
+            expected="the text config of a causal language model of transformers",
+            do="Make routers with tide_hf.calibrate(exit_strategy='block').",
         ) from error
     return structure.layers[0], structure.returns_tuple
 
 
 def _no_block(model: PreTrainedModel, got: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        describe(
-            f"a block head cannot be made for {type(model).__name__}",
-            got=got,
-            expected="a decoder layer that attends to the whole sequence and holds nothing but weights",
-            do="Choose another exit layer, or exit_strategy='linear'.",
-        )
+        f"a block head cannot be made for {type(model).__name__}",
+        got=got,
+        expected="a decoder layer that attends to the whole sequence and holds nothing but weights",
+        do="Choose another exit layer, or exit_strategy='linear'.",
     )

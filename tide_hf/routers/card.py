@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
-from ..common.errors import ConfigurationError, MissingPackageError, describe
+from ..common.errors import ConfigurationError, MissingPackageError
 from .config import NEVER_EXIT
 from .tables import describe_threshold, rows_by_layer, tables_of
 
@@ -43,12 +43,10 @@ def write_model_card(
     record = routers.config.calibration
     if not record:
         raise ConfigurationError(
-            describe(
-                "these routers cannot have a card",
-                got="no calibration record",
-                expected="routers that tide_hf.calibrate() made",
-                do="Run tide_hf.calibrate(model, tokenizer) first.",
-            )
+            "these routers cannot have a card",
+            got="no calibration record",
+            expected="routers that tide_hf.calibrate() made",
+            do="Run tide_hf.calibrate(model, tokenizer) first.",
         )
     repo_id = repo_id or Path(folder).resolve().name
     file = Path(folder) / "README.md"
@@ -57,12 +55,10 @@ def write_model_card(
         card = _render(routers, record, repo_id, license, file.parent)
     except (AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigurationError(
-            describe(
-                "the calibration record cannot be shown on a card",
-                got=f"{type(error).__name__} '{error}'",
-                expected="the record that tide_hf.calibrate() makes",
-                do="Make new routers with tide_hf.calibrate().",
-            )
+            "the calibration record cannot be shown on a card",
+            got=f"{type(error).__name__} '{error}'",
+            expected="the record that tide_hf.calibrate() makes",
+            do="Make new routers with tide_hf.calibrate().",
         ) from error
     file.unlink(missing_ok=True)  # do not write through a link
     card.save(file)

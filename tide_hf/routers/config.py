@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
-from ..common.errors import ConfigurationError, RoutersFileError, describe, quoted, short
+from ..common.errors import ConfigurationError, RoutersFileError, quoted, short
 
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 # Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds the last one). Others are
@@ -172,25 +172,21 @@ def find_file(name_or_path: str | os.PathLike[str], name: str, subfolder: str = 
 def bad_file(name_or_path: str | os.PathLike[str], got: str) -> RoutersFileError:
     """An error about files of routers."""
     return RoutersFileError(
-        describe(
-            f"the routers at {name_or_path} cannot be used",
-            got=got,
-            expected="the config and tensors that TIDERouters.save_pretrained writes",
-            do="Download them again, or make new ones with tide_hf.calibrate().",
-        )
+        f"the routers at {name_or_path} cannot be used",
+        got=got,
+        expected="the config and tensors that TIDERouters.save_pretrained writes",
+        do="Download them again, or make new ones with tide_hf.calibrate().",
     )
 
 
 def bad_config(got: str) -> ConfigurationError:
     """An error about the config of routers."""
     return ConfigurationError(
-        describe(
-            "the config of the routers cannot be used",
-            got=got,
-            expected="a config.json with the fields of TIDEConfig alone, each of its type",
-            do="Download the routers again, update tide_hf if a newer one made them, or make new ones with "
-            "tide_hf.calibrate().",
-        )
+        "the config of the routers cannot be used",
+        got=got,
+        expected="a config.json with the fields of TIDEConfig alone, each of its type",
+        do="Download the routers again, update tide_hf if a newer one made them, or make new ones with "
+        "tide_hf.calibrate().",
     )
 
 
@@ -205,12 +201,10 @@ def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
     is_list = isinstance(exit_layers, (list, tuple)) and len(exit_layers) > 0
     if not (is_list and all(type(layer) is int and 1 <= layer < num_layers for layer in exit_layers)):
         raise ConfigurationError(
-            describe(
-                "exit layer out of range",
-                got=short(exit_layers),
-                expected=f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})",
-                do="Name other exit_layers, or leave them out for the default.",
-            )
+            "exit layer out of range",
+            got=short(exit_layers),
+            expected=f"whole numbers from 1 to {num_layers - 1} (layers executed, of {num_layers})",
+            do="Name other exit_layers, or leave them out for the default.",
         )
     return sorted(set(exit_layers))
 
@@ -236,7 +230,7 @@ def check_field(name: str, value: Any) -> Any:
 def invalid(name: str, value: object, expected: str, do: str = "") -> ConfigurationError:
     """An error about one field."""
     do = do or f"Choose another {name}."
-    return ConfigurationError(describe(f"invalid {name}", got=short(value), expected=expected, do=do))
+    return ConfigurationError(f"invalid {name}", got=short(value), expected=expected, do=do)
 
 
 def check_block_config(block_layer: int | None, config: Any) -> None:
@@ -244,12 +238,10 @@ def check_block_config(block_layer: int | None, config: Any) -> None:
     do = "Make routers with tide_hf.calibrate(exit_strategy='block')."
     if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
         raise ConfigurationError(
-            describe(
-                "a block head needs the base model's config",
-                got=f"block_layer={block_layer} with block_config={type(config).__name__}",
-                expected="block_config with the model_type of the base model",
-                do=do,
-            )
+            "a block head needs the base model's config",
+            got=f"block_layer={block_layer} with block_config={type(config).__name__}",
+            expected="block_config with the model_type of the base model",
+            do=do,
         )
     for name, value in config.items():
         is_count = ("layer" in name or "expert" in name) and isinstance(value, int)

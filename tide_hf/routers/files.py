@@ -24,7 +24,6 @@ from ..common.errors import (
     RoutersNotFoundError,
     RoutersNotSavedError,
     TIDEError,
-    describe,
     first_line,
     quoted,
 )
@@ -57,12 +56,10 @@ def translated_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
 def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> RoutersNotFoundError:
     """An error about routers that are missing or cannot be reached."""
     return RoutersNotFoundError(
-        describe(
-            f"no routers at {name_or_path}",
-            got=got,
-            expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
-            do="Check the name and the network, or make routers with tide_hf.calibrate().",
-        )
+        f"no routers at {name_or_path}",
+        got=got,
+        expected="config.json and model.safetensors, as TIDERouters.save_pretrained writes them",
+        do="Check the name and the network, or make routers with tide_hf.calibrate().",
     )
 
 
@@ -88,12 +85,10 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
             remove_abandoned(file)
     except OSError as error:
         raise RoutersNotSavedError(
-            describe(
-                f"the routers could not be written to {folder}",
-                got=quoted(error),
-                expected="a folder with room for them",
-                do="Make room or save them elsewhere; what was there before is still there.",
-            )
+            f"the routers could not be written to {folder}",
+            got=quoted(error),
+            expected="a folder with room for them",
+            do="Make room or save them elsewhere; what was there before is still there.",
         ) from error
 
 
@@ -163,7 +158,7 @@ def read_router_pt(
     """
     if not Path(path).is_file():
         raise RoutersNotFoundError(
-            describe("no such file", got=path, expected="a router.pt of tide-inference", do="Check the path.")
+            "no such file", got=path, expected="a router.pt of tide-inference", do="Check the path."
         )
     try:
         _check_parts(path)
@@ -178,12 +173,10 @@ def read_router_pt(
         }
     except DAMAGE as error:
         raise RoutersFileError(
-            describe(
-                f"{path} cannot be used as a published router.pt",
-                got=f"{type(error).__name__}: {first_line(error)}",
-                expected="hidden_dim, bottleneck_dim and router_layers of tensors, as tide-inference saves them",
-                do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
-            )
+            f"{path} cannot be used as a published router.pt",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            expected="hidden_dim, bottleneck_dim and router_layers of tensors, as tide-inference saves them",
+            do="Save it again with tide-inference, or calibrate afresh with tide_hf.calibrate().",
         ) from error
     return bottleneck_dim, weights  # type: ignore[return-value]
 

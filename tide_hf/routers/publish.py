@@ -14,7 +14,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..common.errors import ConfigurationError, HubError, describe, quoted
+from ..common.errors import ConfigurationError, HubError, quoted
 from .card import write_model_card
 
 # Where transformers looks for the files of a custom_generate repository. The last may be left out.
@@ -46,12 +46,10 @@ def push_custom_generate(source: str | os.PathLike[str], repo_id: str, **options
     missing = [name for name in ("generate.py", "README.md") if not Path(source, name).is_file()]
     if missing:
         raise ConfigurationError(
-            describe(
-                f"{source} is no source of a custom_generate repository",
-                got=f"no {' and no '.join(missing)}",
-                expected="generate.py and README.md, as in examples/custom_generate",
-                do="Name such a folder; for a folder of routers leave --custom-generate out.",
-            )
+            f"{source} is no source of a custom_generate repository",
+            got=f"no {' and no '.join(missing)}",
+            expected="generate.py and README.md, as in examples/custom_generate",
+            do="Name such a folder; for a folder of routers leave --custom-generate out.",
         )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "custom_generate").mkdir()
@@ -80,21 +78,17 @@ def _upload(
         return api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, **options)
     except (HTTPError, OSError, JSONDecodeError) as error:
         raise HubError(
-            describe(
-                f"{repo_id} cannot be uploaded to",
-                got=quoted(error),
-                expected="the Hub within reach, and a token that may write there",
-                do="Check the name and the network, and log in with: hf auth login",
-            )
+            f"{repo_id} cannot be uploaded to",
+            got=quoted(error),
+            expected="the Hub within reach, and a token that may write there",
+            do="Check the name and the network, and log in with: hf auth login",
         ) from error
     except ValueError as error:  # of HfApi, which has the Hub look at the card's metadata before it uploads
         raise HubError(
-            describe(
-                f"{repo_id} does not take what is to be uploaded",
-                got=f"'{' '.join(str(error).split())}'",
-                expected="a commit message, and a README.md whose metadata the Hub accepts",
-                do="Correct what it names; the metadata of routers is made of their config.json.",
-            )
+            f"{repo_id} does not take what is to be uploaded",
+            got=f"'{' '.join(str(error).split())}'",
+            expected="a commit message, and a README.md whose metadata the Hub accepts",
+            do="Correct what it names; the metadata of routers is made of their config.json.",
         ) from error
 
 
@@ -104,7 +98,7 @@ def _check_repo_id(repo_id: str) -> None:
     except HFValidationError as error:
         problem = "no name of a Hub repository"
         raise ConfigurationError(
-            describe(problem, got=repr(repo_id), expected="a name such as org/name", do="Choose another name.")
+            problem, got=repr(repo_id), expected="a name such as org/name", do="Choose another name."
         ) from error
 
 
@@ -117,10 +111,8 @@ def _check_base(base: str | None) -> None:
         valid = False
     if not valid:
         raise ConfigurationError(
-            describe(
-                "these routers do not name a base model that others can load",
-                got=f"base_model_name_or_path={base!r}",
-                expected="the base model's name on the Hub",
-                do="Set it: routers.config.base_model_name_or_path = 'org/name', or in config.json.",
-            )
+            "these routers do not name a base model that others can load",
+            got=f"base_model_name_or_path={base!r}",
+            expected="the base model's name on the Hub",
+            do="Set it: routers.config.base_model_name_or_path = 'org/name', or in config.json.",
         )

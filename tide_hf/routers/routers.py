@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..base_model.structure import find_structure
 from ..base_model.unembed import hash_distance, unembed_hash
 from ..base_model.wrappers import base_inside
-from ..common.errors import BaseModelMismatchError, describe
+from ..common.errors import BaseModelMismatchError
 from ..common.hub_access import hub_options
 from .block_head import BlockHead
 from .config import WHERE, TIDEConfig, bad_file, find_file, read_config
@@ -267,11 +267,9 @@ def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_
 
 def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchError:
     return BaseModelMismatchError(
-        describe(
-            f"these routers belong to another base model ({config.base_model_name_or_path})",
-            got=got,
-            expected=expected,
-            do="Load routers made for this model, or run tide_hf.calibrate(); ignore_base_mismatch=True insists "
-            "where the shapes agree.",
-        )
+        f"these routers belong to another base model ({config.base_model_name_or_path})",
+        got=got,
+        expected=expected,
+        do="Load routers made for this model, or run tide_hf.calibrate(); ignore_base_mismatch=True insists "
+        "where the shapes agree.",
     )

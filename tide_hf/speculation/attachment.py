@@ -11,7 +11,7 @@ from typing import Any
 from ..base_model.structure import DecoderStructure, check_layers
 from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
 from ..base_model.wrappers import check_adapters, check_uncompiled
-from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe, problem_of
+from ..common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from ..depth.linear_gate import (
     KERNEL_LAYOUTS,
     Layouts,
@@ -138,12 +138,10 @@ class Attachment:
         """The routers, or an error that says what needs them."""
         if self.routers is None:
             raise UnsupportedOptionError(
-                describe(
-                    f"{needed_by} needs routers",
-                    got="routers=None",
-                    expected="routers made for this model",
-                    do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
-                )
+                f"{needed_by} needs routers",
+                got="routers=None",
+                expected="routers made for this model",
+                do="Pass routers=... to from_pretrained or attach; tide_hf.calibrate(model, tokenizer) makes them.",
             )
         return self.routers
 
@@ -155,9 +153,9 @@ class Attachment:
         check_adapters(model, self.structure)
         check_uncompiled(model, self.structure)
 
-    def note_fallback(self, error: Exception) -> str:
+    def note_fallback(self, error: TIDEError) -> str:
         """Log that calls decode plainly, as a warning at the first of a kind; return why."""
-        reason = problem_of(error)
+        reason = error.problem
         kind = reason.partition(": got ")[0]
         level = logging.INFO if kind in self._fallbacks else logging.WARNING
         logger.log(level, "TIDE leaves this call to plain decoding, with the same output but no faster: %s", reason)
@@ -172,25 +170,21 @@ class Attachment:
         size = getattr(head, "out_features", known)
         if size < known:
             raise UnsupportedModelError(
-                describe(
-                    "the model's head has fewer tokens than when TIDE was attached",
-                    got=f"{size} tokens",
-                    expected=f"{known} tokens",
-                    do="Detach TIDE, and attach it with routers that were calibrated for the smaller vocabulary.",
-                )
+                "the model's head has fewer tokens than when TIDE was attached",
+                got=f"{size} tokens",
+                expected=f"{known} tokens",
+                do="Detach TIDE, and attach it with routers that were calibrated for the smaller vocabulary.",
             )
 
     def check_mode(self, mode: str) -> None:
         """Raise where this model cannot run in `mode`."""
         if mode != "post_hoc" and self.structure.is_recurrent:
             raise UnsupportedModelError(
-                describe(
-                    f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "
-                    "can be neither rolled back nor filled in for a skipped layer",
-                    got=f"tide_mode={mode!r}",
-                    expected="tide_mode='post_hoc' for this model",
-                    do="Attach with mode='post_hoc', or use the model without TIDE.",
-                )
+                f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "
+                "can be neither rolled back nor filled in for a skipped layer",
+                got=f"tide_mode={mode!r}",
+                expected="tide_mode='post_hoc' for this model",
+                do="Attach with mode='post_hoc', or use the model without TIDE.",
             )
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..base_model.inputs import check_no_cross_attention
 from ..base_model.structure import CACHE, check_rope, rope_limits
-from ..common.errors import UnsupportedModelError, UnsupportedOptionError, describe
+from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from ..depth.kv_cache import find_cache
 from ..depth.multi_token_passes import check_multi_token_passes, multi_token_limit
 from .rows import max_length_of
@@ -72,13 +72,11 @@ def check_call(model: Any, call: Call) -> None:
     for got, is_refused in refused.items():
         if is_refused:
             raise UnsupportedOptionError(
-                describe(
-                    f"{mode} cannot give what this call asks for",
-                    got=got,
-                    expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
-                    do="Leave it out, or attach without strict=True: such calls decode plainly. A "
-                    "tide_hf.speculation.rows.RowCriterion sees the tokens of every row of a batch.",
-                )
+                f"{mode} cannot give what this call asks for",
+                got=got,
+                expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
+                do="Leave it out, or attach without strict=True: such calls decode plainly. A "
+                "tide_hf.speculation.rows.RowCriterion sees the tokens of every row of a batch.",
             )
     _check_length(config, call)
     user = mode + (" in a batch" if rows > 1 else "")
@@ -90,12 +88,10 @@ def _check_loop(base_class: Any, model_type: str) -> None:
     for name, known in LOOP_METHODS.items():
         if getattr(base_class, name, None) is not getattr(GenerationMixin, name) and model_type not in known:
             raise UnsupportedModelError(
-                describe(
-                    "tide_mode='self_speculative' would pass over code that the model runs at each token",
-                    got=f"{base_class.__name__} with its own {name}",
-                    expected=f"a model that decodes by GenerationMixin.{name}",
-                    do="Attach without strict=True: such models decode plainly.",
-                )
+                "tide_mode='self_speculative' would pass over code that the model runs at each token",
+                got=f"{base_class.__name__} with its own {name}",
+                expected=f"a model that decodes by GenerationMixin.{name}",
+                do="Attach without strict=True: such models decode plainly.",
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from tide_hf.common.errors import ConfigurationError, describe
+from tide_hf.common.errors import ConfigurationError
 from tide_hf.evaluation.benchmark import DecodingMethod, compare
 
 from ..adapters import WAYS, make_methods
@@ -76,12 +76,10 @@ class Settings:
         known = read_prompts()
         if unknown := sorted(set(self.categories) - set(known)):
             raise ConfigurationError(
-                describe(
-                    "the config names categories that no prompt has",
-                    got=", ".join(unknown),
-                    expected=", ".join(known),
-                    do="Correct the config.",
-                )
+                "the config names categories that no prompt has",
+                got=", ".join(unknown),
+                expected=", ".join(known),
+                do="Correct the config.",
             )
 
 

@@ -9,18 +9,16 @@ All other arguments are lm-eval's own. In Python, `import tide_hf.evaluation.lm_
 `lm_eval.simple_evaluate`.
 """
 
-from ...common.errors import MissingPackageError, describe
+from ...common.errors import MissingPackageError
 
 try:
     import lm_eval  # noqa: F401  # the one of EleutherAI
 except ImportError as error:
     raise MissingPackageError(
-        describe(
-            "a package is missing to run in lm-eval",
-            got=str(error),
-            expected="lm-eval 0.4.13 or later",
-            do="Run: pip install tide-hf[lm-eval]",
-        )
+        "a package is missing to run in lm-eval",
+        got=str(error),
+        expected="lm-eval 0.4.13 or later",
+        do="Run: pip install tide-hf[lm-eval]",
     ) from error
 
 from .model import TIDELM

@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from ...common.errors import UnsupportedOptionError, describe
+from ...common.errors import UnsupportedOptionError
 from ...model import TIDEModelForCausalLM
 from ...routers.routers import TIDERouters
 from ..teacher_forcing import exit_logits
@@ -86,12 +86,10 @@ class TIDELM(HFLM):
         strategy = attachment.routers.config.kv_cache_strategy
         if attachment.mode == "early_exit" and strategy != "recompute":
             raise UnsupportedOptionError(
-                describe(
-                    "likelihoods cannot be read from early exits here",
-                    got=f"tide_mode='early_exit' and routers with kv_cache_strategy={strategy!r}",
-                    expected="kv_cache_strategy='recompute', whose K/V one pass over a text gives",
-                    do="Set kv_cache_strategy in the routers' config.json, or pass tide_mode=post_hoc.",
-                )
+                "likelihoods cannot be read from early exits here",
+                got=f"tide_mode='early_exit' and routers with kv_cache_strategy={strategy!r}",
+                expected="kv_cache_strategy='recompute', whose K/V one pass over a text gives",
+                do="Set kv_cache_strategy in the routers' config.json, or pass tide_mode=post_hoc.",
             )
         with self._autocast():
             read = exit_logits(self.model, attachment.routers, inps, exit_threshold=attachment.exit_threshold)

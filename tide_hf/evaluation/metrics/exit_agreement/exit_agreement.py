@@ -15,7 +15,7 @@ import torch
 
 from tide_hf.calibration.threshold import clopper_pearson, mean_interval
 from tide_hf.common.choices import check_share
-from tide_hf.common.errors import ConfigurationError, describe
+from tide_hf.common.errors import ConfigurationError
 
 DESCRIPTION = """\
 Agreement of tokens that were read from early exits with those of the full model, with exact binomial intervals, and the
@@ -108,12 +108,10 @@ class ExitAgreement(evaluate.Metric):
         is_depth = isinstance(num_layers, Integral) and num_layers >= 1
         if num_layers is None or not (is_depth and all(0 <= layer <= num_layers for layer in layers)):
             raise ConfigurationError(
-                describe(
-                    "exit_layers do not fit the model",
-                    got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
-                    expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
-                    do="Pass num_layers=model.config.num_hidden_layers.",
-                )
+                "exit_layers do not fit the model",
+                got=f"layers {min(layers)} to {max(layers)} with num_layers={num_layers!r}",
+                expected="numbers of executed layers, at most num_layers, a whole number of at least 1",
+                do="Pass num_layers=model.config.num_hidden_layers.",
             )
         return result | _depth_figures(layers, list(itertools.chain(*agrees)), num_layers, confidence)
 
@@ -138,10 +136,8 @@ def _check_lengths(name: str, predictions: Sequence[Sequence[int]], others: Sequ
     ours, theirs = [len(answer) for answer in predictions], [len(answer) for answer in others]
     if ours != theirs or 0 in ours or not ours:
         raise ConfigurationError(
-            describe(
-                f"predictions and {name} cannot be compared",
-                got=f"answers of {ours[:8]} and {theirs[:8]} tokens",
-                expected="at least one answer, none empty, and equal lengths",
-                do="Cut both to the shorter one, or let the full model read the same tokens.",
-            )
+            f"predictions and {name} cannot be compared",
+            got=f"answers of {ours[:8]} and {theirs[:8]} tokens",
+            expected="at least one answer, none empty, and equal lengths",
+            do="Cut both to the shorter one, or let the full model read the same tokens.",
         )
