@@ -47,11 +47,10 @@ def block_drafts(model, cache, ids):
 @pytest.mark.parametrize(
     ("attach", "family", "rows", "every"),
     [
-        *((attach_eagerly, "llama", rows, every) for rows, every in ((1, 1), (1, 4), (3, 1))),
-        *((attach_eagerly, family, rows, 1) for family, rows in (("gpt2", 3), ("bloom", 2), ("gemma2", 1))),
-        (attach_eagerly, "qwen2_5_vl", 1, 1),
+        *((attach_eagerly, "llama", rows, every) for rows, every in ((1, 4), (3, 1))),
+        *((attach_eagerly, family, rows, 1) for family, rows in (("bloom", 2), ("gemma2", 1), ("qwen2_5_vl", 1))),
         *((attach_captured, family, rows, 1) for family, rows in (("llama", 3), ("gemma2", 1), ("qwen2_5_vl", 1))),
-        (attach_compiled, "llama", 3, 1),
+        (attach_compiled, "llama", 1, 1),
     ],
 )
 def test_a_second_turn_drafts_as_one_over_the_whole_text(attach, family, rows, every):
@@ -99,12 +98,13 @@ def test_the_block_does_not_draft_where_its_state_does_not_fit(talk):
     assert not block_drafts(model, cache, ids)
 
 
-def test_a_call_that_fails_leaves_no_state(talk):
+@pytest.mark.parametrize("failing_round", [0, 2])
+def test_a_call_that_fails_leaves_no_state(talk, failing_round):
     model, cache, ids = talk
 
     class Fails(HeadDrafter):
         def draft(self, rows, limits):
-            if self.rounds == 2:
+            if self.rounds == failing_round:
                 raise KeyError
             return super().draft(rows, limits)
 

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def _packed_is_faster(monkeypatch):
-    """On any machine, packed weights are the faster ones but for 64 to 127 rows."""
-    set_fastest_layouts(monkeypatch, DTYPES, except_rows=64)
+    """Whatever this machine is."""
+    set_fastest_layouts(monkeypatch, DTYPES)
 
 
 class Subclass(torch.Tensor):
@@ -50,44 +50,19 @@ def make_linear(size_in, size_out, bias):
     return linear
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 64, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size_in", "size_out", "bias"), [(16, 3, True), (112, 65, False)])
-def test_packed_weights_give_the_layers_output_for_any_number_of_rows(attached, rows, size_in, size_out, bias, dtype):
-    linear = make_linear(size_in, size_out, bias).to(dtype)
-    for state in (torch.randn(1, rows, size_in).to(dtype), torch.randn(rows, 2, size_in).to(dtype)[:, :1]):
-        native = linear.forward.native(state)
-        assert linear(state).shape == native.shape
-        assert linear(state).is_contiguous()
-        atol = 1e-5 if dtype is torch.float32 else 1e-2
-        torch.testing.assert_close(linear(state), native, atol=atol, rtol=atol)
-    assert bool(linear.forward.converted) == (not 64 <= rows < 256)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_read_the_weights_as_they_are_stored(attached, dtype, monkeypatch):
-    set_fastest_layouts(monkeypatch, DTYPES, order=(PlainWeight, PrepackedWeight, None))
-    linear = make_linear(112, 65, True).to(dtype)
-    linear.forward.may_copy = False
-    for rows in (1, 2, 300):
-        state = torch.randn(rows, 2, 112).to(dtype)[:, :1]  # with gaps
-        with allowed_layouts(KERNEL_LAYOUTS):
-            torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-2, rtol=1e-2)
-    with allowed_layouts(DRAFT_LAYOUTS):  # copies are not allowed
-        linear(torch.randn(1, 112).to(dtype))
-    assert list(linear.forward.converted) == [PlainWeight]
-    assert linear.forward.converted[PlainWeight]._plain[0].data_ptr() == linear.weight.data_ptr()
-
-
-def test_a_replaced_weight_is_read_until_the_next_release_if_changed(attached, monkeypatch):
-    set_fastest_layouts(monkeypatch, order=(PlainWeight, PrepackedWeight, None))
-    linear, state = make_linear(32, 32, bias=False), torch.randn(2, 32)
-    with allowed_layouts(KERNEL_LAYOUTS):
-        before = linear(state)
-        linear.weight.data = torch.randn(32, 32)  # the old values have no other owner
-        torch.testing.assert_close(linear.forward.converted[PlainWeight].apply(state, None), before)
-        linear.forward.release_if_changed()
-        torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
+def test_the_output_is_the_layers_for_any_number_of_rows(attached, dtype, layout, monkeypatch):
+    set_fastest_layouts(monkeypatch, DTYPES, order=(layout, None), except_rows=64)
+    atol = 1e-5 if dtype is torch.float32 else 1e-2
+    for rows in (1, 3, 64, 300):
+        linear = make_linear(112, 65, bias=rows != 3).to(dtype)
+        for state in (torch.randn(1, rows, 112).to(dtype), torch.randn(rows, 2, 112).to(dtype)[:, :1]):
+            with allowed_layouts(KERNEL_LAYOUTS):
+                found = linear(state)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, linear.forward.native(state), atol=atol, rtol=atol)
+        assert list(linear.forward.converted) == ([] if rows == 64 else [layout])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -96,18 +71,15 @@ def test_weights_without_fast_products_are_upcast_in_chunks(attached, dtype, has
     set_fastest_layouts(monkeypatch, [dtype], order=(UpcastWeight, None))
     monkeypatch.setattr(weight_layouts, "UPCAST_CHUNK", 100)
     monkeypatch.setattr(weight_layouts, "can_pack", lambda dtype: has_onednn and dtype is torch.float32)
-    for size_in, size_out, bias in [(16, 3, True), (112, 65, False), (30, 33, True)]:
-        linear = make_linear(size_in, size_out, bias).to(dtype)
-        for rows in (1, 3, 70):
-            state = torch.randn(rows, 2, size_in).to(dtype)[:, :1]
-            exact = nn.functional.linear(state.double(), linear.weight.double(), linear.bias.double() if bias else None)
-            found = linear(state)
-            assert found.dtype is dtype
-            torch.testing.assert_close(found, exact.to(dtype), atol=1e-2, rtol=1e-2)
-        assert list(linear.forward.converted) == [UpcastWeight]
-        pair = [torch.randn(size, size_in).to(dtype) for size in (9, 4)]
-        together = UpcastWeight(*pair).apply(state, None)
-        torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
+    linear = make_linear(30, 33, bias=True).to(dtype)
+    for rows in (1, 70):
+        state = torch.randn(rows, 2, 30).to(dtype)[:, :1]
+        exact = nn.functional.linear(state.double(), linear.weight.double(), linear.bias.double())
+        torch.testing.assert_close(linear(state), exact.to(dtype), atol=1e-2, rtol=1e-2)
+    assert list(linear.forward.converted) == [UpcastWeight]
+    pair = [torch.randn(size, 30).to(dtype) for size in (9, 4)]
+    together = UpcastWeight(*pair).apply(state, None)
+    torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,9 +96,8 @@ def test_draft_steps_read_quantised_weights(attached, dtype):
     largest = 0.5 / 63 * linear.weight.abs().amax() * state.abs().sum(dim=-1).amax()
     tolerance = float(largest + 0.02 * native.abs().max())
     assert 0 < float((found - native).abs().max()) <= tolerance
-    with allowed_layouts(KERNEL_LAYOUTS):
+    with allowed_layouts(KERNEL_LAYOUTS):  # as verify passes do
         torch.testing.assert_close(linear(state), native, atol=1e-2, rtol=1e-2)
-    assert set(linear.forward.converted) == {QuantizedWeight, PrepackedWeight}
 
 
 def test_models_that_share_a_weight_share_its_copy(attached):
@@ -136,13 +107,9 @@ def test_models_that_share_a_weight_share_its_copy(attached):
     other.forward = LinearGate(other)
     state = torch.randn(5, 32)
     assert torch.equal(linear(state), other(state))
-    assert isinstance(linear.forward.converted[PrepackedWeight], PrepackedWeight)
-    assert linear.forward.converted == other.forward.converted
+    assert linear.forward.converted == other.forward.converted != {}
     linear.forward.release()
     assert torch.equal(other(state), linear(state))
-    linear.weight.data.add_(1.0)
-    other.forward.release_if_changed()
-    torch.testing.assert_close(other(state), other.forward.native(state), atol=1e-5, rtol=1e-5)
 
 
 def test_the_op_is_the_plain_product_for_weights_without_a_layout():
@@ -155,20 +122,16 @@ def test_the_op_is_the_plain_product_for_weights_without_a_layout():
 
 def test_only_calls_that_may_be_traced_dispatch_the_op(attached, monkeypatch):
     linear, state, by_op = make_linear(32, 32, bias=True), torch.randn(5, 32), []
-    linear(state)  # packs the weights
+    expected = linear(state)
     run = weight_layouts._one_linear
     monkeypatch.setattr(
         torch.ops.tide_hf.linear, "default", lambda *args: by_op.append(args) or run(*args), raising=False
     )
-    expected = linear(state)
+    linear(state)
     assert not by_op
-    with Recording() as recording:
-        found = linear(state)
-    assert torch.equal(found, expected)
-    assert {str(func) for func, *_ in recording.calls} == {"mkldnn._linear_pointwise.default"}
-    assert len(by_op) == 1
+    with Recording():
+        assert torch.equal(linear(state), expected)
     linear(state.as_subclass(Subclass))
-    assert len(by_op) == 2
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(linear(state), expected)
     assert len(by_op) == 3
@@ -201,13 +164,19 @@ def test_no_weights_are_packed_outside_tides_passes_or_under_autocast(attached):
     assert linear.weight.grad is not None
 
 
-def test_changed_weights_are_packed_again(attached):
+@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
+def test_changed_weights_are_read_in_the_next_pass(attached, monkeypatch, layout):
+    set_fastest_layouts(monkeypatch, order=(layout, None))
     linear, state = make_linear(32, 32, bias=False), torch.randn(5, 32)
-    linear(state)
-    linear.weight = nn.Parameter(torch.randn(32, 32))
-    torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
-    linear.weight.mul_(2.0)
-    torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+    with allowed_layouts(KERNEL_LAYOUTS):
+        linear(state)
+        linear.weight = nn.Parameter(torch.randn(32, 32))
+        torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+        linear.weight.mul_(2.0)
+        torch.testing.assert_close(linear(state), linear.forward.native(state), atol=1e-5, rtol=1e-5)
+        before = linear(state)
+        linear.weight.data = torch.randn(32, 32)  # the old values have no other owner
+        torch.testing.assert_close(linear.forward.converted[layout].apply(state, None), before)
 
 
 def test_a_stored_choice_holds_in_tides_passes_without_gradients_only(attached):
@@ -229,20 +198,13 @@ def test_a_stored_choice_holds_in_tides_passes_without_gradients_only(attached):
             assert linear_gate._products.get() is None  # in compiled steps, which are traced
 
 
-def test_a_copied_model_packs_its_own_weights(attached):
+def test_copied_and_released_models_have_no_copies_and_detached_ones_no_gates(attached):
     attached(input_ids=torch.arange(8)[None])
-    twin = copy.deepcopy(attached)
-    gates = list(linear_gates(twin._tide.structure))
-    assert gates
-    assert not any(gate.converted for gate in gates)
-    assert gates[0].module is twin.model.layers[0].self_attn.q_proj
-
-
-def test_release_frees_the_copies_and_detach_removes_the_gates(attached):
-    attached(input_ids=torch.arange(8)[None])
-    gates = list(linear_gates(attached._tide.structure))
+    gates, twin = list(linear_gates(attached._tide.structure)), copy.deepcopy(attached)
     assert all(gate.converted for gate in gates)
+    twins = list(linear_gates(twin._tide.structure))
+    assert twins[0].module is twin.model.layers[0].self_attn.q_proj
     attached.tide_release()
-    assert not any(gate.converted for gate in gates)
+    assert not any(gate.converted for gate in (*gates, *twins))
     TIDEModelForCausalLM.detach(attached)
     assert not any("forward" in module.__dict__ for module in attached.modules())
