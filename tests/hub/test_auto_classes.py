@@ -17,6 +17,9 @@ from tide_hf.common.errors import ConfigurationError
 
 
 def test_auto_classes_load_base_and_routers(on_hub):
+    for source in ("org/base-tide", on_hub):
+        own = TIDEModelForCausalLM.from_pretrained(source, mode="early_exit")
+        assert (own._tide.mode, own._tide.exit_threshold) == ("early_exit", 0.8)
     model = AutoModelForCausalLM.from_pretrained("org/base-tide")
     assert isinstance(model, TIDEModelForCausalLM)
     assert isinstance(model, LlamaForCausalLM)
@@ -42,18 +45,9 @@ def test_arguments_of_the_auto_class_reach_base_and_routers(
     model = AutoModelForCausalLM.from_pretrained("org/base-tide", mode="early_exit", dtype="bfloat16", **options)
     assert (model._tide.mode, model._tide.exit_threshold, model.dtype) == ("early_exit", 0.5, torch.bfloat16)
     assert torch.equal(model._tide.routers[1].router.down.weight, hub_routers[1].router.down.weight)  # never rounded
-    surer = AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=0.9, **options)
-    assert surer._tide.exit_threshold == 0.9
     with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=-1.0, **options)
     assert AutoTokenizer.from_pretrained("org/base-tide", **options).vocab_size == 256
-
-
-def test_our_own_class_loads_both_as_well(on_hub):
-    for source in ("org/base-tide", on_hub):
-        model = TIDEModelForCausalLM.from_pretrained(source, mode="early_exit")
-        assert (model._tide.mode, model._tide.exit_threshold) == ("early_exit", 0.8)
-        assert model._tide.routers.exit_layers == [1, 3]
 
 
 FRESH = """

@@ -53,51 +53,32 @@ def test_cached_routers_need_no_network(model_hub, on_hub, tmp_path, monkeypatch
     assert [path for path in model_hub.asked if not path.endswith("adapter_config.json")] == []
 
 
-def with_outside_weights(folder):
-    """Move the weights out of the folder and write an index that points to them; return their bytes."""
-    outside = folder.parent / "outside.safetensors"
-    (folder / "model.safetensors").rename(outside)
-    index = {"metadata": {}, "weight_map": {"exits.1.router.up.bias": "../outside.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return outside.read_bytes()
-
-
-@pytest.mark.parametrize("source", ["folder", "Hub"])
-def test_an_adapter_in_a_repository_of_routers_changes_nothing(model_hub, on_hub, hub_routers, source):
+def test_an_adapter_in_a_repository_of_routers_changes_nothing(model_hub, on_hub, hub_routers):
     peft = pytest.importorskip("peft")
-    target = "exits.1.router.down"
-    other = TIDERouters(hub_routers.config)
-    adapted = peft.get_peft_model(other, peft.LoraConfig(target_modules=[target], init_lora_weights=False))
-    adapted.save_pretrained(on_hub)
+    settings = peft.LoraConfig(target_modules=["exits.1.router.down"], init_lora_weights=False)
+    peft.get_peft_model(TIDERouters(hub_routers.config), settings).save_pretrained(on_hub)
     assert (on_hub / "adapter_config.json").is_file()
     model_hub.add("org/base-tide", on_hub)
     model_hub.asked.clear()
-    loaded = TIDERouters.from_pretrained(on_hub if source == "folder" else "org/base-tide")
-    assert type(loaded[1].router.down) is torch.nn.Linear
-    assert loaded.state_dict().keys() == hub_routers.state_dict().keys()
+    for source in (on_hub, "org/base-tide"):
+        loaded = TIDERouters.from_pretrained(source)
+        assert type(loaded[1].router.down) is torch.nn.Linear
+        assert loaded.state_dict().keys() == hub_routers.state_dict().keys()
     assert not any("adapter" in path for path in model_hub.asked)
-
-
-def test_an_adapter_beside_routers_does_not_reach_the_base_model(on_hub, hub_routers):
-    pytest.importorskip("peft")
-    (on_hub / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
-    )
     with pytest.raises(RoutersFileError, match=r"got an adapter_config\.json beside them"):
-        AutoModelForCausalLM.from_pretrained(on_hub)
+        AutoModelForCausalLM.from_pretrained(on_hub)  # where it would reach the base model
 
 
-def test_a_weights_index_in_a_folder_is_not_followed(on_hub):
-    with_outside_weights(on_hub)
+def test_a_weights_index_leads_out_of_no_folder_and_no_cache(model_hub, on_hub, tmp_path):
+    outside = tmp_path / "outside.safetensors"
+    (on_hub / "model.safetensors").rename(outside)
+    index = {"metadata": {}, "weight_map": {"exits.1.router.up.bias": "../outside.safetensors"}}
+    (on_hub / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(RoutersNotFoundError, match=r"got 'a folder without model\.safetensors'"):
         TIDERouters.from_pretrained(on_hub)
-
-
-def test_a_weights_index_on_the_hub_does_not_lead_out_of_the_cache(model_hub, on_hub, tmp_path):
-    weights = with_outside_weights(on_hub)
     model_hub.repos.pop(("models", "org/base-tide"))
     model_hub.add("org/base-tide", on_hub)
-    model_hub.repos["models", "org/base-tide"].commit({"../outside.safetensors": weights})  # it would be sent
+    model_hub.repos["models", "org/base-tide"].commit({"../outside.safetensors": outside.read_bytes()})  # can be sent
     with pytest.raises((RoutersFileError, RoutersNotFoundError), match="org/base-tide"):
         TIDERouters.from_pretrained("org/base-tide")
     assert list((tmp_path / "cache").rglob("outside.safetensors")) == []

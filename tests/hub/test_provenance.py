@@ -3,32 +3,26 @@
 import json
 import subprocess
 
-import pytest
 import torch
 from accelerate import cpu_offload
 
 from tide_hf.hub import provenance
 
 
-def test_the_record_names_dtype_threads_versions_and_processor(tiny_llama, tmp_path):
-    record = provenance.provenance(tiny_llama().to(torch.bfloat16))
-    assert record["dtype"] == "bfloat16"
+def test_the_record_names_model_dtype_device_threads_and_versions(tiny_llama, tmp_path):
+    model = tiny_llama().to(torch.bfloat16)
+    for name, recorded in {"/home/me/secret/some-model": "some-model", "org/model": "org/model"}.items():
+        model.config._name_or_path = name
+        record = provenance.provenance(model)
+        assert (record["model"], record["dtype"]) == (recorded, "bfloat16")
     assert record["torch_threads"] == torch.get_num_threads()
     assert record["versions"]["torch"] == torch.__version__
     json.dumps(record)
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
+    assert provenance.provenance(offloaded)["device"] == "cpu"  # that of its inputs
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert provenance.cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
     assert provenance.cpu_name(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("named", "recorded"), [("/home/me/secret/some-model", "some-model"), ("org/model", "org/model")]
-)
-def test_a_model_s_folder_is_not_recorded(tiny_llama, named, recorded):
-    model = tiny_llama()
-    model.config._name_or_path = named
-    assert provenance.provenance(model)["model"] == recorded
 
 
 def test_a_commit_is_recorded_for_files_that_git_tracks_alone(tmp_path):
@@ -47,11 +41,6 @@ def test_a_commit_is_recorded_for_files_that_git_tracks_alone(tmp_path):
     git("commit", "-q", "-m", "somebody else's")
     assert provenance.commit(ignored) is None
     assert provenance.commit(tracked) == git("rev-parse", "HEAD").stdout.strip()
-
-
-def test_the_device_of_an_offloaded_model_is_that_of_its_inputs(tiny_llama):
-    offloaded = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
-    assert provenance.provenance(offloaded)["device"] == "cpu"
 
 
 def test_a_command_is_recorded_without_folders(tmp_path, monkeypatch):

@@ -4,10 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from families import SDPA, VOCAB, tiny_model
 from on_steps import OPTIONS, attach_compiled, prompts
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.flop_counter import FlopCounterMode
 
 from tide_hf.engines.gqa_attention import gqa_attention
 from tide_hf.kernels.cpu import attention
@@ -49,25 +47,18 @@ def decode_tensors(shape, dtype=torch.float32, mask_rows=None):
 
 
 @pytest.mark.parametrize("dtype", CPP_TYPES)
-def test_decode_attention_is_that_of_pytorch(on_some_cpu, dtype):
+def test_decode_attention_is_that_of_pytorch_and_rounds_alike_for_any_number_of_queries(on_some_cpu, dtype):
     for shape, mask_rows, scale in product(DECODE_SHAPES, (None, 1), (None, 0.3)):
         query, key, value, mask, filled = decode_tensors(shape, dtype, mask_rows)
+        mask[..., filled - 1 :] = -torch.inf
+        mask[..., 0] = 0.0
         found = decode_sdpa(query, key, value, mask, filled, scale)
         read = (tensor.double() for tensor in (query, key[:, :, :filled], value[:, :, :filled]))
         exact = scaled_dot_product_attention(*read, attn_mask=mask[..., :filled].double(), scale=scale)
         torch.testing.assert_close(found.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", CPP_TYPES)
-def test_decode_attention_of_a_query_does_not_depend_on_the_others(on_some_cpu, dtype):
-    for shape in DECODE_SHAPES:
-        query, key, value, mask, filled = decode_tensors(shape, dtype)
-        mask[..., filled - 1 :] = -torch.inf
-        mask[..., 0] = 0.0
-        found = decode_sdpa(query, key, value, mask, filled, None)
         for i in range(query.shape[2]):
             one = query[:, :, i : i + 1].contiguous(), key, value, mask[:, :, i : i + 1].contiguous()
-            alone = decode_sdpa(*one, (filled - 1).clamp(min=1), None)  # nor on slots at the end that the mask hides
+            alone = decode_sdpa(*one, (filled - 1).clamp(min=1), scale)  # without the last slot, which the mask hides
             assert torch.equal(alone, found[:, :, i : i + 1])
 
 
@@ -127,110 +118,70 @@ def transposed(tensor):
     return tensor.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda q, k, v, mask: (q.double(), k.double(), v.double(), mask.double()),
-        lambda q, k, v, mask: (q, k, v, mask.bfloat16()),
-        lambda q, k, v, mask: (q, k[:, :1], v, mask),
-        lambda q, k, v, mask: (q, k, transposed(v), mask),
-        lambda q, k, v, mask: (q, k, v, mask[:, :, :1]),
-    ],
-    ids=["dtype", "mixed dtypes", "heads", "strides", "mask"],
-)
-def test_other_decode_tensors_are_left_to_pytorch(change):
-    *tensors, filled = decode_tensors(DECODE_SHAPES[0])
-    assert decode_sdpa(*tensors, filled, None) is not None
-    assert decode_sdpa(*change(*tensors), filled, None) is None
+def test_other_decode_tensors_are_left_to_pytorch():
+    q, k, v, mask, filled = decode_tensors(DECODE_SHAPES[0])
+    assert decode_sdpa(q, k, v, mask, filled, None) is not None
+    for others in (
+        (q.double(), k.double(), v.double(), mask.double()),
+        (q, k, v, mask.bfloat16()),
+        (q, k[:, :1], v, mask),
+        (q, k, transposed(v), mask),
+        (q, k, v, mask[:, :, :1]),
+    ):
+        assert decode_sdpa(*others, filled, None) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda q, k, v, mask: (q.double(), k.double(), v.double(), mask),
-        lambda q, k, v, mask: (q, k, v.bfloat16(), mask),
-        lambda q, k, v, mask: (q[:, :, 1 - MIN_QUERIES :], k, v, mask[:, :, 1 - MIN_QUERIES :]),
-        lambda q, k, v, mask: (q[:, :3], k, v, mask),
-        lambda q, k, v, mask: (q, k, v[..., :8], mask),
-        lambda q, k, v, mask: (q, transposed(k), v, mask),
-        lambda q, k, v, mask: (q[:, :, 1:], k, v, None),
-        lambda q, k, v, mask: (q, k, v, mask.float()),
-        lambda q, k, v, mask: (q, k, v, mask.expand(1, 4, 40, 40)),
-        lambda q, k, v, mask: (q.to("meta"), k.to("meta"), v.to("meta"), None),
-    ],
-    ids=["dtype", "mixed dtypes", "few", "heads", "values", "strides", "slots", "floats", "mask of heads", "device"],
-)
-def test_other_prefill_tensors_are_left_to_pytorch(change, monkeypatch):
-    tensors = *prefill_tensors((1, 4, 2, 40, 40, 16)), torch.ones(1, 1, 40, 40, dtype=torch.bool)
-    assert prefill_sdpa(*tensors, None) is not None
-    assert prefill_sdpa(*change(*tensors), None) is None
+def test_other_prefill_tensors_are_left_to_pytorch(monkeypatch):
+    (q, k, v), mask = prefill_tensors((1, 4, 2, 40, 40, 16)), torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    assert prefill_sdpa(q, k, v, mask, None) is not None
+    few = slice(1 - MIN_QUERIES, None)
+    for others in (
+        (q.double(), k.double(), v.double(), mask),
+        (q, k, v.bfloat16(), mask),
+        (q[:, :, few], k, v, mask[:, :, few]),
+        (q[:, :3], k, v, mask),
+        (q, k, v[..., :8], mask),
+        (q, transposed(k), v, mask),
+        (q[:, :, 1:], k, v, None),
+        (q, k, v, mask.float()),
+        (q, k, v, mask.expand(1, 4, 40, 40)),
+        (q.to("meta"), k.to("meta"), v.to("meta"), None),
+    ):
+        assert prefill_sdpa(*others, None) is None
     monkeypatch.setattr(attention, "_is_faster", {(torch.float32, torch.get_num_threads()): False})
-    assert prefill_sdpa(*tensors, None) is None
-
-
-def test_which_attention_is_faster_is_measured_once(monkeypatch):
-    measured = []
-    monkeypatch.setattr(attention, "_measure", lambda dtype: measured.append(dtype) or True)
-    assert [is_faster(torch.float32), is_faster(torch.float32)] == [True, True]
-    assert not is_faster(torch.float64)  # there is no kernel
-    assert measured == [torch.float32]
+    assert prefill_sdpa(q, k, v, mask, None) is None
 
 
 @pytest.mark.parametrize(("by_pytorch", "by_kernel"), [(2.0, 1.0), (1.0, 2.0)])
-def test_a_measurement_compares_both(monkeypatch, by_pytorch, by_kernel):
+def test_the_faster_attention_is_measured_once(monkeypatch, by_pytorch, by_kernel):
     seconds = iter((by_pytorch, by_kernel))
+    monkeypatch.setattr(attention, "_measure", measure)
     monkeypatch.setattr(attention, "least_seconds", lambda *_: next(seconds))
-    assert measure(torch.float32) == (by_kernel < by_pytorch)
+    assert [is_faster(torch.float32), is_faster(torch.float32)] == [by_kernel < by_pytorch] * 2
+    assert not is_faster(torch.float64)  # there is no kernel
 
 
-def prefill_logits(model, mask):
-    ids = torch.randint(3, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
-    return model(input_ids=ids, attention_mask=mask).logits
-
-
-@pytest.mark.parametrize("family", SDPA)
-@torch.no_grad()
-def test_every_familys_prefill_logits_stay(family, calls):
-    model = tiny_model(family, attention="sdpa")
-    masks = torch.ones(2, 2, 40, dtype=torch.long)
-    masks[1, 0, :7] = 0  # padding
-    for mask in masks:
-        expected = prefill_logits(model, mask)
-        with gqa_attention(model):
-            found = prefill_logits(model, mask)
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
-    assert bool(calls) == (family not in ("deepseek_v3", "falcon"))  # values of another size; attention of its own
-
-
-@pytest.mark.parametrize("observed", ["operations", "gradients", "autocast"])
-def test_attention_is_pytorchs_where_a_caller_needs_its_operations(tiny_llama, calls, observed):
-    model, mask = tiny_llama(), torch.ones(1, 40, dtype=torch.long)
+def test_a_call_under_autocast_or_with_gradients_uses_pytorchs_attention(tiny_llama, calls):
+    model, batch = tiny_llama(), prompts(length=MIN_QUERIES)
     with gqa_attention(model):
-        if observed == "gradients":
-            prefill_logits(model, mask).sum().backward()
-        elif observed == "operations":
-            with torch.no_grad(), FlopCounterMode(display=False):
-                prefill_logits(model, mask)
-        else:
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-                prefill_logits(model, mask)
+        model(**batch).logits.sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch)
         assert not calls
         with torch.no_grad():
-            prefill_logits(model, mask)
+            model(**batch)
     assert len(calls) == model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("length", [MIN_QUERIES - 1, MIN_QUERIES])
-def test_compiled_prefill_of_long_prompts_calls_the_kernel(tiny_llama, calls, length):
+def test_compiled_prefill_of_long_prompts_calls_the_kernel(tiny_llama, calls):
     model = tiny_llama(num_hidden_layers=2)
-    inputs = {**prompts(length=length), **OPTIONS, "max_new_tokens": 3}
+    inputs = {**prompts(length=MIN_QUERIES), **OPTIONS, "max_new_tokens": 3}
     expected = model.generate(**inputs)
     steps = attach_compiled(model)
     assert torch.equal(model.generate(**inputs), expected)
     # Each layer natively, again to see which are alike, and one in a trace.
-    assert len(calls) == (2 * model.config.num_hidden_layers + 1 if length == MIN_QUERIES else 0)
+    assert len(calls) == 2 * model.config.num_hidden_layers + 1
     assert model.config._attn_implementation == "sdpa"
-    assert model.last_exit_stats.warm_up_s > 0.0
     calls.clear()
     with steps.lock:  # as in another thread's call: the model's attention is not to be changed
         assert torch.equal(model.generate(**inputs), expected)

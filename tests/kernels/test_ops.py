@@ -27,6 +27,7 @@ REPO = ops.KERNELS_REPO
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="about machines without a GPU")
 DEPENDENCY = {"kernel-depends": [{"repo-id": "other/kernel", "version": 1}]}
+MD5 = {"algorithm": "md5", "files": {}}
 FROM_HUB = """
 import json, sys
 from tide_hf.kernels import ops
@@ -40,15 +41,6 @@ for repo, commit in json.loads(sys.argv[1]).items():
         results[repo] = str(error)
 print(json.dumps(results))
 """
-
-
-@pytest.fixture
-def tampered(monkeypatch, build, tmp_path):
-    """The variant's folder in a copy of `build` that a test may change."""
-    folder = tmp_path / "tampered"
-    shutil.copytree(build, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={folder}")
-    return folder / "build" / f"torch-{DEVICE}"
 
 
 def edit_metadata(variant, **changes):
@@ -73,30 +65,18 @@ def test_auto_on_a_cpu_logs_once_why_it_is_plain_pytorch(caplog, local_kernels, 
     assert record.levelno == logging.INFO
     assert record.message == "plain PyTorch, no fused kernels: the model is on cpu, and they need an NVIDIA GPU"
     assert model._tide.unembed.ops.kernels is None  # although Triton's interpreter could run them
-    assert set(model._tide.unembed.ops.implementations().values()) == {"torch"}
 
 
-@on_cpu
-def test_true_on_a_cpu_fails_with_the_reason(monkeypatch, tiny_model_folder):
+def test_use_kernels_is_false_auto_or_true(monkeypatch, tiny_model_folder):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(KernelError, match="the model is on cpu"):
-        TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=True)
-
-
-def test_false_is_plain_pytorch_without_a_look_at_the_device(monkeypatch, tiny_model_folder):
-    monkeypatch.setattr(ops, "_obstacle", None)
-    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=False)
-    assert model._tide.unembed.ops is ops.PLAIN
-
-
-def test_another_value_is_refused_before_anything_is_loaded():
+    if DEVICE == "cpu":
+        with pytest.raises(KernelError, match="the model is on cpu"):
+            TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=True)
     with pytest.raises(ConfigurationError, match="unknown use_kernels"):
         TIDEModelForCausalLM.from_pretrained("no/such/model", use_kernels="always")
-
-
-def test_importing_and_loading_need_no_network():
-    code = "import socket; socket.socket.connect = None; import tide_hf.model; from tide_hf.kernels import ops; "
-    subprocess.run([sys.executable, "-c", code + "ops.load_kernels()"], check=True, cwd=ROOT)
+    monkeypatch.setattr(ops, "_obstacle", None)  # the device does not matter
+    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=False)
+    assert model._tide.unembed.ops is ops.PLAIN
 
 
 @on_cpu
@@ -108,40 +88,32 @@ def test_kernels_from_a_local_folder(local_kernels, caplog):
     assert loaded.run_on(torch.zeros(1), None)
     assert not loaded.run_on(torch.zeros(1, dtype=torch.float64))
     assert not loaded.run_on(torch.zeros(1), torch.zeros(1, device="meta"))
-    with pytest.raises(AttributeError, match="no attribute 'other_op'"):
-        _ = loaded.other_op
-
-
-@on_cpu
-def test_kernel_facts_name_the_build_and_the_backend_of_each_op(local_kernels):
-    cpu, fused = torch.device("cpu"), ops.load_kernels(use_kernels=True)
-    assert ops.kernel_facts(fused, cpu, torch.bfloat16) == {
+    cpu = torch.device("cpu")
+    assert ops.kernel_facts(loaded, cpu, torch.bfloat16) == {
         "gpu": None,
         "dtype": "bfloat16",
         "variant": "torch-cpu",
         "reason": f"{REPO}, build torch-cpu",
         "ops": dict.fromkeys(ops.OPS, "triton"),
     }
-    facts = ops.kernel_facts(fused, cpu, torch.float64)
+    facts = ops.kernel_facts(loaded, cpu, torch.float64)
     assert (facts["variant"], facts["reason"]) == (None, "there are no kernels for torch.float64")
-    assert set(facts["ops"].values()) == {"torch"}
     facts = ops.kernel_facts(ops.load_kernels(), cpu, torch.float32)
     assert (facts["variant"], facts["ops"]["norm_route"]) == (None, "torch")
-    assert "need an NVIDIA GPU" in facts["reason"]
 
 
-def test_an_old_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.mark.parametrize(
+    ("device", "count", "reason"),
+    [
+        ("cuda", 1, "Tesla V100 has compute capability 7.0, and they need 7.5 or later"),
+        ("cuda", 0, "PyTorch finds no cuda on this machine"),
+        ("cuda:1", 1, "PyTorch finds no cuda:1 on this machine"),
+    ],
+)
+def test_a_missing_or_old_gpu_is_refused_and_unpickling_on_it_gives_plain_pytorch(monkeypatch, device, count, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    assert "Tesla V100 has compute capability 7.0, and they need 7.5 or later" in refusal(device="cuda")
-    assert ops.load_kernels(device="cuda").reason.startswith("Tesla V100")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_missing_gpu_is_refused_and_unpickling_on_it_gives_plain_pytorch(monkeypatch, device):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(device != "cuda"))
-    reason = f"PyTorch finds no {device} on this machine"
     assert reason in refusal(device=device)
     elsewhere = ops.Ops(None, "on another machine", (REPO, None, "auto", torch.device(device)))
     assert pickle.loads(pickle.dumps(elsewhere)).reason == reason
@@ -161,26 +133,6 @@ def test_the_package_kernels_has_to_be_recent(local_kernels, monkeypatch):
     assert "pip install 'tide-hf[kernels]'" in refusal()
 
 
-def test_a_build_for_other_gpus_is_refused(monkeypatch, tampered):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
-    edit_metadata(tampered, backend={"type": "cuda", "archs": ["9.0", "10.0"]})
-    tampered.rename(tampered.with_name("torch-cuda"))
-    assert "CUDA capability 8.0 of the current device is not supported" in refusal(device="cuda")
-
-
-def edit_digest(variant, **changes):
-    digest = json.loads((variant / "metadata.json").read_text())["digest"]
-    edit_metadata(variant, digest=digest | changes)
-
-
-def swap_digests(variant):
-    files = json.loads((variant / "metadata.json").read_text())["digest"]["files"]
-    edit_digest(variant, files=files | {"routing.py": files["norms.py"]})
-
-
 def add_file(name):
     return lambda variant: (variant / name).write_text("raise AssertionError('it ran')")
 
@@ -190,19 +142,16 @@ def add_file(name):
     [
         (lambda variant: (variant / "metadata.json").write_text('{"name": '), "metadata.json cannot be read"),
         (lambda variant: edit_metadata(variant, digest=None), "metadata.json cannot be read, or lists no files"),
-        (lambda variant: edit_digest(variant, algorithm="md5"), "lists files by 'md5', and not by sha256"),
-        (lambda variant: edit_digest(variant, algorithm=256), "lists files by 256, and not by sha256"),
-        (swap_digests, "routing.py in "),
+        (lambda variant: edit_metadata(variant, digest=MD5), "lists files by 'md5', and not by sha256"),
         (add_file("routing.py"), "routing.py in "),
         (add_file("added.py"), "added.py in "),
-        (lambda variant: edit_metadata(variant, **DEPENDENCY), "'other/kernel' is not from a trusted publisher"),
     ],
-    ids=["cut off", "no digest", "md5", "no name", "other digest", "changed", "added", "dependency"],
+    ids=["cut off", "no digest", "md5", "changed", "added"],
 )
-def test_a_build_that_was_tampered_with_does_not_run(tampered, monkeypatch, tamper, message):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("kernels.hf_hub.HfApi.get_organization_overview", lambda *args: None)
-    tamper(tampered)
+def test_a_build_that_was_tampered_with_does_not_run(monkeypatch, build, tmp_path, tamper, message):
+    shutil.copytree(build, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={tmp_path / 'copy'}")
+    tamper(tmp_path / "copy" / "build" / f"torch-{DEVICE}")
     assert message in refusal()
 
 

@@ -32,9 +32,8 @@ def test_the_block_head_and_the_draft_vocabulary_are_packed(tiny_llama):
     expected = model.generate(PROMPT, **OPTIONS)
     routers = routers_for(model, 1)
     routers.draft_vocab = torch.arange(0, VOCAB, 2)
-    for _ in range(2):  # of models that share routers
-        TIDEModelForCausalLM.attach(copy.deepcopy(model), routers)
-    TIDEModelForCausalLM.attach(model, routers)
+    for one in (copy.deepcopy(model), model):  # which share routers
+        TIDEModelForCausalLM.attach(one, routers)
     model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, 1, 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
     linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
@@ -64,24 +63,16 @@ def test_a_layer_chooses_once_a_call_for_each_number_of_rows(tiny_llama, monkeyp
         asked.clear()  # weights may be others in the next call
 
 
-def test_attaching_again_replaces_the_choice(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama())
-    count = len(list(linear_gates(model._tide.structure)))
-    assert count == 4 * 7 + 1
-    TIDEModelForCausalLM.attach(model, pack_weights=True)
-    assert len(list(linear_gates(model._tide.structure))) == count
-    TIDEModelForCausalLM.attach(model, pack_weights=False)
-    assert not list(linear_gates(model._tide.structure))
-
-
 def test_auto_packs_nothing_where_memory_is_short(tiny_llama, monkeypatch):
     monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
-    for pack_weights in ("auto", True):
-        model = TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=pack_weights)
-        model.generate(PROMPT, **OPTIONS)
+    model = tiny_llama()
+    for pack_weights in ("auto", True):  # attaching again replaces the choice
+        TIDEModelForCausalLM.attach(model, pack_weights=pack_weights).generate(PROMPT, **OPTIONS)
         gates = list(linear_gates(model._tide.structure))
-        assert gates
+        assert len(gates) == 4 * 7 + 1
         assert all(bool(gate.converted) == (pack_weights is True) for gate in gates)
+    TIDEModelForCausalLM.attach(model, pack_weights=False)
+    assert not list(linear_gates(model._tide.structure))
 
 
 def test_packing_is_refused_only_if_it_is_requested(tiny_llama):

@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 from drafters import use_drafter
-from on_steps import LAYERS, NEW, OPTIONS, attach_compiled, new_tokens, prompts
-from packed_weights import Graphs, set_fastest_layouts
+from on_steps import LAYERS, OPTIONS, attach_compiled, new_tokens, prompts
+from packed_weights import set_fastest_layouts
 from torch.nn import functional
 
 from tide_hf.depth import linear_gate
@@ -100,37 +100,20 @@ def test_weights_at_one_address_are_told_apart(layout, part):
 
 
 @needs_onednn
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_the_fastest_layout_is_measured_once_for_each_number_of_rows(monkeypatch, is_faster):
-    measured = []
+def test_the_fastest_layout_is_measured_once_for_each_number_of_rows(monkeypatch):
+    measured, measure = [], weight_layouts._measure
     monkeypatch.setattr(weight_layouts, "_measured", {})
-    monkeypatch.setattr(
-        weight_layouts, "least_seconds", lambda *_: measured.append(1) or float(len(measured) % 2 == is_faster)
-    )
-    expected = PrepackedWeight if is_faster else None
+    monkeypatch.setattr(weight_layouts, "_measure", lambda *given: measured.append(given) or measure(*given))
 
-    def found(dtype, *numbers):
-        return [fastest_layout(dtype, rows, (PrepackedWeight,)) for rows in numbers]
+    def choose(dtype, *numbers):
+        measured.clear()
+        chosen = {fastest_layout(dtype, rows, WEIGHT_LAYOUTS) for rows in numbers}
+        assert chosen <= {None, *WEIGHT_LAYOUTS}
+        return {rows for _, _, rows in measured}
 
-    assert found(torch.float32, 0, 1, 3, 63, 9999) == [None, *[expected] * 4]
-    assert len(measured) == 2 * 4  # for 1, for 2, for 16, for 1024
-    assert found(torch.float32, 15) == [expected]
-    assert len(measured) == 2 * 5  # for 8 as well
-    assert found(torch.float64, 4) == [None]
-    assert fastest_layout(torch.float32, 4, ()) is None
-    assert len(measured) == 2 * 5
-
-
-@needs_onednn
-@pytest.mark.parametrize("layout", [None, *WEIGHT_LAYOUTS])
-def test_a_layout_can_be_measured_and_chosen(monkeypatch, layout):
-    assert weight_layouts._measure(layout, torch.float32, 4) > 0.0
-    others = [other for other in (None, *WEIGHT_LAYOUTS) if other is not layout]
-    monkeypatch.setattr(UpcastWeight, "serves", lambda *_: True)
-    set_fastest_layouts(monkeypatch, order=(layout, *others))
-    assert fastest_layout(torch.float32, 4, WEIGHT_LAYOUTS) is layout
-    allowed = tuple(other for other in WEIGHT_LAYOUTS if other is not layout)
-    assert fastest_layout(torch.float32, 4, allowed) is (others[0] if layout is not None else None)
+    assert choose(torch.float32, 0, 1, 3) == {1, 2}
+    assert choose(torch.float32, 2, 3, 15) == {8}
+    assert choose(torch.float64, 4) == set()
 
 
 @pytest.mark.parametrize(
@@ -157,50 +140,17 @@ def test_quantized_weights_serve_few_rows_and_plain_ones_any(monkeypatch):
     assert layouts == [QuantizedWeight, QuantizedWeight, PlainWeight, PlainWeight]
 
 
-@pytest.mark.parametrize("has_onednn", [True, False])
-def test_only_dtypes_that_onednn_lacks_are_upcast(monkeypatch, has_onednn):
-    monkeypatch.setattr(weight_layouts, "can_pack", lambda _: has_onednn)
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    assert [UpcastWeight.serves(dtype, 1) for dtype in dtypes] == [False, not has_onednn, not has_onednn]
-
-
-def test_plain_weights_need_a_compiler(monkeypatch):
-    monkeypatch.setattr(weight_layouts, "load_op", lambda *_: None)
-    assert not PlainWeight.serves(torch.float32, 1)
-
-
-class TestCompiledSteps:
-    """Compiled steps that read weights as the model stores them."""
-
-    @pytest.fixture(autouse=True)
-    def _plain_weights_are_the_fastest(self, monkeypatch):
-        """Whatever this machine is; and there is no memory for copies."""
-        set_fastest_layouts(monkeypatch, order=(PlainWeight, None, *WEIGHT_LAYOUTS[:2]))
-        monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
-
-    def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(self, tiny_llama):
-        model = tiny_llama(num_hidden_layers=LAYERS)
-        steps = attach_compiled(model, pack_weights="auto")
-        inputs = {**prompts(), **OPTIONS, "output_logits": True, "return_dict_in_generate": True}
-        use_drafter(model, "right", [[]])  # drafts nothing
-        expected = model.generate(**inputs)
-        assert {size for _, _, size in steps._steps} == {1}
-        use_drafter(model, "wrong at the last position", new_tokens(expected.sequences), width=4)
-        found = model.generate(**inputs)
-        assert {size for _, _, size in steps._steps} > {1}
-        assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
-
-    def test_layers_that_read_one_input_are_one_product_without_a_copy(self, tiny_llama):
-        model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
-        model.set_attn_implementation("sdpa")
-        expected = model.generate(**prompts(), **OPTIONS)
-        attach_compiled(model, None, graphs, pack_weights="auto")
-        use_drafter(model, "random", [[5] * NEW], width=4)
-        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-        assert set(graphs.products) == {3, 2}
-        names = {op.name() for op in graphs.ops}  # no Python between kernels
-        assert names == {f"tide_hf::{name}" for name in ("layer", "skinny_gemm", "decode_attention")}
-        attention = model.model.layers[0].self_attn
-        weights = [getattr(attention, f"{name}_proj").weight for name in "qkv"]
-        fused = weight_layouts._known[weight_layouts._key_of(weights, PlainWeight)]
-        assert [stored.data_ptr() for stored in fused._plain] == [weight.data_ptr() for weight in weights]
+def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(tiny_llama, monkeypatch):
+    """In compiled steps that read weights as the model stores them, for want of memory for copies."""
+    set_fastest_layouts(monkeypatch, order=(PlainWeight, None, *WEIGHT_LAYOUTS[:2]))
+    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    steps = attach_compiled(model, pack_weights="auto")
+    inputs = {**prompts(), **OPTIONS, "output_logits": True, "return_dict_in_generate": True}
+    use_drafter(model, "right", [[]])  # drafts nothing
+    expected = model.generate(**inputs)
+    assert {size for _, _, size in steps._steps} == {1}
+    use_drafter(model, "wrong at the last position", new_tokens(expected.sequences), width=4)
+    found = model.generate(**inputs)
+    assert {size for _, _, size in steps._steps} > {1}
+    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
