@@ -23,7 +23,7 @@ from .depth.kv_cache import cache_is_returned, fill_for, find_cache
 from .engines.warm_up import checked_rows, compile_kernels, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.acceptance import AcceptanceRule
-from .speculation.attachment import Attachment
+from .speculation.attachment import Attachment, DrafterFactory
 from .speculation.call import Call, check_call
 from .speculation.engine import Engine
 from .speculation.loop import SpeculativeDecoder
@@ -65,6 +65,7 @@ class TIDEGenerationMixin:
         generation_config: Any,
         synced_gpus: bool = False,
         streamer: Any = None,
+        make_drafter: DrafterFactory | None = None,
         **model_kwargs: Any,
     ) -> Any:
         call = Call(
@@ -95,14 +96,14 @@ class TIDEGenerationMixin:
             engine = EAGER
         warm_up_seconds = attachment.engines[engine].warm_up_seconds
         if mode == "self_speculative":
-            result, stats = self._tide_speculate(call, engine)
+            result, stats = self._tide_speculate(call, engine, make_drafter or attachment.make_drafter)
         else:
             result, stats = self._tide_exit(call, mode, engine)
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
         self.last_exit_stats = stats
         return result
 
-    def _tide_speculate(self, call: Call, engine_name: str) -> tuple[Any, ExitStats]:
+    def _tide_speculate(self, call: Call, engine_name: str, make_drafter: DrafterFactory) -> tuple[Any, ExitStats]:
         """Decode in `self_speculative`."""
         attachment, config, kwargs = self._tide, call.generation_config, call.model_kwargs
         is_returned = cache_is_returned(config, kwargs[CACHE])
@@ -110,7 +111,7 @@ class TIDEGenerationMixin:
         decoder = _decoder_of(self, call, engine, is_returned)
         with attachment.running(engine_name):
             prompts = call.input_ids.tolist()
-            result = decoder.decode(lambda own: attachment.make_drafter(attachment, prompts, own))
+            result = decoder.decode(lambda own: make_drafter(attachment, prompts, own))
         return result, decoder.stats
 
     def _tide_exit(self, call: Call, mode: str, engine_name: str) -> tuple[Any, ExitStats]:

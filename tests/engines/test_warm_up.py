@@ -2,7 +2,6 @@
 
 import io
 from functools import partial
-from threading import Thread
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.common.token_ids import left_padded
 from tide_hf.engines.steps.step_buffers import WIDTHS
 from tide_hf.engines.steps.step_store import CapturedSteps
-from tide_hf.engines.warm_up import PROMPT_LENGTHS, WarmUp, _drafting_by
+from tide_hf.engines.warm_up import PROMPT_LENGTHS, WarmUp
 
 
 def as_calibrated(routers, **agreement):
@@ -100,19 +99,6 @@ def test_it_changes_neither_statistics_nor_drafter_nor_acceptance(tiny_llama):
     assert model.last_exit_stats is stats
     assert model._tide.make_drafter is drafter
     assert model._tide.acceptances == learned
-
-
-def test_its_drafter_is_not_used_by_other_threads(tiny_llama):
-    model = TIDEModelForCausalLM.attach(tiny_llama())
-    attachment, found = model._tide, []
-    attachment.make_drafter = lambda *_: "theirs"
-    with _drafting_by(attachment, lambda *_: "ours"):
-        thread = Thread(target=lambda: found.append(attachment.make_drafter()))
-        thread.start()
-        thread.join()
-        found.append(attachment.make_drafter())
-    assert found == ["theirs", "ours"]
-    assert attachment.make_drafter() == "theirs"
 
 
 def test_it_warms_up_the_engine_of_the_calls(tiny_llama):

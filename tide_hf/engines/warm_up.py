@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
 from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
 from ..speculation.attachment import Attachment, head_priors
-from ..speculation.engine import UNREAD, Draft, DraftEngine, Drafter
+from ..speculation.engine import UNREAD, Draft, DraftEngine
 from ..speculation.policy import CostTable, Option, choose
 from ..speculation.rows import RowCriterion
 from .steps.step_buffers import WIDTHS
@@ -169,15 +168,16 @@ def _run(
     mask = torch.ones_like(ids)
     if padded:  # padding needs other graphs
         mask[1:, 0] = 0
-    with _drafting_by(attachment, lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine))):
-        model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=max(1, max_length - length),
-            stopping_criteria=[rounds],
-            tide_engine=engine,
-            **OPTIONS,
-        )
+    model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=max(1, max_length - length),
+        stopping_criteria=[rounds],
+        tide_engine=engine,
+        custom_generate=type(model)._sample,  # through which `generate` hands over the drafter
+        make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine)),
+        **OPTIONS,
+    )
 
 
 def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
@@ -188,14 +188,3 @@ def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
     priors = head_priors(attachment, engine)
     choice = choose([Option("head", ((prior, WIDTHS[-1] - 1),), layer) for layer, prior in priors.items()], costs)
     return [choice.option.exit_layer] if choice.option is not None else []
-
-
-@contextmanager
-def _drafting_by(attachment: Attachment, make: Callable[..., Drafter]) -> Iterator[None]:
-    """Make calls of this thread, and of no other, use the drafter that `make` returns."""
-    before, own = attachment.make_drafter, get_ident()
-    attachment.make_drafter = lambda *args: make(*args) if get_ident() == own else before(*args)
-    try:
-        yield
-    finally:
-        attachment.make_drafter = before

@@ -34,6 +34,9 @@ from .policy import CostTable
 
 logger = logging.getLogger(__name__)
 
+# Makes the drafter of a call, given the attachment, the prompts' token ids and the engine that decodes.
+DrafterFactory = Callable[["Attachment", list[list[int]], Any], Drafter]
+
 
 @dataclass
 class Attachment:
@@ -45,7 +48,7 @@ class Attachment:
         unembed: Its unembedding.
         routers: Routers and exit heads; `None` where drafts come from n-grams alone.
         mode: The mode of a call that names none; `exit_threshold` and `engine` likewise.
-        make_drafter: Builds the drafter of a call from the attachment, the prompts and the engine.
+        make_drafter: Makes the drafter of a call that names none.
         engines: The engines, by name.
         use_kernels: Whether eager calls may use kernels.
         strict: Whether calls that `self_speculative` does not support raise, instead of decoding plainly.
@@ -59,7 +62,7 @@ class Attachment:
     routers: TIDERouters | None
     mode: str
     exit_threshold: float
-    make_drafter: Callable[[Attachment, list[list[int]], Any], Drafter]
+    make_drafter: DrafterFactory
     engines: dict[str, EngineKind] = field(default_factory=dict)
     engine: str = "eager"
     use_kernels: bool | str = "auto"
