@@ -15,7 +15,6 @@ from tide_hf.calibration.block_head import (
     BlockTrainer,
     Plan,
     _after_right_tokens,
-    gains_by_bfloat16,
     mixed_precision,
 )
 from tide_hf.calibration.documents import Document
@@ -52,17 +51,6 @@ def started_trainer(model, routers, batches):
     return trainer
 
 
-def test_documents_are_padded_in_their_own_order(parts):
-    documents = [Document([5, 6, 7], first=1), Document([8, 9], first=0)]
-    (batch,) = document_batches(parts[0], 1, documents, 2)
-    rows = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), batch.counted.tolist(), strict=True)
-    assert sorted(rows) == [
-        ([5, 6, 7], [1, 1, 1], [False, True, True]),
-        ([8, 9, 0], [1, 1, 0], [True, True, False]),
-    ]
-    assert batch.states.shape == batch.final.shape == (2, 3, 32)
-
-
 @pytest.mark.parametrize("in_bfloat16", [False, True])
 def test_training_lowers_the_loss(parts, batches, monkeypatch, in_bfloat16):
     monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: in_bfloat16)
@@ -78,8 +66,6 @@ def test_training_lowers_the_loss(parts, batches, monkeypatch, in_bfloat16):
     with mixed_precision(torch.device("cpu")):
         states = trainer.states(batches[0])
     assert (states.dtype is torch.bfloat16) == in_bfloat16
-    steps = [step for step, _ in trainer.train(lambda: batches, len(batches), epochs=8, deadline=0.0)]
-    assert steps == [1]  # a deadline that is over stops it at once
 
 
 def test_second_draft_tokens_are_learnt_after_right_first_ones():
@@ -114,18 +100,6 @@ def test_training_on_its_own_predictions_makes_second_draft_tokens_better(parts,
     assert second_loss(4.0) < 0.97 * second_loss(0.0)
 
 
-def test_whether_bfloat16_is_faster_is_measured_once_on_a_cpu(monkeypatch):
-    seconds = {torch.float32: 1.0, torch.bfloat16: 0.5}
-    for gains in (True, False):
-        gains_by_bfloat16.cache_clear()
-        monkeypatch.setattr("tide_hf.calibration.block_head._seconds", seconds.__getitem__)
-        assert gains_by_bfloat16("cpu") == gains
-        seconds[torch.bfloat16] = 0.9
-        assert gains_by_bfloat16("cpu") == gains
-    gains_by_bfloat16.cache_clear()
-    assert not gains_by_bfloat16("mps")
-
-
 # In a calibration
 
 
@@ -147,35 +121,25 @@ def test_calibrate_makes_a_block_head_that_drafts(tiny_llama, tiny_tokenizer, tr
     assert drafted <= set(routers.draft_vocab.tolist())
 
 
-def test_a_block_head_that_had_no_time_is_recorded_as_cut_short(parts):
-    routers = calibrate(*parts, TEXTS, **OPTIONS, max_minutes=1e-6)
-    assert routers.config.calibration["block"]["stopped"]
-    assert "training of the block head" in routers.config.calibration["cut_short"]
-
-
 def test_start_from_trains_a_block_head_further(parts, trained, monkeypatch):
     before = TIDERouters.from_pretrained(trained)
     weights = {name: value.clone() for name, value in before.state_dict().items()}
     monkeypatch.setattr(BlockTrainer, "start", lambda *_: pytest.fail("a new block head"))
-    routers = calibrate(*parts, TEXTS[30:], start_from=trained, **OPTIONS)
+    routers = calibrate(*parts, TEXTS[30:], start_from=before, **OPTIONS)
     figures = routers.config.calibration["block"]
     assert figures["epochs"] == FURTHER.epochs
     assert figures["documents_before"] == 30
     assert figures["tune_agreement"] >= figures["tune_agreement_before"]
     assert not torch.equal(routers.block.head.translator.weight, weights["block.head.translator.weight"])
-    again = calibrate(*parts, TEXTS[30:], start_from=before, **OPTIONS)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), routers.parameters(), strict=True))
     assert all(torch.equal(value, weights[name]) for name, value in before.state_dict().items())
-    assert (
-        calibrate(*parts, TEXTS[30:], start_from=routers, **OPTIONS).config.calibration["block"]["documents_before"]
-        == 60
-    )
 
 
-def test_a_block_head_that_further_training_makes_worse_keeps_its_weights(parts, trained, monkeypatch):
-    monkeypatch.setattr("tide_hf.calibration.block_head.FURTHER", Plan(epochs=1, rate=1e4))
-    routers = calibrate(*parts, TEXTS[30:], start_from=trained, **OPTIONS)
+def test_a_block_head_that_a_step_before_the_deadline_makes_worse_keeps_its_weights(parts, trained, monkeypatch):
+    monkeypatch.setattr("tide_hf.calibration.block_head.FURTHER", Plan(epochs=2, rate=1e4))
+    routers = calibrate(*parts, TEXTS[30:], start_from=trained, max_minutes=1e-6, **OPTIONS)
     figures = routers.config.calibration["block"]
+    assert figures["stopped"]
+    assert "training of the block head" in routers.config.calibration["cut_short"]
     assert figures["tune_agreement"] < figures["tune_agreement_before"]
     before = TIDERouters.from_pretrained(trained).block.head.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in routers.block.head.state_dict().items())

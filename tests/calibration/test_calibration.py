@@ -14,7 +14,6 @@ from calibrations import OPTIONS, PackedHead, assert_same, small, texts
 from families import tiny_model
 from repository import ROOT
 from torch import nn
-from transformers import AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration import work_folder
@@ -37,6 +36,7 @@ def made(parts):
 def test_one_call_makes_routers_that_work(parts, made, tmp_path):
     model, tokenizer = parts
     assert made.exit_layers == [1, 2]
+    assert made.config.calibration["cut_short"] == []
     record = json.loads(json.dumps(made.config.calibration))
     assert record["command"] == "python make.py"
     assert sorted(record["exit_layers"]) == ["1", "2"]
@@ -57,7 +57,7 @@ def test_one_call_makes_routers_that_work(parts, made, tmp_path):
         TIDEModelForCausalLM.detach(model)
 
 
-def test_the_same_seed_gives_the_same_routers_attached_or_not(parts, made):
+def test_the_routers_are_the_same_if_others_are_attached(parts, made):
     model, tokenizer = parts
     TIDEModelForCausalLM.attach(model, copy.deepcopy(made), mode="early_exit", exit_threshold=0.0)
     try:
@@ -65,18 +65,7 @@ def test_the_same_seed_gives_the_same_routers_attached_or_not(parts, made):
         assert isinstance(model, TIDEModelForCausalLM)
     finally:
         TIDEModelForCausalLM.detach(model)
-    other = small(model, tokenizer, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(made.parameters(), other.parameters(), strict=True))
-
-
-def test_modules_in_training_mode_stay_so(tiny_llama, tiny_tokenizer):
-    model = tiny_llama().train()
-    model.model.layers[0].eval()
-    small(model, tiny_tokenizer, texts(9), exit_layers=[1])
-    assert model.training
-    assert model.model.layers[1].mlp.training
-    assert not model.model.layers[0].mlp.training
 
 
 def test_a_linear_head_agrees_more_often_than_the_identity(parts):
@@ -90,19 +79,15 @@ def test_a_linear_head_agrees_more_often_than_the_identity(parts):
 
 
 def test_labels_change_the_routers_but_not_the_heads_or_what_is_certified(parts):
-    options = {"samples": 12, "max_length": 10, "exit_layers": [2, 3]}
+    options = {"samples": 12, "max_length": 10, "exit_layers": [2]}
     made = [small(*parts, texts(12), labels=labels, **options) for labels in ("agreement", "cosine", "kl")]
     assert [routers.config.calibration["labels"] for routers in made] == ["agreement", "cosine", "kl"]
-    for layer in (2, 3):
-        weights = [routers[layer].head.translator.weight for routers in made]
-        assert torch.equal(weights[0], weights[1])
-        assert torch.equal(weights[0], weights[2])
-    agreement, reliability = (
-        [[row[figure] for row in routers.config.calibration["exit_layers"].values()] for routers in made]
-        for figure in ("agreement", "reliability")
-    )
-    assert agreement[0] == agreement[1] == agreement[2]
-    assert reliability[0] != reliability[1] != reliability[2]
+    heads = [routers[2].head.translator.weight for routers in made]
+    rows = [routers.config.calibration["exit_layers"]["2"] for routers in made]
+    for other in (1, 2):
+        assert torch.equal(heads[0], heads[other])
+        assert rows[0]["agreement"] == rows[other]["agreement"]
+        assert rows[0]["reliability"] != rows[other]["reliability"]
 
 
 def test_time_runs_out_but_certification_does_not(parts):
@@ -112,18 +97,19 @@ def test_time_runs_out_but_certification_does_not(parts):
     assert record["max_minutes"] == 1e-4
     assert {row["method"] for row in record["heads"].values()} == {"ridge"}
     assert len(record["threshold"]["table"]) > 50
-    assert small(*parts, max_minutes=60).config.calibration["cut_short"] == []
 
 
-def test_useful_layers_are_chosen_if_none_are_named(tiny_llama, tiny_tokenizer):
-    routers = small(tiny_llama(num_hidden_layers=13), tiny_tokenizer, exit_layers=None)
+def test_useful_layers_are_chosen_if_none_are_named_and_training_mode_stays(tiny_llama, tiny_tokenizer):
+    model = tiny_llama(num_hidden_layers=13).train()
+    model.model.layers[0].eval()
+    routers = small(model, tiny_tokenizer, exit_layers=None)
+    assert model.model.layers[1].mlp.training
+    assert not model.model.layers[0].mlp.training
     record = routers.config.calibration
     kept, dropped = routers.exit_layers, sorted(map(int, record["dropped_exit_layers"]))
     assert sorted(kept + dropped) == [4, 8, 12]
     assert kept == sorted(map(int, record["exit_layers"])) == sorted(map(int, routers.exits))
     assert dropped  # of three heads on noise not all can be of use
-    for row in record["dropped_exit_layers"].values():
-        assert set(row) <= set(record["exit_layers"][str(kept[0])])
 
 
 def test_the_draft_vocabulary_holds_the_most_frequent_tokens(parts, made):
@@ -144,14 +130,14 @@ def test_the_draft_vocabulary_holds_the_most_frequent_tokens(parts, made):
     others = [token for token in range(260) if token not in vocab]
     assert counts[vocab].min() >= counts[others].max()
     assert made.draft_vocab.tolist() == list(range(260))  # the model has fewer than the default size
-    without = small(model, tokenizer, dataset, **options, draft_vocab_size=None)
-    assert without.draft_vocab is without.config.draft_vocab_size is None
 
 
-def test_a_tokenizer_without_special_tokens_and_template(parts, tiny_model_folder):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+def test_a_tokenizer_without_special_tokens_and_template_and_no_draft_vocabulary(parts):
+    tokenizer = copy.deepcopy(parts[1])
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.chat_template = None
-    assert small(parts[0], tokenizer, exit_layers=[1]).config.calibration["num_documents"] > 0
+    routers = small(parts[0], tokenizer, exit_layers=[1], draft_vocab_size=None)
+    assert routers.config.calibration["num_documents"] > 0
+    assert routers.draft_vocab is routers.config.draft_vocab_size is None
 
 
 # Several processes
@@ -161,16 +147,12 @@ import json, sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tide_hf import calibrate
-from tide_hf.calibration import work_folder
+from tide_hf.calibration.work_folder import WorkFolder
 
 folder, output, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 torch.set_num_threads(1)
-written = []
-write = work_folder.WorkFolder.write
-def noted(self, name, *args):
-    written.append(name)
-    write(self, name, *args)
-work_folder.WorkFolder.write = noted
+written, write = [], WorkFolder.write
+WorkFolder.write = lambda self, name, *args: written.append(name) or write(self, name, *args)
 model = AutoModelForCausalLM.from_pretrained(folder)
 routers = calibrate(model, AutoTokenizer.from_pretrained(folder), output_dir=output, **options)
 rank = torch.distributed.get_rank()
@@ -178,32 +160,20 @@ torch.save([written, routers.state_dict(), routers.config.calibration], f"{outpu
 torch.distributed.destroy_process_group()
 """
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-# With --cpu in place of --multi_gpu accelerate starts one process, unless MPI starts more.
-ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.slow),  # which calls torch.distributed.run
-    ],
-)
-def test_two_processes_make_the_routers_of_one(parts, made, tiny_model_folder, tmp_path, launcher):
+def test_two_processes_make_the_routers_of_one(made, tiny_model_folder, tmp_path):
     (tmp_path / "share.py").write_text(SCRIPT)
     output = tmp_path / "routers"
     options = json.dumps(OPTIONS | {"notes": {"command": "python make.py"}})
-    command = [sys.executable, "-m", *launcher, "share.py", str(tiny_model_folder), str(output), options]
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *TORCHRUN, "share.py", str(tiny_model_folder), str(output), options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [torch.load(output / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
-    first, second = set(ranks[0][0]), set(ranks[1][0])
-    assert not first & second
-    for stage in ("documents/0", "states/", "heads/", "routers/", "decisions/"):
-        assert any(name.startswith(stage) for name in first), stage
-        assert stage == "decisions/" or any(name.startswith(stage) for name in second), stage
+    assert not set(ranks[0][0]) & set(ranks[1][0])
+    for written, _, _ in ranks:
+        assert {"documents", "states", "heads", "routers"} <= {name.partition("/")[0] for name in written}
     for _, state, record in ranks:
         assert record["num_processes"] == 2
         for name, value in made.state_dict().items():
@@ -227,19 +197,13 @@ def no_work(monkeypatch):
         ({"labels": "euclid"}, r"unknown labels: got 'euclid'\. Expected one of 'agreement', 'cosine', 'kl'"),
         ({"exit_strategy": "magic"}, r"unknown exit_strategy.*'identity', 'linear', 'block'"),
         ({"tolerance": 0}, r"tolerance makes no sense: got .*Expected a number between 0 and 1"),
-        ({"tolerance": "low"}, r"tolerance makes no sense: got .*Expected a number between 0 and 1"),
-        ({"confidence": 1.5}, r"confidence makes no sense: got .*Expected a number between 0 and 1"),
         ({"max_minutes": 0}, "max_minutes makes no sense: got .*Expected a"),
-        ({"batch_size": 0}, "batch_size makes no sense: got .*Expected a"),
-        ({"samples": 2.5}, "samples makes no sense: got .*Expected a"),
+        ({"batch_size": 2.5}, "batch_size makes no sense: got .*Expected a"),
         ({"max_length": -1}, "max_length makes no sense: got .*Expected a"),
         ({"exit_layers": [9]}, "exit layer out of range"),
         ({"exit_layers": 2}, "exit_layers makes no sense: got 2. Expected a list"),
-        ({"exit_layers": "12"}, "exit_layers makes no sense: got '12'"),
         ({"draft_vocab_size": "all"}, "draft_vocab_size makes no sense: got 'all'"),
-        ({"translator_rank": 0}, "translator_rank makes no sense: got 0"),
         ({"translator_rank": 33}, "translator_rank makes no sense: got 33. Expected at most 32"),
-        ({"seed": None}, "seed makes no sense: got None"),
         ({"seed": 2**70}, "seed makes no sense: got a number beyond 64 bits"),
         ({"notes": {"x": object()}}, "notes makes no sense: got Object of type object is not JSON serializable"),
         ({"output_dir": __file__}, r"output_dir makes no sense: got .*test_calibration.*Expected a folder"),
@@ -282,21 +246,14 @@ def test_a_template_that_refuses_a_message_that_stands_alone(parts, template):
         small(model, tokenizer)
 
 
-def test_an_8_bit_head_that_dequantises_itself_gets_heads_in_closed_form(tiny_llama, tiny_tokenizer):
+def test_an_8_bit_head_that_dequantises_itself_gets_heads_in_closed_form_and_no_block_head(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     model.lm_head = PackedHead(model.lm_head.weight.detach())
     record = small(model, tiny_tokenizer).config.calibration
     assert {row["method"] for row in record["heads"].values()} == {"ridge"}
-    with pytest.raises(UnsupportedModelError, match=r"a block head cannot be trained here: .*'linear'"):
-        small(model, tiny_tokenizer, exit_strategy="block")
-
-
-@pytest.mark.usefixtures("no_work")
-def test_a_block_head_cannot_be_trained_through_an_offloaded_head(tiny_llama, tiny_tokenizer):
-    model = tiny_llama()
-    cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(UnsupportedModelError, match=r"a block head cannot be trained here: .*'linear'"):
-        small(model, tiny_tokenizer, texts(20), exit_strategy="block")
+    for one in (model, cpu_offload(tiny_llama(), torch.device("cpu"))):
+        with pytest.raises(UnsupportedModelError, match=r"a block head cannot be trained here: .*'linear'"):
+            small(one, tiny_tokenizer, texts(20), exit_strategy="block")
 
 
 @pytest.mark.usefixtures("no_work")

@@ -58,7 +58,7 @@ def test_states_that_are_nan(tiny_llama):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_shard_holds_the_states_of_whole_documents(parts, store):
+def test_a_shard_holds_the_states_of_whole_documents_and_is_read_alone(parts, store, monkeypatch):
     for shard, batch in zip(store.shards("fit"), store.batches("fit"), strict=True):
         expected = reader_of(parts[0], [1, 3]).read(store.splits["fit"], shard.rows)
         for name in ("tokens", "top_tokens", "counted", "document_ids"):
@@ -66,6 +66,10 @@ def test_a_shard_holds_the_states_of_whole_documents(parts, store):
         for layer in (1, 3):
             assert torch.equal(batch.hidden_states[layer], expected.hidden_states[layer].bfloat16().float())
         assert torch.equal(batch.final_states, expected.final_states.bfloat16().float())
+    read, names = WorkFolder.read, []
+    monkeypatch.setattr(WorkFolder, "read", lambda self, name, keys: names.append(name) or read(self, name, keys))
+    next(store.batches("fit"))
+    assert names == ["states/fit-00000"]
     assert store.read(store.shards("fit")[0]).final_states.dtype == torch.bfloat16
     assert store.read(store.shards("certify")[0]).final_states.dtype == torch.float32
 
@@ -78,16 +82,6 @@ def test_samples_are_bounded_and_seeded(store):
     assert torch.equal(samples[0].tokens, samples[1].tokens)
     assert not torch.equal(samples[0].document_ids, samples[2].document_ids)
     assert len(store.sample("fit", [3], capacity=100, seed=0)) == 20
-
-
-def test_shards_are_read_one_at_a_time(store, monkeypatch):
-    read, names = WorkFolder.read, []
-    monkeypatch.setattr(WorkFolder, "read", lambda self, name, keys: names.append(name) or read(self, name, keys))
-    batches = store.batches("fit")
-    next(batches)
-    assert names == ["states/fit-00000"]
-    next(batches)
-    assert names == ["states/fit-00000", "states/fit-00001"]
 
 
 def test_splits_are_disjoint_and_complete():

@@ -14,7 +14,6 @@ from tide_hf.calibration import work_folder
 from tide_hf.calibration.work_folder import Processes
 from tide_hf.common import files as folders
 from tide_hf.common.errors import CalibrationError
-from tide_hf.routers import card as model_card
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,16 +39,13 @@ def kill_at_write(monkeypatch, number):
 
 
 @pytest.fixture(scope="module")
-def whole(parts, tmp_path_factory):
-    """Routers of a calibration that nothing stops, and their folder."""
-    folder = tmp_path_factory.mktemp("whole")
-    return small(*parts, output_dir=folder, exit_layers=None), folder
+def whole(parts):
+    """Routers of a calibration that nothing stops."""
+    return small(*parts, exit_layers=None)
 
 
 def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, whole, tmp_path, monkeypatch):
     """Each call gets one unit further than the one before."""
-    expected, folder = whole
-    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors", "plots"}
     kills = 0
     for call in range(100):
         torch.manual_seed(call)  # the state of the caller's generator does not matter
@@ -63,56 +59,29 @@ def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, whole, tmp_pa
                 assert len(written) == 1
     assert kills == 11  # a unit for each batch, shard, head, router, and the list of batches
     assert routers.config.calibration["resumed_units"] >= kills - 1
-    assert_same(routers, expected)
-    assert_same(TIDERouters.from_pretrained(tmp_path), expected)
-    assert not (tmp_path / work_folder.NAME).exists()
+    assert_same(routers, whole)
+    assert_same(TIDERouters.from_pretrained(tmp_path), whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "config.json", "model.safetensors", "plots"}
 
 
-def test_killed_while_saving(parts, whole, tmp_path, monkeypatch):
+def test_unfinished_work_is_refused_if_of_another_calibration_or_damaged(parts, tiny_llama, tmp_path, monkeypatch):
+    folder = tmp_path / work_folder.NAME
     with monkeypatch.context() as patch:
-        patch.setattr(model_card, "write_model_card", lambda *_: (_ for _ in ()).throw(Killed))
-        with pytest.raises(Killed):
-            small(*parts, output_dir=tmp_path, exit_layers=None)
-    written = kill_at_write(monkeypatch, 0)
-    assert_same(small(*parts, output_dir=tmp_path, exit_layers=None), whole[0])
-    assert not written
-
-
-@pytest.fixture(scope="module")
-def unfinished(parts, tmp_path_factory):
-    """The folder of a calibration that was killed after eight units, which only refused calibrations may share."""
-    folder = tmp_path_factory.mktemp("unfinished")
-    with pytest.MonkeyPatch.context() as patch:
         kill_at_write(patch, 8)
         with pytest.raises(Killed):
-            small(*parts, output_dir=folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"seed": 1}, r"seed=0 \(now 1\)"),
-        ({"dataset": texts(9)}, r"data_hash="),
-        ({"exit_layers": [1, 3]}, r"exit_layers=\[1, 2\] \(now \[1, 3\]\)"),
-        ({"draft_vocab_size": 8}, r"draft_vocab_size=8192 \(now 8\)"),
-        ({"model": 5}, r"unembed_hash='\w+' \(now '\w+'\)"),
-    ],
-)
-def test_the_unfinished_work_of_another_calibration(parts, tiny_llama, unfinished, changed, message):
-    model = tiny_llama(seed=changed.pop("model")) if "model" in changed else parts[0]
-    with pytest.raises(CalibrationError, match=message) as caught:
-        small(model, parts[1], output_dir=unfinished, **changed)
-    folder = unfinished / work_folder.NAME
-    assert f"{folder} holds the work of another calibration, or one by other settings" in str(caught.value)
-    assert f"or delete {folder}" in str(caught.value)
-
-
-def test_a_damaged_unit_is_named(parts, unfinished):
-    shard = next((unfinished / work_folder.NAME / "states").glob("fit-*"))
+            small(*parts, output_dir=tmp_path)
+    for model, changed, message in (
+        (parts[0], {"seed": 1, "exit_layers": [1, 3]}, r"exit_layers=\[1, 2\] \(now \[1, 3\]\).*seed=0 \(now 1\)"),
+        (parts[0], {"dataset": texts(9)}, "data_hash="),
+        (tiny_llama(seed=5), {}, r"unembed_hash='\w+' \(now '\w+'\)"),
+    ):
+        with pytest.raises(CalibrationError, match=message) as caught:
+            small(model, parts[1], output_dir=tmp_path, **changed)
+        assert f"or delete {folder}" in str(caught.value)
+    shard = next((folder / "states").glob("fit-*"))
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(CalibrationError, match=rf"{shard.name} cannot be read.*Delete that file"):
-        small(*parts, output_dir=unfinished)
+        small(*parts, output_dir=tmp_path)
 
 
 def test_a_disk_too_small_is_refused_before_states_are_read(parts, tmp_path, monkeypatch):
@@ -138,7 +107,7 @@ def test_a_disk_that_fills_up(parts, whole, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(f"**/*{folders.UNFINISHED}"))
     routers = small(*parts, output_dir=tmp_path, exit_layers=None)
     assert routers.config.calibration["resumed_units"] > 0
-    assert_same(routers, whole[0])
+    assert_same(routers, whole)
 
 
 def test_busy_processes_get_the_threads_of_idle_ones(monkeypatch):

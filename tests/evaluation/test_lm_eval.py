@@ -1,8 +1,6 @@
 """The model `tide_hf` in lm-eval itself, on tasks in local files."""
 
-import itertools
 import json
-import math
 import subprocess
 import sys
 
@@ -138,18 +136,6 @@ def test_exits_are_scored_as_they_decode(places, plain, mode, tiny_tokenizer):
     assert (tide["mode"], tide["exit_threshold"]) == (mode, 0.5)
     assert 0.25 <= tide["likelihood_depth_fraction"] < 1
     assert 0.25 <= tide["generation_depth_fraction"] < 1
-
-
-def test_the_depth_of_likelihoods_is_that_of_the_continuations(places, tiny_llama, tiny_tokenizer):
-    routers = str(places / "routers")
-    found = evaluate(places, "tide_hf", ["choose"], routers=routers, tide_mode="post_hoc", exit_threshold=0.5)
-    assert math.isfinite(found["results"]["choose"]["acc,none"])
-    model, routers, depths = tiny_llama(), TIDERouters.from_pretrained(routers), []
-    for row, choice in itertools.product(ROWS, ROWS[0]["choices"]):
-        ids = tiny_tokenizer(f"{row['question']} {choice}", return_tensors="pt")["input_ids"]
-        read = exit_logits(model, routers, ids, exit_threshold=0.5)
-        depths += read.exit_layers[0, :-1][-len(choice) - 1 :].tolist()
-    assert found["config"]["tide"]["likelihood_depth_fraction"] == pytest.approx(sum(depths) / len(depths) / 4)
 
 
 def test_the_command_knows_the_model(places):

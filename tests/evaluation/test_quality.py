@@ -12,9 +12,9 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.documents import Document
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
-from tide_hf.evaluation.quality import read_texts, score_texts
+from tide_hf.evaluation.quality import score_texts
 
-FAMILIES = ("llama", "gpt2", "gemma2", "granite", "cohere2", "opt", "falcon", "mixtral")
+FAMILIES = ("llama", "gemma2", "granite", "opt", "mixtral")
 PROMPT = 7
 NEW = 12
 
@@ -100,24 +100,6 @@ def test_perplexity_by_hand():
     assert scores.row(0.0, 0.9)["exit_rates"] == {"1": 1.0, "3": 0.0}
 
 
-def test_the_base_models_perplexity_is_that_of_its_loss(tiny_llama, tiny_tokenizer):
-    model = tiny_llama()
-    text = "The river runs on, and on."
-    documents, _ = read_texts([text], tiny_tokenizer, samples=5, max_length=64, seed=0)
-    ids = tiny_tokenizer(text, return_tensors="pt")["input_ids"]
-    row = score_texts(model, random_routers(model), documents, batch_size=1).row(None, 0.95)
-    assert row["perplexity"]["value"] == pytest.approx(model(input_ids=ids, labels=ids).loss.exp().item(), rel=1e-4)
-    assert row["perplexity"]["interval"] is None  # nothing to resample
-
-
-def test_only_the_last_answer_of_a_chat_counts(tiny_tokenizer):
-    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    tiny_tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer._tokenizer, eos_token="<eos>")
-    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
-    (document,), _ = read_texts([chat], tiny_tokenizer, samples=1, max_length=64, seed=0)
-    assert tiny_tokenizer.decode(document.tokens[document.first + 1 :]) == "So.|"
-
-
 def test_the_record_compares_thresholds_with_the_base_model(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     routers = random_routers(model)
@@ -145,9 +127,13 @@ def test_an_offloaded_model_gives_the_same_and_the_routers_are_unchanged(tiny_ll
     )
     torch.testing.assert_close(read.logits, expected.logits)
     routers.bfloat16()
-    options = QualityOptions(text=["a text", "another"], thresholds=(0.5,))
+    texts = ["one text", "too long"]
+    options = QualityOptions(text=texts, thresholds=(0.5,))
     expected, record = (measure_quality(one, tiny_tokenizer, routers, options) for one in (model, offloaded))
     assert json.dumps(record) == json.dumps(expected)
+    ids = torch.tensor(tiny_tokenizer(texts)["input_ids"])
+    perplexity = model(input_ids=ids, labels=ids).loss.exp().item()
+    assert record["perplexity"]["rows"][0]["perplexity"]["value"] == pytest.approx(perplexity, rel=1e-4)
     assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in routers.parameters())
 
 

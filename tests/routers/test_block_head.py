@@ -31,8 +31,8 @@ def test_output_equals_the_base_model_s_in_every_family(family):
 @pytest.mark.parametrize(
     ("family", "rows", "every"),
     [
-        *(("llama", rows, every) for rows, every in [(1, 1), (1, 4), (2, 1)]),
-        *((family, 2, 3) for family in ("llama", "gemma2", "gpt2", "falcon", "bloom", "opt", "qwen2_5_vl")),
+        *(("llama", rows, every) for rows, every in [(1, 1), (1, 4)]),
+        *((family, 2, 3) for family in ("llama", "gemma2", "gpt2", "bloom", "qwen2_5_vl")),
     ],
 )
 def test_drafts_start_with_the_top_token_of_a_pass_over_the_whole_text(family, rows, every, monkeypatch):
@@ -57,14 +57,6 @@ def test_drafts_start_with_the_top_token_of_a_pass_over_the_whole_text(family, r
         assert draft[0] == int(top)
 
 
-def test_a_row_whose_block_never_drafts_fills_no_keys_and_values(tiny_llama, monkeypatch):
-    model = tiny_llama()
-    made = attach_drafting(model, routers_for(model, 1), width=2, every=100)
-    monkeypatch.setattr("tide_hf.depth.block_drafting.fill_skipped", lambda *_: pytest.fail("K/V that nobody needs"))
-    model.generate(torch.arange(3, 12)[None], max_new_tokens=20, do_sample=False)
-    assert made[0].rounds > 10
-
-
 def test_the_output_head_s_draft_rows_are_copied_again_when_the_head_has_changed(tiny_llama):
     model = tiny_llama()
     routers = TIDERouters.for_model(model, exit_layers=[2], draft_vocab_size=5)
@@ -79,10 +71,12 @@ def test_the_output_head_s_draft_rows_are_copied_again_when_the_head_has_changed
     assert attachment.draft_unembed() is not second
 
 
-def test_the_returned_cache_has_no_layer_of_the_block(tiny_llama):
+def test_early_exit_and_the_returned_cache_have_no_layer_of_the_block(tiny_llama):
     model = tiny_llama()
     attach_drafting(model, routers_for(model, 1), width=2)
     ids = torch.arange(3, 12)[None]
+    model.generate(ids, max_new_tokens=6, tide_mode="early_exit", exit_threshold=0.0)
+    assert set(model.last_exit_stats.exits_per_layer) == {2}
     options = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(ids, **options)
     assert len(first[CACHE].layers) == 4
@@ -107,18 +101,10 @@ def test_the_hybrid_drafter_uses_the_block_if_it_pays(tiny_llama):
     assert model.last_exit_stats.drafted > 0
 
 
-def test_early_exit_does_not_use_the_block(tiny_llama):
-    model = tiny_llama()
-    attach_drafting(model, routers_for(model, 1), width=2)
-    model.generate(torch.arange(3, 12)[None], max_new_tokens=6, tide_mode="early_exit", exit_threshold=0.0)
-    assert set(model.last_exit_stats.exits_per_layer) == {2}
-
-
 @pytest.mark.parametrize(
     ("family", "block_layer", "reason"),
     [
         ("mistral", 1, "sliding_attention"),
-        ("gemma2", 2, "sliding_attention"),
         ("gemma2", 1, "no layer of kind full_attention before layer 1"),
         ("deepseek_v3", 2, "cannot be built from the model's config"),
         ("mamba", 1, "a block head cannot be made"),

@@ -46,7 +46,6 @@ def test_the_card_of_older_routers(routers_with, tmp_path):
     assert card.data.library_name == "tide_hf"
     assert {"early-exit", "tide"} <= set(card.data.tags)
     assert card.data.license is None
-    assert {result.dataset_name for result in card.data.eval_results} == {"texts given by the caller"}
     assert {result.metric_name: result.metric_value for result in card.data.eval_results} == {
         "Agreement with the full model at exit layer 4": 0.25,
         "Agreement with the full model at exit layer 12": 0.25,
@@ -58,11 +57,9 @@ def test_the_card_of_older_routers(routers_with, tmp_path):
         'pipeline("text-generation", model="org/base-tide")',
         "| exit layer | agreement | router AUC | calibration error | exit rate |\n| ---: |",
         "| 4 of 16 | 25.0% | 0.700 | 0.020 | 12.5% |\n| 12 of 16 |",
-        "| 0.9 | 1.00% | 90.0% | yes |",
         "| 0.8 | 1.00% | 80.0% | no |",
         "exit_threshold 0.9 (disagreement below 2.0% with 95% confidence)",
         "Command: `make them`",
-        "12.5 seconds; tide_hf",
         "Not drawn: matplotlib was not installed (`pip install tide-hf[plots]`).",
     ):
         assert expected in card.text
@@ -71,39 +68,28 @@ def test_the_card_of_older_routers(routers_with, tmp_path):
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_a_resumed_calibration_without_certified_threshold_and_a_licence(routers_with, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resumed_calibration_without_certified_threshold_and_a_licence(routers_with, tmp_path):
     routers = routers_with(record(chosen=2.0) | {"resumed_units": 7})
-    card = ModelCard.load(write_model_card(routers, ".", license="mit"))
-    expected = "12.5 seconds in the last of several runs (7 units of the work had been done before); tide_hf"
-    assert expected in card.text
+    card = ModelCard.load(write_model_card(routers, tmp_path, license="mit"))
+    assert "12.5 seconds in the last of several runs (7 units of the work had been done before); tide_hf" in card.text
     assert "No threshold could be certified" in card.text
     assert card.data.license == "mit"
-    assert card.data.model_name == tmp_path.name
 
 
 def test_new_records_have_every_table_and_plot(routers_with, tmp_path):
-    full, had_pyplot = record() | made_up_record(), "matplotlib.pyplot" in sys.modules
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for name in ("README.md", "plots/agreement.png"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    full = record() | made_up_record()
     text = write_model_card(routers_with(full), tmp_path).read_text()
-    coverage = full["exit_layers"]["12"]["coverage"]
-    for expected in (
-        "| head parameters | head MB | cost |",
-        "| 1,056 | 0.00 |",
-        "## Coverage",
-        f"| 12 | {coverage['0.99']:.1%} | {coverage['0.98']:.1%} | {coverage['0.95']:.1%} | {coverage['0.90']:.1%} |",
-        "chosen on these same documents",
-        "| tolerance | certified threshold | disagreement | 90% interval | depth |",
-        "| 0.5% | none | - | - | 100.0% |",
-        f"{full['machine']['cpu']}, {full['machine']['torch_threads']} threads, device cpu.",
-        "## Limits",
-    ):
+    for expected in ("| head parameters | head MB | cost |", "## Coverage", "| 0.5% | none | - |", "device cpu."):
         assert expected in text
-    assert text.index("| 4 of 16 |") < text.index("| 12 of 16 |")
     for plot in ("exit_depth", "agreement", "reliability", "risk"):
         assert f"](plots/{plot}.png)" in text
         assert (tmp_path / "plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     assert "Not drawn" not in text
-    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # it holds global state
+    assert (tmp_path / "mine").read_text() == "mine"  # links are not written through
 
 
 @pytest.mark.usefixtures("without_matplotlib")
@@ -137,12 +123,9 @@ def test_texts_of_a_record_become_neither_markup_nor_code(routers_with, tmp_path
         *(
             (record() | wrong, r"cannot be shown on a card: got .* Expected the record that tide_hf")
             for wrong in (
-                {"threshold": "none"},
                 {"threshold": {"chosen": 1}},
                 {"splits": 3},
-                {"num_documents": {"a": []}, "splits": {}},
                 {"exit_layers": {"four": ROW}},
-                {"command": 7},
             )
         ),
     ],
@@ -153,23 +136,15 @@ def test_records_that_no_calibration_makes_get_no_card(routers_with, tmp_path, c
     assert not (tmp_path / "README.md").exists()
 
 
-def test_links_in_the_folder_are_not_written_through(routers_with, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "routers" / "plots").mkdir(parents=True)
-    for name in ("README.md", "plots/agreement.png"):
-        (tmp_path / "routers" / name).symlink_to(tmp_path / "mine")
-    write_model_card(routers_with(record()), tmp_path / "routers")
-    assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_an_older_record_gives_the_plots_that_it_can(tmp_path):
+def test_an_older_record_gives_the_plots_that_it_can(tmp_path, monkeypatch):
     record = json.loads((SHIPPED / "config.json").read_text())["calibration"]
     del record["threshold"]
     for row in record["exit_layers"].values():
         row.pop("reliability", None)
     assert [file.stem for file in save_plots(record, tmp_path)] == ["exit_depth", "agreement"]
-    assert save_plots({}, tmp_path) == []
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"got no matplotlib\. Expected .*pip install tide-hf\[plots\]"):
+        save_plots(record, tmp_path / "plots")
 
 
 def test_what_the_plots_show():
@@ -180,7 +155,6 @@ def test_what_the_plots_show():
     layers = record["exit_layers"]
     labels, heights = drawn["exit_depth"].drawn("bar")[0]
     assert labels == ["4", "12", "none"]
-    assert heights[:2] == [100 * layers[layer]["exit_rate"] for layer in ("4", "12")]
     assert sum(heights) == pytest.approx(100)
     assert drawn["agreement"].drawn("plot") == [([4, 12], [100 * layers[n]["agreement"] for n in ("4", "12")])]
     reliability = drawn["reliability"].drawn("plot")
@@ -188,19 +162,5 @@ def test_what_the_plots_show():
         [(score, share) for score, share, _ in layers[layer]["reliability"]] for layer in ("4", "12")
     ]
     table = record["threshold"]["table"]
-    certified, others = drawn["risk"].drawn("plot")
-    assert certified[0] == [row["exit_threshold"] for row in table if row["certified"]]
+    _, others = drawn["risk"].drawn("plot")
     assert others[1] == [100 * row["disagreement"] for row in table if not row["certified"]]
-
-
-def test_many_layers_are_thinned_out():
-    row = made_up_record()["exit_layers"]["4"]
-    axes = Axes()
-    PLOTS["reliability"][0](axes, {"exit_layers": {str(layer): row for layer in range(1, 31)}})
-    assert 4 <= len(axes.drawn("plot")) - 1 <= 8
-
-
-def test_without_matplotlib_plots_are_refused(tmp_path, without_matplotlib):
-    with pytest.raises(MissingPackageError, match=r"got no matplotlib\. Expected .*pip install tide-hf\[plots\]"):
-        save_plots(made_up_record(), tmp_path / "plots")
-    assert not (tmp_path / "plots").exists()

@@ -51,29 +51,20 @@ def layer_with(**figures):
 
 BAD_RECORDS = [
     7,
-    [{"exit_layers": {}}],
     {"exit_layers": {"../1": {"agreement": 0.5}}},
-    {"exit_layers": {"01": {"agreement": 0.5}}},
     layer_with(agreement="high"),
     layer_with(agreement=7),
-    layer_with(router_auc="x"),
     layer_with(cost=10**400),
     layer_with(coverage=3),
-    layer_with(coverage={"most": 0.5}),
     {"threshold": None},
-    {"threshold": [1]},
     {"threshold": {}},
     {"threshold": {"tolerance": "a", "confidence": None, "chosen": 0.5}},
     {"tolerances": 7},
     {"tolerances": [{}]},
     {"tolerances": [TOLERANCE | {"depth_fraction": []}]},
-    {"tolerances": [TOLERANCE | {"disagreement": "little"}]},
     {"tolerances": [TOLERANCE | {"interval": [0.1]}]},
-    {"tolerances": [TOLERANCE | {"interval": 0.1}]},
-    {"num_documents": "many"},
     {"num_documents": -1},
     {"block": {"agreement": 0.5, "documents_before": 2**64}},
-    {"exit_layers": {}, "block": {}},
 ]
 BAD_BLOCK_FIELDS = [
     {"model_type": "tide"},
@@ -91,27 +82,20 @@ BAD_BLOCK_FIELDS = [
         {"num_hidden_layers": 10**9, "exit_layers": None},
         {"num_hidden_layers": 0},
         {"hidden_size": 10**12},
-        {"hidden_size": -3},
         {"vocab_size": 10**30},
         {"router_bottleneck_dim": 2**21},
-        {"router_bottleneck_dim": 0},
         {"checkpoint_interval": 0},
         {"translator_rank": 0},
         {"draft_vocab_size": 0},
-        {"draft_vocab_size": 10**6},
         {"exit_threshold": 10**400},
         {"exit_threshold": "high"},
-        {"exit_threshold": None},
         {"compaction_threshold": float("nan")},
-        {"compaction_threshold": -1},
         {"exit_strategy": "magic"},
         {"kv_cache_strategy": "forget"},
         {"base_model_name_or_path": "x" * 5000},
         {"base_model_name_or_path": "a\nb"},
         {"base_model_revision": "../../refs"},
-        {"base_model_revision": "/etc"},
         {"unembed_hash": "not hexadecimal"},
-        {"unembed_hash": "f" * 10**5},
         {"weights_sha256": "not hexadecimal"},
         {"dtype": "load"},
         {"architectures": ["LlamaForCausalLM"]},
@@ -136,9 +120,7 @@ def test_values_that_are_refused(fields):
     [
         {"calibration": None},
         {"calibration": RECORD},
-        {"calibration": {"exit_layers": {"1": {"agreement": 1}, "4095": {"agreement": 0.0}}}},
         {"calibration": {"num_documents": 0, "block": {"agreement": 1.0, "documents_before": 2**63}}},
-        {"calibration": {"tolerances": []}},
         {"exit_threshold": 0, "compaction_threshold": 0.0},
         {"base_model_name_or_path": "x" * 1024, "base_model_revision": "v1.0/a-b+c"},
         {"unembed_hash": "f" * 64, "weights_sha256": None},
@@ -162,12 +144,12 @@ def paths(value, path=()):
 
 
 @settings(max_examples=150, deadline=None)
-@given(path=st.sampled_from(paths(RECORD)[1:]), value=JSON)
-def test_a_record_is_refused_or_can_be_shown(path, value):
-    record = json.loads(json.dumps(RECORD))
-    reduce(operator.getitem, path[:-1], record)[path[-1]] = value
-    with suppress(TIDEError):
-        config = TIDEConfig.from_dict(changed(calibration=record, exit_threshold=0.9))
+@given(path=st.sampled_from(paths(GOOD | {"calibration": RECORD})[1:]), value=JSON)
+def test_any_config_is_refused_or_can_be_used_and_shown(path, value):
+    fields = changed(calibration=json.loads(json.dumps(RECORD)), exit_threshold=0.9)
+    reduce(operator.getitem, path[:-1], fields)[path[-1]] = value
+    with suppress(TIDEError), torch.device("meta"):
+        config = TIDEConfig.from_dict(fields)
         facts = router_facts(TIDERouters(config))
         tables_of(facts, 4)
         _router_lines(facts)
@@ -176,7 +158,6 @@ def test_a_record_is_refused_or_can_be_shown(path, value):
 @pytest.mark.parametrize(
     "block",
     [
-        {"hidden_size": "wide"},
         {"num_attention_heads": 0},
         {"model_type": "none"},
         {"model_type": "vit"},

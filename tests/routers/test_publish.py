@@ -68,23 +68,19 @@ def test_refused_pushes_make_no_repository(model_hub, hub_routers, tmp_path):
     [
         (({"errors": [{"message": '"tags" is bad'}]}, 400), r'does not take .*"tags" is bad.*Expected a commit'),
         ((b"<html>of a proxy</html>", 502), "cannot be uploaded to: got .*Expected the Hub within reach"),
+        (None, "cannot be uploaded to"),
     ],
 )
-def test_a_card_that_the_hub_refuses(model_hub, hub_routers, answer, message):
+def test_a_hub_that_refuses_the_card_or_cannot_be_reached(model_hub, hub_routers, monkeypatch, answer, message):
     model_hub.metadata_answer = answer
+    if answer is None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubError, match=f"org/new-tide {message}"):
         hub_routers.push_to_hub("org/new-tide", token=TOKEN)
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_push_while_the_hub_cannot_be_reached(hub_routers, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(HubError, match="org/new-tide cannot be uploaded to"):
-        hub_routers.push_to_hub("org/new-tide", token=TOKEN)
-
-
-@pytest.mark.usefixtures("without_matplotlib")
-def test_the_push_command(model_hub, on_hub, monkeypatch, capsys):
+def test_the_push_command(model_hub, on_hub, monkeypatch, capsys, refused):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     options = ["--private", "--revision", "next", "--commit-message", "From the command line"]
     assert cli.main(["push", str(on_hub), "org/by-command", *options]) == 0
@@ -97,8 +93,5 @@ def test_the_push_command(model_hub, on_hub, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     assert cli.main(["push", str(on_hub), "org/by-command"]) == 2
     assert "tide-hf: org/by-command cannot be uploaded to" in capsys.readouterr().err
-
-
-def test_a_licence_with_custom_generate_is_refused(refused):
     command = ["push", "folder", "org/by-command", "--custom-generate", "--license", "mit"]
     refused(command, "no effect with --custom-generate: got --license.")

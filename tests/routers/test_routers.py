@@ -1,17 +1,14 @@
 """Routers and heads: what they compute, how they are stored, and which files are refused."""
 
-import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from block_heads import routers_for
 from families import tiny_model
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from router_folders import edit_config
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
@@ -28,9 +25,6 @@ from tide_hf.common.errors import (
 )
 
 CANNOT_BE_USED = r"cannot be used: got (.|\n)*Expected the config and tensors"
-quick = settings(max_examples=40, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +69,10 @@ def folder(saved, tmp_path):
         lambda model: routers_of(model, calibration={"exit_layers": {"1": {"agreement": 0.5}}}),
         lambda model: routers_of(model, translator_rank=4),
         lambda model: routers_of(model, exit_strategy="identity"),
-        lambda model: routers_of(model).to(torch.bfloat16),
         lambda model: routers_for(model, 1),
         lambda model: routers_for(model, 1).to(torch.bfloat16),
     ],
-    ids=["linear", "rank", "identity", "bfloat16", "block", "block in bfloat16"],
+    ids=["linear", "rank", "identity", "block", "block in bfloat16"],
 )
 def test_saved_routers_load_as_they_were(model, tmp_path, make):
     routers = make(model)
@@ -95,14 +88,8 @@ def test_saved_routers_load_as_they_were(model, tmp_path, make):
 
 
 def test_a_failed_save_leaves_the_old_files(folder, model, monkeypatch):
-    synced, before = [], TIDERouters.from_pretrained(folder).exit_layers
-
-    def fail(_file):
-        synced.append(1)
-        if len(synced) == 2:
-            raise OSError("disk full")
-
-    monkeypatch.setattr(folders.os, "fsync", fail)
+    before = TIDERouters.from_pretrained(folder).exit_layers
+    monkeypatch.setattr(folders.os, "fsync", Mock(side_effect=[None, OSError("disk full")]))
     with pytest.raises(RoutersNotSavedError, match="disk full"):
         routers_of(model, exit_layers=[2]).save_pretrained(folder)
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
@@ -145,19 +132,6 @@ def test_a_killed_save_leaves_the_old_routers_or_the_new(model, tmp_path, monkey
     assert caplog.text == ""
 
 
-def test_damaged_weights_after_a_killed_save_are_refused(model, tmp_path, monkeypatch):
-    routers_of(model, exit_layers=[2]).save_pretrained(tmp_path)
-    killed_at(routers_of(model), tmp_path, monkeypatch, 1)
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    threshold = whole.index(b"exit_threshold") + len(b'exit_threshold\\": ')
-    for position in (len(whole) - 5, threshold):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1
-        (tmp_path / "model.safetensors").write_bytes(damaged)
-        with pytest.raises(RoutersFileError, match="weights with SHA-256"):
-            TIDERouters.from_pretrained(tmp_path)
-
-
 def test_a_save_removes_old_unfinished_files_and_nothing_else(model, tmp_path, monkeypatch):
     folder = tmp_path / "routers"
     killed_at(routers_of(model), folder, monkeypatch, 0)
@@ -193,9 +167,8 @@ def test_a_save_follows_no_links(model, tmp_path, monkeypatch):
     assert outside.read_text() == "mine"
 
 
-@pytest.mark.parametrize("rank", [None, 4])
-def test_a_fresh_head_is_the_identity_and_a_fresh_router_scores_one_half(model, rank):
-    routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear", translator_rank=rank)
+def test_a_fresh_head_is_the_identity_and_a_fresh_router_scores_one_half(model):
+    routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear", translator_rank=4)
     state = torch.randn(2, 5, 32)
     assert torch.equal(routers[1].head(state), state)
     scores = routers[1].router(state.to(torch.bfloat16))
@@ -223,34 +196,33 @@ def test_errors_quote_nothing_of_a_file_that_a_link_leads_to(folder, tmp_path, n
     assert "swordfish" not in str(caught.value)
 
 
-@quick
-@given(data=st.data())
-def test_damaged_weights_are_refused(folder, saved, data):
-    weights = (saved / "model.safetensors").read_bytes()
-    position, bits = data.draw(st.integers(0, len(weights) - 1)), data.draw(st.integers(1, 255))
-    inserted = data.draw(st.binary(min_size=1, max_size=64))
-    header = position % (8 + int.from_bytes(weights[:8], "little"))  # the format begins with the length of its header
-
-    def flipped(at):
-        return weights[:at] + bytes([weights[at] ^ bits]) + weights[at + 1 :]
-
-    changed = weights[:position] + inserted + weights[position:]
-    for content in (weights[:position], flipped(position), flipped(header), changed, inserted, b""):
-        (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(RoutersFileError, match=CANNOT_BE_USED):
-            TIDERouters.from_pretrained(folder)
+def flipped(content, position, bits=1):
+    return content[:position] + bytes([content[position] ^ bits]) + content[position + 1 :]
 
 
-@quick
-@given(data=st.data())
-def test_any_content_of_a_config_file_is_used_or_refused(folder, saved, data):
-    config = json.loads((saved / "config.json").read_text(encoding="utf-8"))
-    name = data.draw(st.sampled_from(sorted(config)) | st.text(min_size=1, max_size=12))
-    changed = json.dumps(config | {name: data.draw(VALUES)}).encode()
-    for content in (changed, data.draw(st.binary(max_size=200))):
-        (folder / "config.json").write_bytes(content)
-        with suppress(TIDEError):
-            TIDERouters.from_pretrained(folder)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content[:99],
+        lambda content: b"",
+        lambda content: content + b"0",
+        lambda content: content[:-50] + b"0" + content[-50:],
+        lambda content: flipped(content, 0),  # the length of the header
+        lambda content: flipped(content, content.index(b"exits.1")),
+        lambda content: flipped(content, content.index(b"exit_threshold") + len(b'exit_threshold\\": ')),
+        lambda content: flipped(content, len(content) - 5),
+        pytest.param(
+            lambda content: content.replace(b'"F32"', b'"I32"', 1),
+            marks=pytest.mark.xfail(strict=True, reason="the checksum inside the file does not cover dtypes"),
+        ),
+    ],
+)
+def test_damaged_weights_are_refused(folder, damage):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(RoutersFileError, match=CANNOT_BE_USED):
+        TIDERouters.from_pretrained(folder)
 
 
 NO_OBJECT = ["3", "null", "[1]", '"text"', "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}"]
@@ -279,13 +251,9 @@ NAME = "exits.1.router.down.weight"
         (lambda tensors: {name: tensor for name, tensor in tensors.items() if name != NAME}, CANNOT_BE_USED),
         (lambda tensors: tensors | {"exits.2.router.down.weight": tensors[NAME].clone()}, CANNOT_BE_USED),
         (lambda tensors: tensors | {NAME: torch.zeros(3, 3)}, CANNOT_BE_USED),
-        (lambda tensors: tensors | {"draft_vocab": torch.tensor([3, -1])}, "a draft_vocab with other than token ids"),
-        (
-            lambda tensors: tensors | {"draft_vocab": torch.tensor([3, 10**6])},
-            "a draft_vocab with other than token ids",
-        ),
+        (lambda tensors: tensors | {"draft_vocab": torch.tensor([3, 10**6])}, "a draft_vocab with other than token id"),
     ],
-    ids=["missing", "unexpected", "shape", "negative token id", "token id beyond the vocabulary"],
+    ids=["missing", "unexpected", "shape", "token id"],
 )
 def test_tensors_that_do_not_fit_the_config_are_refused(model, tmp_path, change, message):
     routers = routers_of(model, draft_vocab_size=2)
