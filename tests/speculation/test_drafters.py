@@ -12,15 +12,6 @@ from tide_hf.speculation.engine import UNREAD, Draft, Piece
 from tide_hf.speculation.policy import AcceptanceTable, CostTable
 
 
-def test_the_longest_and_latest_match_is_found():
-    index = NgramIndex([1, 2, 3, 9, 2, 3, 7, 1, 2, 3])
-    assert index.match() == (3, 3)
-    assert index.continuation(3, 2) == [9, 2]
-    index.extend([9, 8, 3])
-    assert index.match() == (1, 10)
-    assert NgramIndex([1, 2, 3]).match() == (0, 0)
-
-
 def test_a_repeating_text_is_continued_past_its_end():
     index = NgramIndex([4, 5, 4, 5, 4, 5])
     length, position = index.match()
@@ -30,7 +21,7 @@ def test_a_repeating_text_is_continued_past_its_end():
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40))
-def test_the_index_finds_what_a_scan_finds(tokens, cut):
+def test_the_longest_and_latest_match_is_found(tokens, cut):
     index = NgramIndex(tokens[:cut])
     index.extend(tokens[cut:])
     expected = (0, 0)
@@ -79,26 +70,16 @@ def drafter(prompts, prior=None, engine=None, milliseconds=CHEAP, **acceptances)
     return one
 
 
-def test_no_draft_without_room_or_match():
-    assert drafter([[1, 2, 3, 4]]).draft([0], [5])[0].tokens == []
-    assert drafter([[1, 2, 1, 2, 1, 2]]).draft([0], [0])[0].tokens == []
-
-
-def test_n_grams_draft_and_learn():
-    one = drafter([[1, 2, 3, 1, 2, 3, 1, 2, 3]])
-    (draft,) = one.draft([0], [4])
-    assert draft.tokens == [1, 2, 3, 1]
-    assert draft.pieces == [Piece("5-gram", 4)]
+def test_n_grams_draft_from_the_text_of_each_row_and_learn():
+    one = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4])
+    first, *others = one.draft([0, 1, 2], [4, 3, 2])
+    assert first.pieces == [Piece("5-gram", 4)]
+    assert [draft.tokens for draft in (first, *others)] == [[1, 2, 3, 1], [], [7, 8]]
+    assert [draft.tokens for draft in one.draft([2, 0], [2, 0])] == [[7, 8], []]
     before = one.acceptances.probability("5-gram")
-    one.observe(0, draft, [7], 0)
+    one.observe(0, first, [7], 0)
     assert one.acceptances.probability("5-gram") < before
     assert one.indexes[0].tokens[-1] == 7
-
-
-def test_rows_draft_from_their_own_text():
-    one = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4])
-    assert [draft.tokens for draft in one.draft([0, 1, 2], [3, 3, 2])] == [[1, 2, 3], [], [7, 8]]
-    assert [draft.tokens for draft in one.draft([2], [2])] == [[7, 8]]
 
 
 @pytest.mark.parametrize(("scores", "expected"), [([0.99], 5), ([0.99, 0.02, 0.9], 2)])

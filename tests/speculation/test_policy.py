@@ -3,7 +3,7 @@
 import math
 import random
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -124,10 +124,6 @@ def test_the_source_with_the_most_tokens_per_second_drafts(table, options, sourc
     assert choice.num_draft_tokens <= max(limit for option in options for _, limit in option.rows)
 
 
-def test_an_unmeasured_head_costs_its_share_of_a_pass():
-    assert costs(head_share=0.21).draft(4) == pytest.approx(10 * (0.21 + 0.79 * 4 / 30))
-
-
 def test_a_choice_has_the_expected_cost_of_its_tokens():
     table = costs({8: 12.0}, {4: 1.0})
     choice = choose([head((1.0, 7), (1.0, 7))], table)
@@ -136,37 +132,23 @@ def test_a_choice_has_the_expected_cost_of_its_tokens():
     assert choose([ngrams((1.0, 7))], table).ms_per_token == pytest.approx(12.0 / 8)
 
 
-def test_drafting_resumes_when_the_text_becomes_predictable():
-    table, acceptances = costs({2: 14.0, 16: 30.0}), AcceptanceTable({"3-gram": 0.5})
-    for n_matches, most in ((0, 0), (3, 15)):
-        for _ in range(10):
-            acceptances.record("3-gram", 3, n_matches)
-        choice = choose([ngrams((acceptances.probability("3-gram"), 15))], table)
-        assert (choice.num_draft_tokens > 3) == (most > 0)
-        assert choice.num_draft_tokens <= most
-
-
 @pytest.mark.parametrize(
-    ("survivals", "acceptance", "ms_per_token", "expected"),
+    ("survivals", "acceptance", "ms_per_token", "catch_up", "expected"),
     [
-        ([0.9], 1.0, 10.0, True),
-        ([0.1], 1.0, 10.0, False),
-        ([0.9, 0.1], 1.0, 5.0, True),
-        ([0.3, 0.1], 1.0, 5.0, False),
-        ([0.9], 0.2, 10.0, False),  # the next one is seldom accepted
-        ([0.9], 1.0, 2.0, False),  # rounds without it give cheaper tokens
+        ([0.9], 1.0, 10.0, False, True),
+        ([0.1], 1.0, 10.0, False, False),
+        ([0.9, 0.1], 1.0, 5.0, False, True),
+        ([0.3, 0.1], 1.0, 5.0, False, False),
+        ([0.9], 0.2, 10.0, False, False),  # the next one is seldom accepted
+        ([0.9], 1.0, 2.0, False, False),  # rounds without it give cheaper tokens
+        ([1.0], 0.3, 10.0, False, True),  # 3 ms gained, 2 spent
+        ([1.0], 0.3, 10.0, True, False),  # which are 4 on a pass over the tokens so far
+        ([1.0], 0.5, 10.0, True, True),
     ],
 )
-def test_drafting_continues_only_while_it_pays(survivals, acceptance, ms_per_token, expected):
-    table = costs({8: 11.0}, {4: 2.0})
-    assert worth_another_draft(survivals, acceptance, 1, 4, table, ms_per_token) == expected
-
-
-def test_a_head_that_has_to_catch_up_costs_more():
+def test_drafting_continues_only_while_it_pays(survivals, acceptance, ms_per_token, catch_up, expected):
     table = costs({4: 20.0, 8: 20.0}, {4: 2.0})
-    assert worth_another_draft([1.0], 0.3, 3, 4, table, ms_per_token=10.0)  # 3 ms gained, 2 spent
-    assert not worth_another_draft([1.0], 0.3, 3, 4, table, ms_per_token=10.0, catch_up=True)  # on a pass over 4
-    assert worth_another_draft([1.0], 0.5, 3, 4, table, ms_per_token=10.0, catch_up=True)
+    assert worth_another_draft(survivals, acceptance, 3, 4, table, ms_per_token, catch_up) == expected
 
 
 STEEP, FLAT = costs({16: 400.0, 3: 26.0, 2: 15.0}), costs({16: 10.0})
@@ -188,22 +170,15 @@ def test_free_tokens_are_added_while_they_are_worth_a_wider_pass(offers, surviva
     assert choose_continuation(offers, survivals, drafted, table) == expected
 
 
-def test_acceptance_counts_up_to_the_first_rejection():
-    table = AcceptanceTable({"a": 0.5}, weight=2.0, decay=1.0)
+def test_acceptance_counts_up_to_the_first_rejection_and_forgotten_drafts_give_way_to_the_prior():
+    table = AcceptanceTable({"a": 0.5, "b": 0.5}, weight=2.0, decay=1.0)
     table.record("a", 5, 1)  # one accepted, one rejected, three that say nothing
     assert table.probability("a") == pytest.approx(2 / 4)
     table.record("a", 2, 2)
     assert table.probability("a") == pytest.approx(4 / 6)
-
-
-def test_forgotten_observations_give_way_to_the_prior():
-    table = AcceptanceTable({"a": 0.4, "b": 0.5})
-    table.record("a", 9, 0)
-    table.record("a", 9, 0)
-    assert table.probability("a") < 0.3
     for _ in range(100):
         table.forget("a", 0.9)
-    assert table.probability("a") == pytest.approx(0.4, abs=1e-3)
+    assert table.probability("a") == pytest.approx(0.5, abs=1e-3)
     assert table.probability("b") == 0.5
 
 
@@ -211,8 +186,9 @@ def test_on_a_machine_that_slows_down_all_costs_rise():
     table = costs({4: 13.0}, {4: 2.0})
     record(table, 1, 100.0, times=3)
     assert (table.verify(4), table.draft(4)) == (130.0, 20.0)
-    record(table, 4, 140.0)
-    assert table.verify(4) == pytest.approx(135.0, abs=5.1)
+    record(table, 4, 130.0, times=COMPARABLE)
+    record(table, 4, 1300.0, times=20)  # too long after a plain pass to be compared with it
+    assert table.verify(4) == 130.0
 
 
 def test_plain_decoding_is_measured_again_over_time():
@@ -223,13 +199,6 @@ def test_plain_decoding_is_measured_again_over_time():
     assert choose([option], table).option is None
     record(table, 1, 10.0, times=1)
     assert choose([option], table).option is option
-
-
-def test_passes_long_after_a_plain_one_are_not_recorded():
-    table = costs({4: 12.0})
-    record(table, 4, 12.0, times=COMPARABLE)
-    record(table, 4, 120.0, times=20)
-    assert table.verify(4) == 12.0
 
 
 def test_unused_costs_are_forgotten_so_that_they_are_tried_again():
@@ -243,26 +212,19 @@ def test_unused_costs_are_forgotten_so_that_they_are_tried_again():
 
 
 def test_threads_may_share_a_table():
-    table, problems, interval = CostTable(num_layers=30), [], sys.getswitchinterval()
+    table, interval = CostTable(num_layers=30), sys.getswitchinterval()
 
     def use(seed):
         numbers = random.Random(seed)
-        try:
-            for _ in range(1000):
-                table.record(PLAIN, 1.0)
-                table.record((numbers.choice(["verify", "draft"]), numbers.randrange(2, 400)), 2.0)
-                table.verify(numbers.randrange(1, 400))
-                table.resized()
-        except (RuntimeError, ValueError, LookupError) as error:
-            problems.append(error)
+        for _ in range(1000):
+            table.record(PLAIN, 1.0)
+            table.record((numbers.choice(["verify", "draft"]), numbers.randrange(2, 400)), 2.0)
+            table.verify(numbers.randrange(1, 400))
+            table.resized()
 
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(use, range(3))) == [None] * 3
     finally:
         sys.setswitchinterval(interval)
-    assert problems == []

@@ -30,40 +30,39 @@ def prompts():
     return torch.randint(3, VOCAB, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "wrong"), ("gemma3_text", "mixed"), ("gpt2", "mixed")])
-def test_rows_that_ended_cost_nothing_more(family, kind, prompts):
-    model = tiny_model(family)
-    plain = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
+def tokens_of(model, ids, **options):
+    return model.generate(ids, **OPTIONS, **options)[:, PROMPT:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "others"),
+    [
+        ("llama", "wrong", []),
+        ("gemma3_text", "mixed", []),
+        ("llama", "mixed", [MaxTimeCriteria(10**6)]),  # because of which all rows advance together
+    ],
+)
+def test_it_gets_each_rows_tokens_and_rows_that_ended_cost_nothing_more(family, kind, others, prompts):
+    model, limits = tiny_model(family), Limits()
+    plain = tokens_of(model, prompts)
     TIDEModelForCausalLM.attach(model)
     use_drafter(model, kind, plain)
-    limits = Limits()
-    result = model.generate(prompts, stopping_criteria=[limits], **OPTIONS)[:, PROMPT:].tolist()
-    for row, limit in enumerate(LIMITS):
-        assert limits.seen[row] == plain[row][:limit]
-        assert result[row] == plain[row][:limit] + [0] * (NEW - limit)
+    result = tokens_of(model, prompts, stopping_criteria=[limits, *others])
+    assert limits.seen == [row[:limit] for row, limit in zip(plain, LIMITS, strict=True)]
+    assert result == [row[:limit] + [0] * (NEW - limit) for row, limit in zip(plain, LIMITS, strict=True)]
     assert [len(row) for row in model.last_exit_stats.per_token] == list(LIMITS)
     if kind == "wrong":  # one pass over the rows that still decode for each token
         assert model.last_exit_stats.layers_executed == 4 * sum(LIMITS)
 
 
-def test_it_is_not_called_for_ended_rows_where_all_rows_advance_together(prompts):
-    model = tiny_model("llama")
-    plain = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
-    TIDEModelForCausalLM.attach(model)
-    use_drafter(model, "mixed", plain)
-    limits = Limits()
-    model.generate(prompts, stopping_criteria=[limits, MaxTimeCriteria(10**6)], **OPTIONS)
-    assert limits.seen == [row[:limit] for row, limit in zip(plain, LIMITS, strict=True)]
-
-
 @pytest.mark.parametrize("mode", ["plain", "early_exit", "post_hoc"])
 def test_it_ends_rows_in_other_modes(mode, prompts):
-    model = tiny_model("llama")
+    model, limits = tiny_model("llama"), Limits()
     if mode != "plain":
         TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[2]), mode=mode)
-    whole = model.generate(prompts, **OPTIONS)[:, PROMPT:].tolist()
-    limits = Limits()
-    result = model.generate(prompts, stopping_criteria=[limits], **OPTIONS)[:, PROMPT:].tolist()
-    for row, limit in enumerate(LIMITS):
-        assert limits.seen[row][:limit] == whole[row][:limit]
-        assert result[row] == whole[row][:limit] + [0] * (NEW - limit)
+    whole = tokens_of(model, prompts)
+    result = tokens_of(model, prompts, stopping_criteria=[limits])
+    assert result == [row[:limit] + [0] * (NEW - limit) for row, limit in zip(whole, LIMITS, strict=True)]
+    assert [seen[:limit] for seen, limit in zip(limits.seen, LIMITS, strict=True)] == [
+        row[:limit] for row, limit in zip(whole, LIMITS, strict=True)
+    ]
