@@ -3,9 +3,9 @@
 import pytest
 import torch
 from families import ATTENTION, LAYERS, VOCAB, tiny_model
+from skipping_calls import attached
 from transformers import DynamicCache
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.base_model.unembed import Unembed
 from tide_hf.common.errors import UnsupportedOptionError
@@ -23,17 +23,6 @@ OPTIONS = {
 
 def prompt(rows: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(5))
-
-
-def attach(model, strategy="propagate"):
-    routers = TIDERouters.for_model(
-        model, exit_layers=EXIT_LAYERS, exit_strategy="linear", kv_cache_strategy=strategy, exit_threshold=0.55
-    )
-    torch.manual_seed(1)
-    for exit_layer in EXIT_LAYERS:
-        torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
-        torch.nn.init.normal_(routers[exit_layer].router.up.weight, std=2.0)
-    return TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
 
 
 def median_score(model, tokens):
@@ -75,7 +64,7 @@ class Reference:
 
 @pytest.mark.parametrize(("family", "rows"), [*((family, 3) for family in ATTENTION), ("llama", 1)])
 def test_logits_and_cache_equal_the_reference(family, rows):
-    tokens, model, plain = prompt(rows), attach(tiny_model(family)), tiny_model(family)
+    tokens, model, plain = prompt(rows), attached(family, EXIT_LAYERS), tiny_model(family)
     threshold = median_score(model, tokens)
     output = model.generate(tokens, **OPTIONS, exits_in_prompt=True, exit_threshold=threshold)
     reference, cache = Reference(plain, model._tide.routers, threshold), DynamicCache(config=plain.config)
@@ -94,7 +83,7 @@ def test_logits_and_cache_equal_the_reference(family, rows):
 
 
 def test_no_more_runs_than_tokens_that_have_not_exited_need():
-    model, sizes = attach(tiny_model("llama")), []
+    model, sizes = attached("llama", EXIT_LAYERS, exit_threshold=0.55), []
     for layer in find_structure(model).layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda _m, args: sizes.append(args[0].shape[:2].numel()))
     model.generate(prompt(2), **OPTIONS, exits_in_prompt=True)
@@ -108,6 +97,6 @@ def test_no_more_runs_than_tokens_that_have_not_exited_need():
 
 @pytest.mark.parametrize(("mode", "strategy"), [("post_hoc", "propagate"), ("early_exit", "recompute")])
 def test_prompt_exits_are_refused_with_exact_kv(mode, strategy):
-    model = attach(tiny_model("llama"), strategy)
+    model = attached("llama", EXIT_LAYERS, strategy)
     with pytest.raises(UnsupportedOptionError, match=r"got exits_in_prompt=True with.*Expected .*propagate"):
         model.generate(prompt(1), **OPTIONS, tide_mode=mode, exits_in_prompt=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drafters import ScriptedDrafter
 from families import VOCAB, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,26 +107,20 @@ REPEATED = [1, 2, 3, 4] * 3
 
 
 @pytest.mark.parametrize(
-    ("engine", "expected"),
+    ("engine", "prompts", "limits", "continues"),
     [
-        (CountingEngine(0.6), [Piece("5-gram", 3), Piece("exit layer 2", 1, 2)]),
-        (CountingEngine(0.6, reads_drafts=False), [Piece("5-gram", 3)]),
-        (CountingEngine(0.6, block_layer=2), [Piece("5-gram", 3)]),  # it needs the token's last hidden state
+        (CountingEngine(0.6), [REPEATED], [15], True),
+        (CountingEngine(0.6, reads_drafts=False), [REPEATED], [15], False),
+        (CountingEngine(0.6, block_layer=2), [REPEATED], [15], False),  # it needs the token's last hidden state
+        (CountingEngine(1.0), [REPEATED, REPEATED], [3, 15], False),
+        (CountingEngine(1.0), [REPEATED, [1, 2, 3]], [15, 15], False),  # drafts of unequal lengths
     ],
-    ids=["read", "unread", "block head"],
+    ids=["read", "unread", "block head", "no room", "apart"],
 )
-def test_a_head_continues_after_n_grams_while_the_pass_has_room(engine, expected):
-    (draft,) = drafter([REPEATED], 0.5, engine, FIVE_AT_ONCE, ngram=0.8, head=0.5).draft([0], [15])
-    assert draft.pieces == expected
-    assert engine.fed == [[3]] * (len(expected) - 1)
-
-
-@pytest.mark.parametrize(("second", "limits"), [(REPEATED, [3, 15]), ([1, 2, 3], [15, 15])], ids=["no room", "apart"])
-def test_a_head_does_not_continue_without_room_or_after_drafts_of_unequal_lengths(second, limits):
-    engine = CountingEngine(1.0)
-    drafts = drafter([REPEATED, second], 0.5, engine, FIVE_AT_ONCE, ngram=0.99, head=0.3).draft([0, 1], limits)
-    assert drafts[0].pieces[0].source == "5-gram"
-    assert engine.fed == []
+def test_a_head_continues_after_n_grams_while_the_pass_has_room(engine, prompts, limits, continues):
+    drafts = drafter(prompts, 0.5, engine, FIVE_AT_ONCE, ngram=0.8, head=0.5).draft([*range(len(prompts))], limits)
+    assert drafts[0].pieces == [Piece("5-gram", 3), *([Piece("exit layer 2", 1, 2)] if continues else [])]
+    assert engine.fed == ([[3]] if continues else [])
 
 
 def test_a_head_whose_drafts_are_not_read_runs_once():
@@ -181,14 +176,20 @@ def test_a_rejected_head_is_tried_again_in_the_same_answer():
     assert sum(drafts) < 60
 
 
-class TwoWays:
-    """Has a head draft after two tokens of another source, processed together or one by one, and rolls back."""
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gemma3_text", 2)])
+def test_a_head_processes_tokens_of_another_source_together_as_one_by_one(family, rows):
+    model, found = tiny_model(family), []
+    ids = torch.randint(3, VOCAB, (rows, 8), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    routers = TIDERouters.for_model(model, exit_layers=[2])
+    torch.nn.init.normal_(routers[2].router.up.weight)  # so that scores depend on the hidden state
+    TIDEModelForCausalLM.attach(model, routers)
 
-    def __init__(self, engine):
-        self.engine, self.found = engine, []
+    class TwoWays(ScriptedDrafter):
+        """Drafts nothing, but has a head draft after two tokens in both ways."""
 
-    def draft(self, rows, limits):
-        if min(limits) > 1:
+        def draft(self, rows, limits):
             others, before = [[5 + row, 9] for row in rows], self.engine.layers_executed
             together = self.engine.draft(2, others)
             assert self.engine.layers_executed - before == 2 * len(rows)
@@ -196,26 +197,17 @@ class TwoWays:
             for length in range(3):
                 one_by_one = self.engine.draft(2, [tokens[:length] for tokens in others])
             self.engine.rollback()
-            self.found.append((together, one_by_one))
-        return [Draft() for _ in rows]
+            found.append((together, one_by_one))
+            return [Draft() for _ in rows]
 
-    def observe(self, row, draft, new_tokens, n_matches):
-        pass
+    def make_drafter(_attachment, _prompts, engine):
+        drafter = TwoWays("right", [[]] * rows, VOCAB)
+        drafter.engine = engine
+        return drafter
 
-
-@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gemma3_text", 2)])
-def test_a_head_processes_tokens_of_another_source_together_as_one_by_one(family, rows):
-    model = tiny_model(family)
-    ids = torch.randint(3, VOCAB, (rows, 8), generator=torch.Generator().manual_seed(0))
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(ids, **options)
-    routers = TIDERouters.for_model(model, exit_layers=[2])
-    torch.nn.init.normal_(routers[2].router.up.weight)  # so that scores depend on the hidden state
-    TIDEModelForCausalLM.attach(model, routers)
-    drafters = []
-    model._tide.make_drafter = lambda _attachment, _prompts, engine: drafters.append(TwoWays(engine)) or drafters[0]
+    model._tide.make_drafter = make_drafter
     assert torch.equal(model.generate(ids, **options), expected)
-    assert len(drafters[0].found) > 2
-    for together, one_by_one in drafters[0].found:
+    assert len(found) > 2
+    for together, one_by_one in found:
         assert together[0] == one_by_one[0]
         assert together[1] == pytest.approx(one_by_one[1], abs=1e-4)
