@@ -175,7 +175,7 @@ ALL_ROWS = {  # equal prompts as well
 def test_batches_that_are_read_in_one_pass(why):
     model, inputs = TIDEModelForCausalLM.attach(tiny_model("llama")), batch()
     kwargs = {**kwargs_of(model, inputs), "use_cache": True, "logits_to_keep": 1}
-    assert [group.read for group in groups_of(model, inputs["input_ids"], kwargs)] == [[4], [1], [0, 3], [2]]
+    assert [group.distinct for group in groups_of(model, inputs["input_ids"], kwargs)] == [[4], [1], [0, 3], [2]]
     (ONE_PASS | ALL_ROWS)[why](model, kwargs)
     assert groups_of(model, inputs["input_ids"], kwargs) is None
     if kwargs.get("attention_mask") is not None:

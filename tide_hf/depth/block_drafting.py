@@ -67,10 +67,10 @@ class BlockRun(LayerRun):
         self._call: LayerCall | None = None
 
     @contextmanager
-    def reading_into(self, cache: Any) -> Iterator[None]:
-        """As [`LayerRun.reading_into`]; these rows have no previous token."""
+    def prefilling(self, cache: Any) -> Iterator[None]:
+        """As [`LayerRun.prefilling`]; these rows have no previous token."""
         self.prev_hidden_state = None
-        with super().reading_into(cache):
+        with super().prefilling(cache):
             yield
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -171,8 +171,8 @@ class LayerRun:
         return self.cache is None or any(value is self.cache for value in kwargs.values())
 
     @contextmanager
-    def reading_into(self, cache: Any) -> Iterator[None]:
-        """Temporarily own passes over another cache: an empty one, for some of the call's rows."""
+    def prefilling(self, cache: Any) -> Iterator[None]:
+        """Own passes over this empty cache instead, in which some rows of the call are prefilled."""
         own, self.cache = self.cache, cache
         try:
             yield

@@ -20,7 +20,7 @@ from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, last_slot, sta
 from ..kernels.cpu.cpp_kernels import is_loaded
 from ..speculation.attachment import Attachment
 from ..speculation.policy import CostTable
-from ..speculation.prefill import read_prompts
+from ..speculation.prefill import prefill
 from ..speculation.ranks import ranks_of
 from .gqa_attention import gqa_attention
 
@@ -120,7 +120,7 @@ class EagerEngine:
 
     def prefill(self) -> Tensor:
         """Run prefill; return the logits of the last prompt tokens, (rows, 1, vocabulary)."""
-        cache, logits = read_prompts(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
+        cache, logits = prefill(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
         self.run.cache = cache  # which may have been replaced by the model
         start_recording(cache)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))

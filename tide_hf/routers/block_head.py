@@ -1,8 +1,9 @@
-"""The block head: a translator and a decoder layer that draft from an early layer and the previous token's final state.
+"""The block head: a translator and a decoder layer, which draft from the states of a shallow layer.
 
-A linear head sees one early state. The block head also sees the previous token's final state, which the last verify
-pass has computed, and attends to all earlier tokens through its own K/V (compare EAGLE, arXiv 2401.15077). It therefore
-drafts from far fewer layers than a linear head, but only drafts: `early_exit` has no previous final state.
+A linear head sees the hidden state at its exit layer. The block head also sees the previous token's last hidden state,
+which the last verify pass has computed, and attends to all earlier tokens through its own K/V (compare EAGLE, arXiv
+2401.15077). It therefore drafts from far fewer layers than a linear head. It only drafts: in `early_exit` a token that
+exits has no last hidden state for the next one.
 """
 
 from __future__ import annotations

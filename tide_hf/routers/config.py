@@ -58,9 +58,9 @@ class TIDEConfig(PreTrainedConfig):
             and so does drafting if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token exits if its exit score is at least this. Above 1 none exits.
-        kv_cache_strategy (`str`): K/V of the layers that a token skips in `early_exit`: `"recompute"` (exact: caught
-            up with the next token that runs these layers), `"propagate"` (computed at once from the early state) or
-            `"zero_pad"` (zeros).
+        kv_cache_strategy (`str`): K/V of the layers that a token skips in `early_exit`: `"recompute"` (exact:
+            computed with the next token that runs these layers), `"propagate"` (computed at once from the state at the
+            exit layer) or `"zero_pad"` (zeros).
         compaction_threshold (`float`): Share of holes above which a batch's cache is compacted.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
     """

@@ -1,4 +1,4 @@
-"""How prompts are read: what the last call's K/V have of them, and the rest of a batch in groups of similar length."""
+"""Prefill: K/V of a shared prefix are reused, and the prompts of a batch run in groups of similar length."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
 from ..depth.kv_cache import crop_layers
 
-# One more pass costs a CPU as much as so many tokens do: it reads all weights again. A GPU reads thousands of tokens in
-# that time, and there the whole batch is read at once.
+# On a CPU one more pass costs as much as this many tokens, since it reads all weights again. A GPU processes thousands
+# of tokens in that time, so there the whole batch is one pass.
 PASS_TOKENS = 40
 _BY_ROW = ("attention_mask", "position_ids")
 _SHARED = (bool, int, float, str, type(None))  # other inputs of the model, if they are the same for all rows
@@ -67,16 +67,16 @@ def num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a batch whose prompts are read in one pass."""
+    """Rows of a batch whose prompts are prefilled in one pass."""
 
-    read: list[int]  # the rows that the pass reads
-    rows: list[int]  # those that get its K/V: these, and rows with the same prompt
-    own: list[int]  # for each of `rows` the index of its prompt in `read`
-    length: int  # tokens of the longest, which the others are padded to
+    distinct: list[int]  # rows of the pass, each with another prompt
+    rows: list[int]  # rows that get its K/V: these, and those with an equal prompt
+    index: list[int]  # for each of `rows` the index of its prompt in `distinct`
+    length: int  # tokens of the longest prompt, to which the others are padded
 
 
 def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]]:
-    """Group rows by their numbers of tokens, so that passes (`pass_tokens` each) and padded tokens cost the least.
+    """Group rows by length, with the least total cost of passes (`pass_tokens` each) and tokens, padding included.
 
     Returns:
         The rows of each group, the longest last.
@@ -97,10 +97,10 @@ def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]
     return groups[::-1]
 
 
-def read_prompts(
+def prefill(
     model: Any, run: LayerRun, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> tuple[Cache, Tensor]:
-    """Read the prompts of a call; return its cache, and (rows, 1, vocabulary) logits of the last prompt tokens."""
+    """Run the prompts of a call; return its cache, and (rows, 1, vocabulary) logits of the last prompt tokens."""
     config = model.config.get_text_config()
     as_one = may_replace_cache(config, input_ids.shape[1]) or counts_slots(config, generation_config.max_length)
     groups = None if as_one else groups_of(model, input_ids, model_kwargs)
@@ -112,14 +112,14 @@ def read_prompts(
     empty, caches, logits, prev_hidden_states = deepcopy(whole), [], [], []
     for group in groups:
         cache, columns = deepcopy(empty), slice(length - group.length, None)
-        own = {name: value[..., group.read, columns] for name, value in by_row.items()}
+        own = {name: value[..., group.distinct, columns] for name, value in by_row.items()}
         kwargs = {**model_kwargs, **own, CACHE: cache}
-        with run.reading_into(cache):
-            outputs = model._prefill(input_ids[group.read, columns], generation_config, kwargs)
+        with run.prefilling(cache):
+            outputs = model._prefill(input_ids[group.distinct, columns], generation_config, kwargs)
         caches.append(cache)
-        logits.append(outputs.logits[group.own, -1:])
+        logits.append(outputs.logits[group.index, -1:])
         if isinstance(run, BlockRun) and run.prev_hidden_state is not None:
-            prev_hidden_states.append(run.prev_hidden_state[group.own])
+            prev_hidden_states.append(run.prev_hidden_state[group.index])
     _fill(whole, caches, groups, length)
     order = torch.tensor([row for group in groups for row in group.rows]).argsort().tolist()
     if isinstance(run, BlockRun):
@@ -128,28 +128,28 @@ def read_prompts(
 
 
 def groups_of(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[Group] | None:
-    """How the prompts of a call, (rows, length), are best read; `None` for all of them as they are, in one pass."""
-    if len(input_ids) == 1 or not _can_be_read_apart(model, input_ids, model_kwargs):
+    """The cheapest groups for the prompts of a call, (rows, length); `None` for one pass over all of them."""
+    if len(input_ids) == 1 or not _can_be_split(model, input_ids, model_kwargs):
         return None
     own = [value.movedim(-2, 0).flatten(1) for name in _BY_ROW if (value := model_kwargs.get(name)) is not None]
     first: dict[tuple[int, ...], int] = {}  # the first row with each prompt
     prompts = torch.cat([input_ids, *own], dim=1).tolist()
     firsts = [first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)]
-    read, all_lengths = list(first.values()), _lengths(model, input_ids, model_kwargs)
-    lengths = [all_lengths[row] for row in read]
+    distinct, all_lengths = list(first.values()), _lengths(model, input_ids, model_kwargs)
+    lengths = [all_lengths[row] for row in distinct]
     groups = groups_by_length(lengths, PASS_TOKENS)
-    if len(read) == len(input_ids) and len(groups) == 1:
+    if len(distinct) == len(input_ids) and len(groups) == 1:
         return None
-    return [_group([read[index] for index in group], firsts, lengths[group[-1]]) for group in groups]
+    return [_group([distinct[index] for index in group], firsts, lengths[group[-1]]) for group in groups]
 
 
-def _group(read: list[int], firsts: list[int], length: int) -> Group:
-    rows = [row for row, first in enumerate(firsts) if first in read]
-    return Group(read, rows, [read.index(firsts[row]) for row in rows], length)
+def _group(distinct: list[int], firsts: list[int], length: int) -> Group:
+    rows = [row for row, first in enumerate(firsts) if first in distinct]
+    return Group(distinct, rows, [distinct.index(firsts[row]) for row in rows], length)
 
 
 def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """The rows' tokens, without padding where it is known to pay to leave that out."""
+    """The rows' lengths: without padding where passes without it are known to be cheaper."""
     rows, length = input_ids.shape
     if (
         input_ids.device.type != "cpu"
@@ -165,7 +165,7 @@ def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> lis
     return lengths.tolist() if is_left_padded and lengths.min() > 0 else [length] * rows
 
 
-def _can_be_read_apart(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
+def _can_be_split(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether the rows of a batch differ in nothing but tokens, mask and positions."""
     cache: Any = model_kwargs.get(CACHE)
     by_row = [model_kwargs.get(name) for name in _BY_ROW]
@@ -194,9 +194,9 @@ def _fill(whole: Cache, caches: list[DynamicCache], groups: list[Group], length:
 
 
 def _padded(states: list[Tensor], groups: list[Group], length: int) -> Tensor:
-    """(rows, heads, length, D) of the groups' (read, heads, up to length, D), which all end at the last token."""
+    """(rows, heads, length, D) of the groups' (distinct, heads, up to length, D), which all end at the last token."""
     _, heads, _, size = states[0].shape
     padded = states[0].new_zeros((sum(len(group.rows) for group in groups), heads, length, size))
     for state, group in zip(states, groups, strict=True):
-        padded[group.rows, :, length - state.shape[2] :] = state[group.own]
+        padded[group.rows, :, length - state.shape[2] :] = state[group.index]
     return padded
