@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from families import tiny_model
@@ -16,10 +17,8 @@ from tide_hf.evaluation.benchmark import tide_method
 from tide_hf.generation import TIDEGenerationMixin
 
 NEW_TOKENS = 10
-QUESTIONS = ("hello", "and abc abc?", "who")
-# Templates that render earlier turns differently in later ones, or not at all.
+# A template that renders earlier turns differently in later ones.
 REWRITING = "{% for m in messages %}<{{ m['role'][0] }}{{ loop.revindex }}>{{ m['content'] }}{% endfor %}<answer>"
-FORGETTING = "{{ messages[-1]['content'] }}<answer>"
 
 
 @pytest.fixture
@@ -30,88 +29,56 @@ def talk(tiny_tokenizer):
         model = tiny_model(family, vocab_size=260, eos_token_id=257, pad_token_id=257)
         routers = TIDERouters.for_model(model, exit_layers=[1, 2]) if mode != "self_speculative" else None
         TIDEModelForCausalLM.attach(model, routers, mode=mode)
-        widths = make.widths = []
-        base_forward = model.forward
-        model.forward = lambda *args, **kwargs: (
-            widths.append(kwargs["input_ids"].shape[1]),
-            base_forward(*args, **kwargs),
-        )[1]
+        make.widths, forward = [], model.forward
+        model.forward = lambda **kwargs: make.widths.append(kwargs["input_ids"].shape[1]) or forward(**kwargs)
         return Conversation(tide_method(model, mode, 0.5), tiny_tokenizer, NEW_TOKENS)
 
     return make
 
 
-def fresh_answer(conversation, question):
-    """The answer when the whole conversation is computed anew, and the length of its prompt."""
+def answer(conversation, question, widths):
+    """Check that the answer is that of the whole conversation computed anew.
+
+    Return how many tokens its first pass took, and the length of the prompt.
+    """
     inputs = encode_messages(conversation.tokenizer, [*conversation.messages, {"role": "user", "content": question}])
+    length = inputs["input_ids"].shape[1]
     options = conversation.method.options | {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    output = conversation.method.model.generate(**inputs, **options)
-    return output[0, inputs["input_ids"].shape[1] :].tolist(), inputs["input_ids"].shape[1]
+    expected = conversation.method.model.generate(**inputs, **options)[0, length:]
+    widths.clear()
+    assert conversation.ask(question).new_tokens == expected.tolist()
+    return widths[0], length
 
 
-@pytest.mark.parametrize(("family", "mode"), [
-    ("llama", "self_speculative"), ("llama", "early_exit"), ("llama", "post_hoc"), ("gpt2", "self_speculative"),
-    ("mistral", "self_speculative"),
-])  # fmt: skip
-def test_a_turn_prefills_only_its_new_tokens_and_answers_the_same(talk, family, mode):
-    conversation = talk(family, mode)
-    for turn, question in enumerate(QUESTIONS):
-        expected, length = fresh_answer(conversation, question)
-        talk.widths.clear()
-        assert conversation.ask(question).new_tokens == expected
-        prefilled = talk.widths[0]
-        if family != "mistral":  # whose sliding window does not hold all of it
-            assert prefilled == length if turn == 0 else 0 < prefilled < length
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 3
-    conversation.reset()
-    assert conversation.messages == []
-    expected, length = fresh_answer(conversation, "hello")
-    talk.widths.clear()
-    assert conversation.ask("hello").new_tokens == expected
-    assert talk.widths[0] == length
+@pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
+def test_a_turn_prefills_only_its_new_tokens_and_a_failed_one_changes_nothing(talk, mode):
+    conversation, passes = talk(mode=mode), iter(range(9))
 
+    def interrupt(value):
+        if next(passes) > 2:
+            raise KeyboardInterrupt
 
-@pytest.mark.parametrize(("family", "mode"), [
-    ("llama", "self_speculative"), ("mistral", "self_speculative"), ("mamba", "post_hoc"),
-])  # fmt: skip
-def test_a_template_may_render_earlier_turns_differently(talk, tiny_tokenizer, monkeypatch, family, mode):
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", REWRITING)
-    conversation = talk(family, mode)
-    for question in QUESTIONS:
-        expected, _ = fresh_answer(conversation, question)
-        assert conversation.ask(question).new_tokens == expected
-
-
-def test_a_prompt_that_is_completely_cached_is_answered_again(talk, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", FORGETTING)
-    conversation = talk()
-    assert conversation.ask("hello").new_tokens == conversation.ask("hello").new_tokens
-    assert len(talk.widths) > 2
-
-
-def test_an_interrupted_or_refused_turn_leaves_the_conversation_unchanged(talk, tiny_tokenizer, monkeypatch):
-    conversation = talk()
-    conversation.ask("hello")
+    turns = [answer(conversation, question, talk.widths) for question in ("hello", "and abc abc?")]
     before = list(conversation.messages)
-
-    class Interrupting:
-        def __init__(self):
-            self.left = 4
-
-        def put(self, value):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        conversation.ask("and?", Interrupting())
+        conversation.ask("and?", SimpleNamespace(put=interrupt))
     with pytest.raises(ConfigurationError, match="too long for the model: got 2"):
         conversation.ask("a" * 2500)
     assert conversation.messages == before
-    expected, length = fresh_answer(conversation, "who")
-    talk.widths.clear()
-    assert conversation.ask("who").new_tokens == expected
-    assert talk.widths[0] == length  # the cache of the interrupted call is not used
+    turns.append(answer(conversation, "who", talk.widths))  # does not use the cache of the interrupted call
+    conversation.reset()
+    turns.append(answer(conversation, "hello", talk.widths))
+    assert [prefilled < length for prefilled, length in turns] == [False, True, False, False]
+    assert turns[3] == turns[0]
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(("family", "mode"), [("mistral", "self_speculative"), ("mamba", "post_hoc")])
+def test_a_template_may_render_earlier_turns_differently(talk, tiny_tokenizer, monkeypatch, family, mode):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", REWRITING)
+    conversation = talk(family, mode)
+    for question in ("hello", "and abc abc?", "who"):
+        answer(conversation, question, talk.widths)
 
 
 @pytest.fixture
@@ -162,22 +129,11 @@ def test_over_a_pipe_each_line_is_a_message(command, pipe_in, capsys):
     assert captured.err.count("full depth (4 layers)") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "data", "message"),
-    [
-        (["--mode", "early_exit"], b"hello\n", "there are no routers for the model"),
-        ([], b"\xff\n", "standard input is not text"),
-        ([], b"a" * 3000, "the text is too long for the model"),
-    ],
-)
-def test_over_a_pipe_an_error_ends_the_chat(command, pipe_in, refused, arguments, data, message):
-    pipe_in(data)
-    refused([*command, *arguments], message)
-
-
-def test_a_model_without_a_chat_template_is_refused(command, tiny_model_folder, pipe_in, refused):
+def test_over_a_pipe_an_error_ends_the_chat(command, tiny_model_folder, pipe_in, refused):
+    for data, message in ((b"\xff\n", "standard input is not text"), (b"a" * 3000, "the text is too long")):
+        pipe_in(data)
+        refused(command, message)
     (tiny_model_folder / "chat_template.jinja").unlink()
-    pipe_in(b"hello\n")
     refused(command, "this model cannot chat")
 
 
@@ -201,9 +157,6 @@ def test_in_a_terminal_an_error_or_interrupt_ends_the_turn_only(command, typing,
     assert captured.err.count("/reset starts a new conversation") == 2
     assert captured.err.count("> ") == 7
     assert "> " not in captured.out
-
-
-def test_in_a_terminal_the_end_of_input_or_an_interrupt_ends_the_chat(command, typing):
     typing()
     assert main(command) == 0
     typing(KeyboardInterrupt())

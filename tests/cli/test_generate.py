@@ -11,7 +11,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli.main import main
 from tide_hf.cli.prompts import read_prompts
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 def plain_answer(folder, text):
@@ -36,7 +36,7 @@ def generate(tiny_model_folder, capsys):
 
 
 def test_argument_pipe_and_file_give_the_plain_models_answer(generate, tiny_model_folder, tmp_path, pipe_in):
-    _, text = plain_answer(tiny_model_folder, "<user>héllo\nyou<answer>")
+    tokens, text = plain_answer(tiny_model_folder, "<user>héllo\nyou<answer>")
     (tmp_path / "prompt").write_bytes("héllo\r\nyou\r\n".encode())
     pipe_in("héllo\nyou\n".encode())
     for arguments in (["héllo\nyou"], [], ["--prompt-file", tmp_path / "prompt"]):
@@ -44,23 +44,19 @@ def test_argument_pipe_and_file_give_the_plain_models_answer(generate, tiny_mode
         assert captured.out == text + "\n"
         assert "full depth (4 layers)" in captured.err
         assert f"self_speculative: {NEW_TOKENS} tokens" in captured.err
+    record = json.loads(generate("héllo\nyou", "--json").out)
+    assert (record["tokens"], record["text"], record["prompt"]) == (tokens, text, "héllo\nyou")
+    assert (record["mode"], record["exit_threshold"], record["routers"]) == ("self_speculative", None, None)
+    assert record["stats"]["total_tokens"] == NEW_TOKENS
+    assert record["tokens_per_s"] == NEW_TOKENS / record["seconds"]
 
 
-def test_raw_does_not_use_the_chat_template(generate, tiny_model_folder, tiny_tokenizer):
+def test_raw_does_not_use_the_chat_template(generate, tiny_model_folder):
     text = plain_answer(tiny_model_folder, "hello")[1] + "\n"
     assert generate("hello", "--raw").out == text
     assert generate("hello").out != text
     (tiny_model_folder / "chat_template.jinja").unlink()
     assert generate("hello").out == text
-
-
-def test_json_has_text_tokens_and_counts(generate, tiny_model_folder):
-    tokens, text = plain_answer(tiny_model_folder, "<user>hello<answer>")
-    record = json.loads(generate("hello", "--json").out)
-    assert (record["tokens"], record["text"], record["prompt"]) == (tokens, text, "hello")
-    assert (record["mode"], record["exit_threshold"], record["routers"]) == ("self_speculative", None, None)
-    assert record["stats"]["total_tokens"] == NEW_TOKENS
-    assert record["tokens_per_s"] == NEW_TOKENS / record["seconds"]
 
 
 def test_mode_threshold_dtype_and_threads_are_used(generate, routers_folder):
@@ -76,27 +72,18 @@ def test_mode_threshold_dtype_and_threads_are_used(generate, routers_folder):
     assert (record["mode"], record["exit_threshold"]) == ("early_exit", 0.9)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"), [("{% if %}", "chat template refuses the chat"), ("{{ '' }}", "got a prompt of no tokens")]
-)
-def test_a_template_that_gives_no_prompt_is_explained(tiny_model_folder, refused, template, message):
-    (tiny_model_folder / "chat_template.jinja").write_text(template)
-    refused(["generate", str(tiny_model_folder), "hello"], message)
-
-
-def test_a_folder_without_a_tokenizer_is_explained(tiny_model_folder, refused):
+def test_a_folder_that_gives_no_prompt_is_explained(tiny_model_folder, refused, pipe_in, monkeypatch):
+    command, template = ["generate", str(tiny_model_folder)], tiny_model_folder / "chat_template.jinja"
+    template.write_text("{% if %}")
+    refused([*command, "hello"], "chat template refuses the chat")
+    template.write_text("{{ '' }}")
+    refused([*command, "hello"], "got a prompt of no tokens")
     for file in tiny_model_folder.glob("tokenizer*"):
         file.unlink()
-    refused(
-        ["generate", str(tiny_model_folder), "hello"],
-        "Expected a folder with a causal language model and its tokenizer",
-    )
-
-
-def test_no_prompt_is_read_from_a_terminal(pipe_in, monkeypatch, refused):
+    refused([*command, "hello"], "Expected a folder with a causal language model and its tokenizer")
     pipe_in(b"never read")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    refused(["generate", "MODEL"], "there is no prompt")
+    refused(command, "there is no prompt")
 
 
 @pytest.mark.parametrize(

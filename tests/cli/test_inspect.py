@@ -21,22 +21,17 @@ def test_json_of_a_model_without_routers_on_a_text(tiny_model_folder, tmp_path, 
     facts = json.loads(capsys.readouterr().out)
     assert facts["structure"]["vocab_size"] == 260
     assert facts["routers"] is None
-    assert {mode: fact["note"] for mode, fact in facts["modes"].items()} == {
-        "self_speculative": None,
-        "early_exit": "needs routers, and there are none",
-        "post_hoc": "needs routers, and there are none",
-    }
-    assert set(facts["packed_weights"]) == {"packed", "linear_layers", "size_mb"}
+    notes = [fact["note"] for fact in facts["modes"].values()]
+    assert notes == [None, *["needs routers, and there are none"] * 2]
     assert (facts["kernels"]["dtype"], set(facts["kernels"]["ops"].values())) == ("float32", {"torch"})
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    model, tokenizer = (kind.from_pretrained(tiny_model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     rows = convergence_by_layer(model, tokenizer, ["the river\nruns", "to the sea"])
     assert facts["convergence"] == [dataclasses.asdict(row) for row in rows]
 
 
 def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(tiny_tokenizer, tmp_path, capsys):
-    tiny_model("mamba", vocab_size=260).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
+    for part in (tiny_model("mamba", vocab_size=260), tiny_tokenizer):
+        part.save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "self_speculative no: MambaForCausalLM keeps a recurrent state" in out
@@ -49,23 +44,20 @@ def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(tiny_tok
 def test_the_kernels_in_use_are_named():
     ops = {"norm_route": "cuda", "draft_top1": "triton"}
     fact = {"gpu": "NVIDIA L4", "dtype": "bfloat16", "variant": "torch-cuda", "reason": "", "ops": ops}
-    head, first, second = _kernel_lines(fact)
+    head, *lines = _kernel_lines(fact)
     assert head == "fused kernels: build torch-cuda (NVIDIA L4, bfloat16)"
-    assert (first.split(), second.split()) == (["norm_route", "cuda"], ["draft_top1", "triton"])
+    assert [line.split() for line in lines] == [["norm_route", "cuda"], ["draft_top1", "triton"]]
 
 
 def test_older_calibration_records_are_shown(tiny_model_folder, tmp_path, capsys):
-    routers_folder = tmp_path / "routers"
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    sparse = {"exit_layers": {"2": {"agreement": 0.6}}}
-    TIDERouters.for_model(model, exit_layers=[2], calibration=sparse).save_pretrained(routers_folder)
-    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
-    assert "60.0%" in capsys.readouterr().out
     shipped = json.loads((Path(shipped_routers(DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
     shipped["threshold"]["chosen"] = 0.9
     for row in shipped["exit_layers"].values():
         row.pop("coverage", None)
-    routers = TIDERouters.for_model(model, exit_layers=[3], exit_threshold=0.9, calibration=shipped)
-    routers.save_pretrained(routers_folder)
-    assert main(["inspect", str(tiny_model_folder), "--routers", str(routers_folder)]) == 0
-    assert "0.9 (disagreement below 2.0% with 95% confidence)" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    sparse = {"exit_layers": {"3": {"agreement": 0.6}}}
+    for record, shown in ((sparse, "60.0%"), (shipped, "0.9 (disagreement below 2.0% with 95% confidence)")):
+        routers = TIDERouters.for_model(model, exit_layers=[3], exit_threshold=0.9, calibration=record)
+        routers.save_pretrained(tmp_path / "routers")
+        assert main(["inspect", str(tiny_model_folder), "--routers", str(tmp_path / "routers")]) == 0
+        assert shown in capsys.readouterr().out

@@ -36,9 +36,12 @@ def stream(tokens, tokenizer, console):
     return console.file.getvalue()
 
 
-def test_a_terminal_gets_colours_by_depth(tiny_llama, tiny_tokenizer):
-    styles = [str(span.style) for span in streaming.coloured(["a", "b", "c", "d"], run_of([0, 2, 3, 4])).spans]
-    assert styles == [colour.terminal for colour in (NGRAM, *EXITS[:2], FULL_DEPTH)]
+def test_a_terminal_gets_colours_by_depth_and_a_legend(tiny_llama, tiny_tokenizer):
+    run = run_of([0, 2, 3, 4, 0])
+    styles = [str(span.style) for span in streaming.coloured("abcde", run).spans]
+    assert styles == [colour.terminal for colour in (NGRAM, *EXITS[:2], FULL_DEPTH, NGRAM)]
+    counts = [part.strip() for part in streaming.legend(run).plain.split("\N{BLACK SQUARE}")[1:]]
+    assert counts == ["accepted n-gram draft: 2", "exit layer 2: 1", "exit layer 3: 1", "full depth (4 layers): 1"]
     console = terminal(color_system="standard")
     method = DecodingMethod("self_speculative", tide_hf.TIDEModelForCausalLM.attach(tiny_llama()))
     inputs = dict(tiny_tokenizer("abcabcabc", return_tensors="pt", return_token_type_ids=False))
@@ -68,21 +71,9 @@ def test_a_long_answer_scrolls_and_is_complete_in_the_end(tiny_tokenizer):
     assert [f"line {number}" in last for number in range(1, 30)] == [True] * 29
 
 
-def test_the_legend_counts_tokens_by_depth():
-    legend = streaming.legend(run_of([0, 0, 2, 4])).plain
-    assert legend.split("\N{BLACK SQUARE}")[1:] == [
-        " accepted n-gram draft: 2   ",
-        " exit layer 2: 1   ",
-        " full depth (4 layers): 1",
-    ]
-
-
 def test_figures_leave_the_warm_up_out():
     console, run = Console(file=io.StringIO(), width=160), run_of([4] * 8)
-    streaming.print_figures(run, console)
-    assert "self_speculative: 8 tokens, 8.0 tokens/s" in console.file.getvalue()
-    assert "warm up" not in console.file.getvalue()
     run.stats.engine, run.stats.warm_up_s = "compiled", 0.5
     streaming.print_figures(run, console)
-    assert "16.0 tokens/s" in console.file.getvalue()
+    assert "self_speculative: 8 tokens, 16.0 tokens/s" in console.file.getvalue()
     assert "; 0.5 s before that to warm up engine='compiled'" in console.file.getvalue()
