@@ -12,20 +12,16 @@ from tide_hf.common import files
 from tide_hf.common.files import cache_folder, write_atomically
 
 
-@pytest.fixture
-def usual_umask():
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
-@pytest.mark.usefixtures("usual_umask")
 def test_files_have_the_default_permissions(tmp_path):
-    file = tmp_path / "new" / "file"
-    for content in (b"first", b"second"):
-        write_atomically({file: content})
-        assert file.read_bytes() == content
-        assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    before = os.umask(0o022)
+    try:
+        file = tmp_path / "new" / "file"
+        for content in (b"first", b"second"):
+            write_atomically({file: content})
+            assert file.read_bytes() == content
+            assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    finally:
+        os.umask(before)
     assert list(file.parent.iterdir()) == [file]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 from huggingface_hub import HfApi
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common import hub_access
@@ -27,32 +26,26 @@ def unreachable(*_args, **_options):
 
 
 @pytest.mark.parametrize(("load", "error"), KINDS)
-def test_a_path_that_is_not_a_folder_is_not_looked_up(model_hub, load, error):
+def test_what_is_not_found_costs_at_most_one_request(model_hub, monkeypatch, load, error):
     for name in PATHS:
         with pytest.raises(error, match="got no such folder, and not a valid name of a repository") as caught:
             load(name)
         assert isinstance(caught.value, FileNotFoundError)
     assert model_hub.asked == []
-
-
-@pytest.mark.parametrize(("load", "error"), KINDS)
-def test_an_unreachable_hub_costs_one_request(model_hub, monkeypatch, load, error):
+    with pytest.raises(error, match="got no such folder, and no such repository on the Hub, or a private one"):
+        load("models/nowhere")
+    assert [path for path in model_hub.asked if "nowhere" in path] == ["api/models/models/nowhere"]
+    model_hub.asked.clear()
     asked = []
     monkeypatch.setattr(HfApi, "model_info", lambda api, name, **options: asked.append(name) or unreachable())
     with pytest.raises(error, match="got no such folder, and the Hub cannot be reached: 'the network is down'"):
         load("models/nowhere")
-    assert asked == ["models/nowhere"]
-    assert model_hub.asked == []
-
-
-@pytest.mark.parametrize(("load", "error"), KINDS)
-def test_a_repository_that_the_hub_does_not_have(model_hub, load, error):
-    with pytest.raises(error, match="got no such folder, and no such repository on the Hub, or a private one"):
-        load("models/nowhere")
-    assert [path for path in model_hub.asked if "nowhere" in path] == ["api/models/models/nowhere"]
+    assert (asked, model_hub.asked) == (["models/nowhere"], [])
 
 
 def test_cached_files_are_loaded_without_further_requests(model_hub, on_hub, monkeypatch, tmp_path):
+    commit = model_hub.repos["models", "org/base-tide"].refs["main"]
+    TIDERouters.from_pretrained("org/base-tide", revision=commit, cache_dir=tmp_path / "commit")
     for where in ({}, {"cache_dir": str(tmp_path / "elsewhere")}):
         TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", **where)
     monkeypatch.setattr(HfApi, "model_info", unreachable)
@@ -63,21 +56,7 @@ def test_cached_files_are_loaded_without_further_requests(model_hub, on_hub, mon
     assert [path for path in model_hub.asked if not path.endswith("adapter_config.json")] == []
     with pytest.raises(RoutersNotFoundError, match="the network is down"):
         TIDERouters.from_pretrained("org/base-tide", cache_dir=tmp_path / "empty")
-
-
-def test_a_cached_revision_needs_no_main(model_hub, on_hub, monkeypatch):
-    commit = model_hub.repos["models", "org/base-tide"].refs["main"]
-    TIDERouters.from_pretrained("org/base-tide", revision=commit)
-    monkeypatch.setattr(HfApi, "model_info", unreachable)
-    assert TIDERouters.from_pretrained("org/base-tide", revision=commit).exit_layers == [1, 3]
-
-
-@pytest.mark.parametrize("options", [{"local_files_only": True}, {"force_download": True}])
-def test_a_caller_who_says_where_to_look_causes_no_request(tmp_path, monkeypatch, options):
-    monkeypatch.setattr(HfApi, "model_info", unreachable)
-    assert hub_access.hub_options("org/name", options, lambda *_: TIDEError()) == {}
-    assert hub_access.hub_options(tmp_path, {}, lambda *_: TIDEError()) == {}
-
-
-def test_other_errors_are_quoted():
-    assert hub_access.why_not_found(LocalEntryNotFoundError("not in the cache")) == "'not in the cache'"
+    at_commit = {"revision": commit, "cache_dir": tmp_path / "commit"}  # a cache without `main`
+    assert TIDERouters.from_pretrained("org/base-tide", **at_commit).exit_layers == [1, 3]
+    for options in ({"local_files_only": True}, {"force_download": True}):  # the caller says where to look
+        assert hub_access.hub_options("org/name", options, lambda *_: TIDEError()) == {}

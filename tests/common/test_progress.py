@@ -1,5 +1,6 @@
-"""Progress of a calibration's steps in a log."""
+"""Progress of a calibration's steps in a log, and timing of short functions."""
 
+from tide_hf.common import timing
 from tide_hf.common.progress import Steps
 
 
@@ -16,3 +17,10 @@ def test_a_log_gets_the_beginning_of_a_step_and_its_progress_once_a_minute(capsy
     with Steps(enabled=False) as steps:
         list(steps.track("Writing text", "abcd", 4))
     assert capsys.readouterr().err == ""
+
+
+def test_the_shortest_repeat_is_timed_and_the_first_call_is_not(monkeypatch):
+    calls, clock = [], iter([10.0, 15.0, 20.0, 23.0, 30.0, 34.0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(clock))
+    assert timing.least_seconds(lambda: calls.append(1), 3) == 3.0
+    assert len(calls) == 4

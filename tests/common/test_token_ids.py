@@ -3,21 +3,7 @@
 import pytest
 
 from tide_hf.common.errors import ChatTemplateError
-from tide_hf.common.token_ids import (
-    encode_messages,
-    encode_prompt,
-    eos_token_ids,
-    left_padded,
-    prompt_tokens,
-    truncate_at_eos,
-)
-
-
-def test_prompts_use_the_chat_template_if_there_is_one(tiny_tokenizer, monkeypatch):
-    assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi")) == "<user>hi<answer>"
-    assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi", raw=True)) == "hi"
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", None)
-    assert tiny_tokenizer.decode(prompt_tokens(tiny_tokenizer, "hi")) == "hi"
+from tide_hf.common.token_ids import encode_messages, encode_prompt, eos_token_ids, left_padded, truncate_at_eos
 
 
 @pytest.mark.parametrize(
@@ -31,35 +17,26 @@ def test_prompts_use_the_chat_template_if_there_is_one(tiny_tokenizer, monkeypat
 )
 def test_a_template_that_refuses_a_chat_is_an_error(tiny_tokenizer, monkeypatch, template, reason):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
-    with pytest.raises(
-        ChatTemplateError, match=f"the tokenizer's chat template refuses the chat: got '.*{reason}"
-    ) as caught:
+    message = f"the tokenizer's chat template refuses the chat: got '.*{reason}"
+    with pytest.raises(ChatTemplateError, match=message) as caught:
         encode_prompt(tiny_tokenizer, "hi")
     assert reason in caught.value.got
 
 
 def test_a_prompt_is_encoded_as_the_tokenizer_encodes_it(tiny_tokenizer):
     messages = [{"role": "user", "content": "hi"}]
-    own = tiny_tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    own = tiny_tokenizer.apply_chat_template(messages, **options)
     for encoded in (encode_prompt(tiny_tokenizer, "hi"), encode_messages(tiny_tokenizer, messages)):
         assert set(encoded) == {"input_ids", "attention_mask"}
         assert all(tensor.equal(own[name]) for name, tensor in encoded.items())
 
 
-def test_prompts_are_left_padded():
+def test_prompts_are_left_padded_and_answers_truncated_at_their_first_eos_token():
     inputs = left_padded([[5, 6, 7], [8]], pad=9)
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, set()), (2, {2}), ([2, 3], {2, 3}), ((3,), {3})])
-def test_eos_tokens_of_a_generation_config(value, expected):
-    assert eos_token_ids(value) == expected
-
-
-def test_an_answer_is_truncated_at_its_first_eos_token():
+    assert [eos_token_ids(value) for value in (None, 2, [2, 3], (3,))] == [set(), {2}, {2, 3}, {3}]
     assert truncate_at_eos([5, 2, 0, 2], {2, 3}) == [5, 2]
     assert truncate_at_eos([5, 2, 0, 2], {2, 3}, keep_eos=False) == [5]
     assert truncate_at_eos([5, 6], {2}) == truncate_at_eos([5, 6], {2}, keep_eos=False) == [5, 6]
