@@ -1,6 +1,7 @@
 """Shipped routers: found by the base model's output head, wherever it was loaded from."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from repository import SHIPPED
@@ -46,9 +47,11 @@ def test_default_names_the_shipped_routers_and_lists_them_where_none_fit(shipped
             use(tiny_llama(seed=2), "default")
 
 
-def test_the_shipped_routers_name_their_model():
+def test_the_routers_of_the_source_tree_are_found_and_name_their_model():
+    name = SHIPPED.name.replace("--", "/")
+    assert Path(loading.shipped_routers(name)).samefile(SHIPPED)
     config = TIDERouters.from_pretrained(SHIPPED).config
-    assert config.base_model_name_or_path.replace("/", "--") == SHIPPED.name
+    assert config.base_model_name_or_path == name
     assert config.unembed_hash is not None
 
 
@@ -73,14 +76,3 @@ def test_generate_says_which_routers_it_uses(shipped, tiny_model_folder, capsys,
     assert main(line) == 0
     assert f"routers: {NO_ROUTERS}" in " ".join(capsys.readouterr().err.split())
     refused([*line, "--routers", "default"], "no routers for this model are shipped with the library")
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["installed", "source tree"])
-def test_the_folder_is_found_when_installed_and_in_the_source_tree(tmp_path, monkeypatch, inside):
-    package = tmp_path / "tide_hf"
-    monkeypatch.setattr(loading, "__file__", str(package / "hub" / "load.py"))
-    assert loading.shipped_routers("org/name") is None
-    folder = (package if inside else tmp_path) / "model_cards" / "org--name"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    assert loading.shipped_routers("org/name") == str(folder)

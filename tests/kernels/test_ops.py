@@ -7,14 +7,11 @@ import json
 import logging
 import pickle
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 from families import ATTENTION, tiny_model
-from loopback_hub import loopback_hub
-from repository import ROOT
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import find_structure
@@ -26,21 +23,7 @@ pytest.importorskip("triton")
 REPO = ops.KERNELS_REPO
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="about machines without a GPU")
-DEPENDENCY = {"kernel-depends": [{"repo-id": "other/kernel", "version": 1}]}
 MD5 = {"algorithm": "md5", "files": {}}
-FROM_HUB = """
-import json, sys
-from tide_hf.kernels import ops
-from tide_hf.common.errors import KernelError
-results = {}
-for repo, commit in json.loads(sys.argv[1]).items():
-    try:
-        loaded = ops.load_kernels(repo, commit, use_kernels=True)
-        results[repo] = [loaded.variant, loaded.kernels.__file__]
-    except KernelError as error:
-        results[repo] = str(error)
-print(json.dumps(results))
-"""
 
 
 def edit_metadata(variant, **changes):
@@ -156,31 +139,29 @@ def test_a_build_that_was_tampered_with_does_not_run(monkeypatch, build, tmp_pat
 
 
 @on_cpu
-def test_kernels_from_a_hub(build, stage, tmp_path):
-    hub = tmp_path / "hub"
-    for name in ("good", "changed", "depends"):
-        shutil.copytree(build, hub / "org" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    add_file("norms.py")(hub / "org" / "changed" / "build" / "torch-cpu")
-    edit_metadata(hub / "org" / "depends" / "build" / "torch-cpu", **DEPENDENCY)
-    stage.stage_noarch(hub / "org" / "cuda" / "build", "cuda")
-    with loopback_hub() as server:
-        repos = {
-            f"org/{folder.name}": server.add(f"org/{folder.name}", folder, "kernels") for folder in hub.glob("*/*")
-        }
-        environment = {"PATH": "", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "HF_HOME": str(tmp_path / "home")}
-        environment |= {"HF_ENDPOINT": server.address, "HF_HUB_USER_AGENT_ORIGIN": "tide_hf", "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-c", FROM_HUB, json.dumps(repos)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
-    variant, file = results["org/good"]
-    assert variant == "torch-cpu"
-    assert file.startswith(str(tmp_path / "home"))
-    assert "norms.py in " in results["org/changed"]
-    assert "'other/kernel'" in results["org/depends"]
-    assert "trust" in results["org/depends"]
-    assert "torch-cuda: backend (cuda) does not match system backend (cpu)" in results["org/cuda"]
-    assert all(repos["/".join(path.split("/")[1:3])] in path for path in server.asked if "/resolve/" in path)
+def test_kernels_from_a_hub(model_hub, build, stage, tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
+    monkeypatch.setattr("kernels.hf_hub.HfApi.get_organization_overview", lambda *_: None)
+    folders = {name: tmp_path / name for name in ("good", "changed", "depends")}
+    for folder in folders.values():
+        shutil.copytree(build, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    add_file("norms.py")(folders["changed"] / "build" / "torch-cpu")
+    dependency = {"kernel-depends": [{"repo-id": "other/kernel", "version": 1}]}
+    edit_metadata(folders["depends"] / "build" / "torch-cpu", **dependency)
+    folders["cuda"] = tmp_path / "cuda"
+    stage.stage_noarch(folders["cuda"] / "build", "cuda")
+    commits = {name: model_hub.add(f"org/{name}", folder, "kernels") for name, folder in folders.items()}
+    loaded = ops.load_kernels("org/good", commits["good"], use_kernels=True)
+    assert loaded.variant == "torch-cpu"
+    assert loaded.kernels.__file__.startswith(str(tmp_path / "cache"))
+    for name, message in {
+        "changed": "norms.py in ",
+        "depends": "'other/kernel' is not from a trusted publisher",
+        "cuda": "torch-cuda: backend (cuda) does not match system backend (cpu)",
+    }.items():
+        assert message in refusal(repo=f"org/{name}", revision=commits[name])
+    downloads = [path for path in model_hub.asked if "/resolve/" in path]
+    assert all(commits[path.split("/")[2]] in path for path in downloads)
 
 
 @pytest.mark.parametrize("family", ATTENTION)

@@ -10,15 +10,12 @@ from packed_weights import set_fastest_layouts
 from torch.nn import functional
 
 from tide_hf.depth import linear_gate
-from tide_hf.depth.linear_gate import DRAFT_LAYOUTS
 from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES
 from tide_hf.kernels.cpu.weight_layouts import (
-    MAX_QUANTIZED_ROWS,
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
-    QuantizedWeight,
     UpcastWeight,
     fastest_layout,
     in_layout,
@@ -131,13 +128,6 @@ def test_copies_and_compute_bound_layouts_have_to_be_clearly_faster(monkeypatch,
     monkeypatch.setattr(PrepackedWeight, "serves", lambda *_: True)
     monkeypatch.setattr(weight_layouts, "_seconds_of", lambda layout, *_: seconds[layout])
     assert fastest_layout(torch.float32, rows, tuple(seconds)[:-1]) is chosen
-
-
-def test_quantized_weights_serve_few_rows_and_plain_ones_any(monkeypatch):
-    set_fastest_layouts(monkeypatch, order=(QuantizedWeight, PlainWeight, PrepackedWeight, None))
-    rows = (1, MAX_QUANTIZED_ROWS, MAX_QUANTIZED_ROWS + 1, 300)
-    layouts = [fastest_layout(torch.float32, number, DRAFT_LAYOUTS) for number in rows]
-    assert layouts == [QuantizedWeight, QuantizedWeight, PlainWeight, PlainWeight]
 
 
 def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(tiny_llama, monkeypatch):
