@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_heads import routers_for
 from drafters import use_drafter, use_heads
-from families import _COMMON, FAMILIES, VOCAB, tiny_model
+from families import _COMMON, FAMILIES, VOCAB, random_model, tiny_model
 from on_steps import ATTACH
 from on_steps import prompts as padded_prompts
 from transformers import (
@@ -41,22 +41,22 @@ def test_a_callers_cache_without_windows_in_a_batch(family):
     assert torch.equal(model.generate(ids, max_new_tokens=24, **OPTIONS, **{CACHE: DynamicCache()}), expected)
 
 
-def test_drafts_end_where_a_static_cache_does():
-    class Stop(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return input_ids.shape[1] >= 30
+class Stop(StoppingCriteria):
+    """Of the caller's own, so that drafts do not know where the call ends."""
 
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= 30
+
+
+@pytest.mark.parametrize("width", [7, 10, 11])
+def test_drafts_end_where_a_static_cache_does(width):
     model, ids = tiny_model("llama"), prompts(1)
-
-    def options():
-        cache = StaticCache(config=model.config, max_cache_len=30)
-        return {"max_new_tokens": 100, "stopping_criteria": [Stop()], **OPTIONS, CACHE: cache}
-
-    expected = model.generate(ids, **options())
+    options = {"max_new_tokens": 100, "stopping_criteria": [Stop()], **OPTIONS}
+    expected = model.generate(ids, **options, **{CACHE: StaticCache(config=model.config, max_cache_len=30)})
     TIDEModelForCausalLM.attach(model)
-    for width in (7, 10, 11):
-        use_drafter(model, "right", [expected[0, PROMPT:].tolist() + [5] * 20], width)
-        assert torch.equal(model.generate(ids, **options()), expected)
+    use_drafter(model, "right", [expected[0, PROMPT:].tolist() + [5] * 20], width)
+    found = model.generate(ids, **options, **{CACHE: StaticCache(config=model.config, max_cache_len=30)})
+    assert torch.equal(found, expected)
 
 
 def test_drafts_end_where_learned_positions_of_the_callers_do():
@@ -279,24 +279,24 @@ SHARED = {
 
 
 @pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers has none")
-@pytest.mark.parametrize("strategy", ["propagate", "zero_pad"])
-def test_kv_that_layers_share_cannot_be_filled(strategy, monkeypatch):
-    monkeypatch.setitem(FAMILIES, "gemma4_text", SHARED)
-    model = tiny_model("gemma4_text")
+def test_kv_that_layers_share_cannot_be_filled():
+    model = random_model("gemma4_text", SHARED)
     expected = model.generate(prompts(1), **SHORT)
-    routers = TIDERouters.for_model(model, exit_layers=[2, 4], kv_cache_strategy=strategy)
+    routers = TIDERouters.for_model(model, exit_layers=[2, 4])
     TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
-    with pytest.raises(UnsupportedOptionError, match=rf"got .*{strategy}.*, and 3 layers without .* = 'recompute'"):
-        model.generate(prompts(1), exit_threshold=0.0, **SHORT)
+    for strategy in ("propagate", "zero_pad"):
+        routers.config.kv_cache_strategy = strategy
+        match = rf"got .*{strategy}.*, and 3 layers without .* = 'recompute'"
+        with pytest.raises(UnsupportedOptionError, match=match):
+            model.generate(prompts(1), exit_threshold=0.0, **SHORT)
     routers.config.kv_cache_strategy = "recompute"
     assert model.generate(prompts(1), exit_threshold=0.0, **SHORT).shape == expected.shape
     assert torch.equal(model.generate(prompts(1), exit_threshold=2.0, **SHORT), expected)
 
 
-def test_a_model_with_a_recurrent_state_runs_post_hoc_only(monkeypatch):
+def test_a_model_with_a_recurrent_state_runs_post_hoc_only():
     """MiniMax does not call itself stateful: it has a cache of its own kind."""
-    monkeypatch.setitem(FAMILIES, "minimax", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2})
-    model = tiny_model("minimax")
+    model = random_model("minimax", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2})
     expected = model.generate(prompts(1), **SHORT)
     with pytest.raises(UnsupportedModelError, match="keeps a recurrent state, which tide_mode='self_speculative'"):
         TIDEModelForCausalLM.attach(model, strict=True)

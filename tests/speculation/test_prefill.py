@@ -188,12 +188,11 @@ def test_batches_that_are_read_in_one_pass(why):
 
 @pytest.mark.usefixtures("passes_are_cheap")
 def test_adapters_by_row_and_other_devices_are_read_in_one_pass(monkeypatch):
-    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
-    elsewhere = torch.empty(5, 20, device="meta", dtype=torch.long)
-    assert _lengths(model, elsewhere, kwargs_of(model, batch())) == [20] * 5
+    model, inputs = TIDEModelForCausalLM.attach(tiny_model("llama")), batch()
+    elsewhere = inputs["input_ids"].to("meta")
+    assert _lengths(model, elsewhere, kwargs_of(model, inputs)) == [20] * 5
     monkeypatch.setattr(prefill, "has_adapters_by_row", lambda *_: True)
-    shapes, _ = passes_of(model, lambda: model.generate(**batch(), **OPTIONS))
-    assert shapes[0] == (5, 20)
+    assert groups_of(model, inputs["input_ids"], kwargs_of(model, inputs)) is None
 
 
 @pytest.mark.usefixtures("passes_are_cheap")
@@ -253,34 +252,29 @@ def test_a_prompt_reuses_the_k_v_of_the_last_text_that_it_shares():
     prefix = PrefixCache(model.config)
     text, num_known = answer(model, prefix, FIRST)
     assert num_known == 0
-    for _ in range(2):
-        before = len(text)
-        text, num_known = answer(model, prefix, [*text, 5, 6, 7])
-        assert num_known == before - 1  # the last token of an answer has no K/V
-    assert answer(model, prefix, text[:-1])[1] == len(text) - 2  # at least one token is left to process
+    longer, num_known = answer(model, prefix, [*text, 5, 6, 7])
+    assert num_known == len(text) - 1  # the last token of an answer has no K/V
+    assert answer(model, prefix, longer[:-1])[1] == len(longer) - 2  # at least one token is left to process
     assert answer(model, prefix, [*FIRST[:18], 90, 91])[1] == 18
-    text, num_known = answer(model, prefix, [3, *FIRST])
-    assert num_known == 0
-    prefix.take([*text, 5])  # whose call fails
-    assert answer(model, prefix, [*text, 5])[1] == 0
+    assert answer(model, prefix, [3, *FIRST])[1] == 0
+    prefix.take(FIRST)  # whose call fails
+    assert answer(model, prefix, FIRST)[1] == 0
     prefix.store(PrefixCache(model.config).take(FIRST), FIRST)  # which no call has filled
-    assert answer(model, prefix, [*text, 5, 6])[1] == 0
+    assert answer(model, prefix, FIRST)[1] == 0
 
 
-def test_the_prefix_of_a_sliding_window_cannot_be_cropped():
-    model = TIDEModelForCausalLM.attach(tiny_model("mistral"))
-    prefix = PrefixCache(model.config)
-    text, _ = answer(model, prefix, FIRST)
-    assert answer(model, prefix, [*text, 5])[1] == len(text) - 1
-    assert answer(model, prefix, [*FIRST, 90])[1] == 0
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 30}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
-def test_a_prefix_is_read_again_where_rotary_embeddings_change_with_the_length():
-    rope = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope |= {"original_max_position_embeddings": 30, "rope_theta": 10000.0}
-    model = TIDEModelForCausalLM.attach(tiny_model("llama", rope_parameters=rope))
+@pytest.mark.parametrize(
+    ("family", "settings", "other"),
+    [("mistral", {}, [*FIRST[:10], 90]), ("llama", {"rope_parameters": LONGROPE}, [*FIRST[:10], *FIRST, 90])],
+    ids=["a sliding window", "rotary embeddings that change"],
+)
+def test_a_prefix_whose_k_v_would_be_others_is_read_again(family, settings, other):
+    model = TIDEModelForCausalLM.attach(tiny_model(family, **settings))
     prefix = PrefixCache(model.config)
     text, _ = answer(model, prefix, FIRST[:10])
-    text, num_known = answer(model, prefix, [*text, 5])
-    assert num_known == 15
-    assert answer(model, prefix, [*text, *FIRST])[1] == 0  # 43 tokens
+    assert answer(model, prefix, [*text, 5])[1] == 15
+    assert answer(model, prefix, other)[1] == 0

@@ -11,20 +11,14 @@ KINDS = ("right", "wrong", "random", "wrong at the last position")
 
 
 class ScriptedDrafter:
-    """Drafts `width` tokens a round that repeat, contradict or ignore the base model's own continuation.
+    """Drafts `width` tokens a round that repeat, contradict or ignore what plain decoding generates for each row.
 
-    Args:
-        kind: One of `KINDS`, or "mixed": another of them in each row and round.
-        continuations: What plain decoding generates for each row.
-        vocab_size: Range of the tokens.
-        width: Tokens per draft.
+    `kind` is one of `KINDS`, or "mixed": another of them in each row and round.
     """
 
     def __init__(self, kind: str, continuations: list[list[int]], vocab_size: int, width: int = 3) -> None:
         self.kind, self.continuations, self.vocab_size, self.width = kind, continuations, vocab_size, width
-        self.generated = [0] * len(continuations)
-        self.rounds = 0
-        self.random = random.Random(0)
+        self.generated, self.rounds, self.random = [0] * len(continuations), 0, random.Random(0)
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         self.rounds += 1
@@ -47,37 +41,25 @@ class ScriptedDrafter:
 
 
 class HeadDrafter:
-    """Drafts with the head at an exit layer, `width` tokens every round, whatever they cost.
+    """Drafts with the head at an exit layer, or at several in turn, `width` tokens in each `every`-th round.
 
     On engines whose draft tokens the host does not read, none is read before it is verified.
-
-    Args:
-        prompts: The prompt of each row.
-        engine: Runs the head.
-        exit_layer: The exit layer, or several that take turns round by round.
-        width: Tokens per draft.
-        every: Drafts in each `every`-th round only.
-
-    Attributes:
-        drafted: (tokens of the row before, draft tokens) of each round and row.
-        scores: The exit scores of draft steps, where they are read.
     """
 
     def __init__(
         self, prompts: list[list[int]], engine, exit_layer: int | Sequence[int], width: int, every: int = 1
     ) -> None:
-        self.engine, self.exit_layer, self.width, self.every = engine, exit_layer, width, every
-        self.rounds = 0
+        self.engine, self.width, self.every, self.rounds = engine, width, every, 0
+        self.exit_layers = [exit_layer] if isinstance(exit_layer, int) else exit_layer
         self.texts = [list(prompt) for prompt in prompts]
-        self.drafted: list[tuple[list[int], list[int]]] = []
-        self.scores: list[list[float]] = []
+        self.drafted: list[tuple[list[int], list[int]]] = []  # (tokens of the row before, draft tokens) of each draft
+        self.scores: list[list[float]] = []  # exit scores of draft steps, where they are read
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         self.rounds += 1
         if self.rounds % self.every:
             return [Draft() for _ in rows]
-        layers = [self.exit_layer] if isinstance(self.exit_layer, int) else self.exit_layer
-        exit_layer = layers[self.rounds % len(layers)]
+        exit_layer = self.exit_layers[self.rounds % len(self.exit_layers)]
         draft = self._draft if self.engine.reads_drafts else self._draft_unread
         return [Draft().add(tokens, "head", exit_layer) for tokens in draft(exit_layer, limits)]
 
@@ -129,18 +111,9 @@ def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3
 def use_heads(
     model, exit_layer: int | Sequence[int], width=3, every=1, continuations=None, kind="right"
 ) -> list[HeadDrafter]:
-    """Let an attached model draft with the head at an exit layer.
+    """Let an attached model draft with heads; return their drafters, to which each call adds one.
 
-    Args:
-        model: The attached model.
-        exit_layer: As `HeadDrafter` takes it.
-        width: Tokens per draft.
-        every: As `HeadDrafter` takes it.
-        continuations: With what plain decoding generates for each row, a script drafts in every other round.
-        kind: As `ScriptedDrafter` takes it.
-
-    Returns:
-        The drafter of each call, appended when the call starts.
+    With `continuations`, which plain decoding generates, a script of some `kind` drafts in every other round.
     """
     made: list[HeadDrafter] = []
 
