@@ -3,9 +3,6 @@
 Without a GPU they run under Triton's interpreter. What each of them computes is tested in hub_kernels/.
 """
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -19,22 +16,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 9]], device=DEVICE)
 
 
-@pytest.fixture
-def attached(local_kernels, tiny_llama):
-    """A function that attaches to a small Llama with routers, with or without kernels."""
-
-    def make(use_kernels, mode, **config):
-        model = tiny_llama().to(DEVICE)
-        settings = {"exit_layers": [1, 2], "exit_strategy": "linear", "kv_cache_strategy": "propagate"}
-        record = {"exit_layers": {"1": {"agreement": 0.5}, "2": {"agreement": 0.6}}}
-        routers = TIDERouters.for_model(model, router_bottleneck_dim=8, calibration=record, **settings, **config)
-        torch.manual_seed(1)
-        for exit_layer in routers.exit_layers:
-            torch.nn.init.normal_(routers[exit_layer].router.up.weight)
-            torch.nn.init.normal_(routers[exit_layer].router.down.weight)
-        return TIDEModelForCausalLM.attach(model, routers, mode=mode, use_kernels=use_kernels, exit_threshold=0.5)
-
-    return make
+def attached(model, mode, use_kernels, **config):
+    settings = {"exit_layers": [1, 2], "exit_strategy": "linear", "kv_cache_strategy": "propagate"}
+    record = {"exit_layers": {"1": {"agreement": 0.5}, "2": {"agreement": 0.6}}}
+    routers = TIDERouters.for_model(model, router_bottleneck_dim=8, calibration=record, **settings, **config)
+    torch.manual_seed(1)
+    for exit_layer in routers.exit_layers:
+        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+        torch.nn.init.normal_(routers[exit_layer].router.down.weight)
+    return TIDEModelForCausalLM.attach(model, routers, mode=mode, use_kernels=use_kernels, exit_threshold=0.5)
 
 
 @pytest.fixture
@@ -60,11 +50,11 @@ def calls(monkeypatch, local_kernels):
     ],
     ids=["exits", "exits in the prompt", "drafts"],
 )
-def test_tokens_and_statistics_stay(attached, calls, monkeypatch, mode, config, options, called):
+def test_tokens_and_statistics_stay(tiny_llama, calls, monkeypatch, mode, config, options, called):
     monkeypatch.setattr("tide_hf.engines.eager.perf_counter", iter(range(10**6)).__next__)
     results = []
     for use_kernels in (False, True):
-        model = attached(use_kernels, mode, **config)
+        model = attached(tiny_llama().to(DEVICE), mode, use_kernels, **config)
         tokens = model.generate(IDS, do_sample=False, **options)
         stats = model.last_exit_stats
         results.append([tokens.tolist(), stats.per_token, stats.mlp_tokens_skipped, stats.drafted, stats.accepted])
@@ -83,11 +73,3 @@ def test_an_unknown_norm_runs_in_pytorch(local_kernels, calls, tiny_llama):
     states = torch.randn(2, 32, device=DEVICE)
     assert torch.equal(unembed.route(router, states), router(states**3))
     assert calls == {}
-
-
-def test_copies_share_their_kernels_and_pickles_load_their_own(attached):
-    model = attached(True, "early_exit")
-    assert copy.deepcopy(model)._tide.unembed.ops is model._tide.unembed.ops
-    again = pickle.loads(pickle.dumps(model._tide.unembed.ops))
-    assert (again.kernels is None) == (DEVICE == "cpu")
-    assert pickle.loads(pickle.dumps(ops.PLAIN)) is ops.PLAIN

@@ -3,6 +3,7 @@
 What the kernels compute is tested in hub_kernels/.
 """
 
+import copy
 import json
 import logging
 import pickle
@@ -59,7 +60,7 @@ def test_use_kernels_is_false_auto_or_true(monkeypatch, tiny_model_folder):
         TIDEModelForCausalLM.from_pretrained("no/such/model", use_kernels="always")
     monkeypatch.setattr(ops, "_obstacle", None)  # the device does not matter
     model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=False)
-    assert model._tide.unembed.ops is ops.PLAIN
+    assert pickle.loads(pickle.dumps(model._tide.unembed.ops)) is ops.PLAIN
 
 
 @on_cpu
@@ -68,6 +69,7 @@ def test_kernels_from_a_local_folder(local_kernels, caplog):
     with caplog.at_level(logging.INFO, logger="tide_hf"):
         loaded = ops.load_kernels(use_kernels=True)
     assert f"fused kernels: {REPO}, build torch-cpu, on cpu" in caplog.text
+    assert copy.deepcopy(loaded) is loaded
     assert loaded.run_on(torch.zeros(1), None)
     assert not loaded.run_on(torch.zeros(1, dtype=torch.float64))
     assert not loaded.run_on(torch.zeros(1), torch.zeros(1, device="meta"))
