@@ -44,8 +44,6 @@ from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
 from tide_hf.kernels.cpu.weight_layouts import _fastest_layout  # noqa: E402
 from tide_hf.kernels.ops import KERNELS_REPO  # noqa: E402
 
-NUM_BYTES = 256
-EOS_TOKEN_ID = 257
 CHAT_TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}<answer>"
 
 
@@ -154,11 +152,11 @@ def tiny_llama():
     """A function that makes a small random Llama; keyword arguments go to its config."""
 
     def make(seed=0, **config):
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "initializer_range": 0.2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        tokens = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": EOS_TOKEN_ID, "pad_token_id": EOS_TOKEN_ID}
+        tokens = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": 257, "pad_token_id": 257}
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**(sizes | heads | tokens | {"initializer_range": 0.2} | config))).eval()
+        return LlamaForCausalLM(LlamaConfig(**(sizes | heads | tokens | config))).eval()
 
     return make
 
@@ -167,7 +165,6 @@ def tiny_llama():
 def tiny_tokenizer():
     """One token per byte, with a chat template. It fits `tiny_llama()`."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    assert len(alphabet) == NUM_BYTES
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -34,13 +34,13 @@ def module_of(file):
 
 
 MODULES = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+NODES = {m: list(ast.walk(ast.parse(file.read_text(encoding="utf-8")))) for m, file in MODULES.items()}
 
 
 def imports_of(module):
     """The modules of the package that one imports, anywhere in its file."""
-    file = MODULES[module]
-    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    package = module.split(".") if MODULES[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in NODES[module]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             for alias in node.names:
@@ -67,8 +67,7 @@ def test_no_module_needs_itself():
 
 
 def test_one_place_hooks_layers_and_one_replaces_their_forward():
-    trees = {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in MODULES.items()}
-    attributes = [(m, node) for m, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    attributes = [(m, node) for m, nodes in NODES.items() for node in nodes if isinstance(node, ast.Attribute)]
     hooks = {module for module, node in attributes if node.attr.startswith("register_forward_")}
     replaced = {module for module, node in attributes if node.attr == "forward" and isinstance(node.ctx, ast.Store)}
     assert hooks == {"tide_hf.base_model.hooks"}
@@ -77,8 +76,7 @@ def test_one_place_hooks_layers_and_one_replaces_their_forward():
 
 def test_nothing_is_a_kind_of_the_loop_or_of_an_engine():
     """They are composed of parts, and the parts hold no owner."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in MODULES.values()]
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for nodes in NODES.values() for node in nodes if isinstance(node, ast.ClassDef)]
     whole = {"SpeculativeDecoder", "EagerEngine", "StaticEngine"}
     assert whole <= {node.name for node in classes}
     assert [node.name for node in classes for base in node.bases if ast.unparse(base).split(".")[-1] in whole] == []
@@ -93,11 +91,10 @@ def test_the_architecture_lists_the_rooms_in_their_order():
 
 def test_no_test_module_imports_another():
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("hub_kernels/*/tests/*.py")]
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
-    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree)]
-    needed = {(file, node.module) for file, node in nodes if isinstance(node, ast.ImportFrom)}
-    needed |= {(file, one.name) for file, node in nodes if isinstance(node, ast.Import) for one in node.names}
-    assert [(file, name) for file, name in needed if (name or "").startswith("test_")] == []
+    found = [
+        (file.name, re.findall(r"^ *(?:from|import) (test_\w+)", file.read_text(), re.MULTILINE)) for file in files
+    ]
+    assert [(name, imported) for name, imported in found if imported] == []
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -21,26 +21,21 @@ def reported(results, page, *more):
     return command.main(["report", "--results", str(results), "--page", str(page), *more])
 
 
-def test_results_that_failed_the_token_check_are_refused(results, tmp_path, capsys):
-    record = json.loads((results / "decode.json").read_text())
+def test_results_that_failed_the_token_check_or_cannot_be_read_are_refused(results, tmp_path, capsys):
+    page, decoded = tmp_path / "README.md", results / "decode.json"
+    page.write_text("nothing")
+    record = json.loads(decoded.read_text())
     category = next(iter(record["categories"].values()))
-    ours = next(one for one in category if one["name"] == "self_speculative")
-    ours["num_equal"] = 0
-    (results / "decode.json").write_text(json.dumps(record))
-    (tmp_path / "README.md").write_text("nothing")
-    assert reported(results, tmp_path / "README.md") == 2
+    next(one for one in category if one["name"] == "self_speculative")["num_equal"] = 0
+    decoded.write_text(json.dumps(record))
+    assert reported(results, page) == 2
     assert "the token check of decode.json failed" in capsys.readouterr().err
-    record["dtype"] = "bfloat16"  # where rounding explains it
-    (results / "decode.json").write_text(json.dumps(record))
-    assert reported(results, tmp_path / "README.md") == 0
-
-
-def test_results_that_cannot_be_read_are_refused(results, tmp_path, capsys):
-    (tmp_path / "README.md").write_text("nothing")
-    assert reported(tmp_path, tmp_path / "README.md") == 2
+    decoded.write_text(json.dumps(record | {"dtype": "bfloat16"}))  # where rounding explains it
+    assert reported(results, page) == 0
+    assert reported(tmp_path, page) == 2
     assert "there is nothing to report" in capsys.readouterr().err
     (results / "quality.json").write_text('{"rows": []}')
-    assert reported(results, tmp_path / "README.md") == 2
+    assert reported(results, page) == 2
     assert "quality.json cannot be read" in capsys.readouterr().err
 
 
@@ -54,42 +49,24 @@ def test_only_the_text_between_known_markers_is_replaced(results, tmp_path, caps
     assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
     assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 0
+    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick", "start_from"}
+    for page in (f"<!-- report: {name}-speed -->" for name in smaller):  # configs with markers of their own
+        assert any(page in one.read_text(encoding="utf-8") for one in report.PAGES)
 
 
-@pytest.mark.parametrize(
-    "folder",
-    ["engines", "heads", "bfloat16", "avx2-bfloat16", "avx2-float32", "one-thread", "sampling", "second-model"],
-)
-def test_the_pages_show_the_committed_results_of_smaller_configs(folder):
-    assert any(f"<!-- report: {folder}-speed -->" in page.read_text(encoding="utf-8") for page in report.PAGES)
-    assert command.main(["report", "--results", str(RESULTS / folder), "--check"]) == 0
-
-
-def test_smaller_configs_have_markers_of_their_own(results, tmp_path):
-    record = json.loads((results / "decode.json").read_text())
-    own = tmp_path / "engines"
-    own.mkdir()
-    (own / "decode.json").write_text(json.dumps(record | {"config": "small"}))
-    readme = tmp_path / "README.md"
-    theirs = "<!-- report: speed -->\n<!-- end of speed -->\n"
-    readme.write_text(theirs + "<!-- report: engines-speed -->\n<!-- end of engines-speed -->")
-    assert reported(own, readme) == 0
-    assert readme.read_text().startswith(theirs + "<!-- report: engines-speed -->\n\n|  | chat |")
-
-
-def test_the_pages_show_the_committed_results():
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in RESULTS.glob("*/REPORT.md")))
+def test_the_pages_show_the_committed_results(folder):
     """Tables rendered again from the committed JSON are those of the pages; plots were drawn from the same JSON."""
     from PIL import Image  # noqa: PLC0415  # comes with matplotlib
 
-    assert command.main(["report", "--results", str(RESULTS / "quick"), "--check"]) == 0
-    records = report.read_results(RESULTS / "quick")
-    sections = report.sections_of(records)
-    assert (RESULTS / "quick" / "REPORT.md").read_text(encoding="utf-8") == report.whole(sections)
-    plots = sorted((RESULTS / "quick" / "plots").glob("*.png"))
+    assert command.main(["report", "--results", str(RESULTS / folder), "--check"]) == 0
+    records = report.read_results(RESULTS / folder)
+    assert (RESULTS / folder / "REPORT.md").read_text(encoding="utf-8") == report.whole(report.sections_of(records))
+    plots = sorted((RESULTS / folder / "plots").glob("*.png"))
     assert [plot.stem for plot in plots] == sorted({"decode", "overhead", "quality"} & records.keys())
     for plot in plots:
         with Image.open(plot) as image:
-            assert image.text["Source"] == report.digest(RESULTS / "quick")
+            assert image.text["Source"] == report.digest(RESULTS / folder)
 
 
 def result(name, *prompts):

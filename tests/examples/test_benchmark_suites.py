@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
 from examples.benchmarks import adapters, bench, disagreement, items, measuring, published, questions, runner
-from examples.benchmarks.common import rows_like
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, quality
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -22,37 +21,14 @@ TINY = {
         "ways": ["generate", "prompt_lookup", "static_skip", "confidence", "fixed", "published", "ngrams", "heads"],
         "slow_ways": ["assistant_early_exit"],
         "categories": ["chat", "maths"],
-        "max_new_tokens": 4,
-        "repeats": 1,
-        "prompts": 1,
-        "batches": [2],
-        "published_samples": 4,
-        "published_length": 16,
-        "prompt_lengths": [6, 10**6],
-    },
-    "published": {
-        "samples": 8,
-        "max_length": 16,
-        "prompts": 1,
-        "max_new_tokens": 4,
-        "repeats": 2,
-        "thresholds": [1.0, 0.5],
-        "batches": [1],
-        "random_layers": 4,
-    },
+    }
+    | {"max_new_tokens": 4, "repeats": 1, "prompts": 1, "batches": [2]}
+    | {"published_samples": 4, "published_length": 16, "prompt_lengths": [6, 10**6]},
+    "published": {"samples": 8, "max_length": 16, "prompts": 1, "max_new_tokens": 4, "repeats": 2}
+    | {"thresholds": [1.0, 0.5], "batches": [1], "random_layers": 4},
     "quality": {"thresholds": [0.5], "documents": 4, "max_length": 12, "maths": 3, "max_new_tokens": 3, "choices": 5},
-    "overhead": {
-        "prompts": 1,
-        "max_new_tokens": 3,
-        "repeats": 1,
-        "prompt_lengths": [8],
-        "output_lengths": [3],
-        "batches": [2],
-        "num_exit_layers": [1],
-        "depths": [4],
-        "hidden_size": 64,
-        "vocab_size": 300,
-    },
+    "overhead": {"prompts": 1, "max_new_tokens": 3, "repeats": 1, "prompt_lengths": [8], "output_lengths": [3]}
+    | {"batches": [2], "num_exit_layers": [1], "depths": [4], "hidden_size": 64, "vocab_size": 300},
 }
 
 
@@ -109,10 +85,8 @@ def test_decode_samples_at_the_temperature_of_the_config(run, monkeypatch, one_t
     settings |= {"categories": ["chat"], "prompts": 1, "repeats": 2, "max_new_tokens": 6, "sampling_repeats": 0}
     plain, ours = run("decode", settings=settings | {"temperature": 0.7})["categories"]["chat"]
     assert ours["num_equal"] == len(plain["prompts"]) == 1
-    assert [(one.name, one.options["do_sample"], one.options["temperature"]) for one in compared] == [
-        ("generate", True, 0.7),
-        ("self_speculative", True, 0.7),
-    ]
+    assert [one.name for one in compared] == ["generate", "self_speculative"]
+    assert all((one.options["do_sample"], one.options["temperature"]) == (True, 0.7) for one in compared)
 
 
 def test_published_measures_what_the_paper_did(run, monkeypatch, one_thread):
@@ -164,26 +138,13 @@ def test_static_skipping_keeps_the_first_the_last_and_evenly_spaced_layers():
     model = random_llama(4, 64, 50)
     fewer = adapters.without_layers(model, 2)
     assert [id(p) for p in fewer.model.layers[1].parameters()] == [id(p) for p in model.model.layers[3].parameters()]
-    assert fewer.model.layers[1].self_attn.layer_idx == 1
     assert (fewer.config.num_hidden_layers, model.config.num_hidden_layers) == (2, 4)
-    ids = torch.tensor([[1, 2, 3]])
-    assert fewer.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
-    assert not torch.equal(fewer(ids).logits, model(ids).logits)
+    assert fewer.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
 
 
-def test_methods_of_a_model_with_and_without_routers():
-    model = random_llama(4, 64, 50)
-    one = bench.Bench(model, None, random_routers(model, [1, 3]))
-    made, left_out = adapters.make_methods(one, ["fixed", "confidence", "self_speculative"])
-    assert left_out == {}
-    assert made["fixed"].options["min_layers"] == 3
-    assert made["confidence"].options["exit_criterion"] == "confidence"
-    without = bench.Bench(model, None, None)
-    made, left_out = adapters.make_methods(without, ["fixed", "ngrams", "generate"])
-    assert list(made) == ["ngrams", "generate"]
-    assert left_out == {"fixed": "no routers"}
-    with pytest.raises(bench.CannotRunError, match="no routers"):
-        without.need_routers()
+def test_methods_that_need_routers_are_left_out_without_them():
+    made, left_out = adapters.make_methods(bench.Bench(random_llama(4, 64, 50), None, None), ["fixed", "generate"])
+    assert (list(made), left_out) == (["generate"], {"fixed": "no routers"})
 
 
 def test_questions_are_deterministic_and_enough():
@@ -199,12 +160,9 @@ def test_questions_are_deterministic_and_enough():
     ("answer", "expected", "right"),
     [
         ("so 3 + 4 = 7. It is $1,070.50 then.", "1070.5", True),
-        ("so 3 + 4 = 7", "8", False),
         ("It is -5", "5", False),
         ("It is \N{MINUS SIGN}5", "-5", True),
-        ("-$1,070.50", "-1070.5", True),
         ("4--5", "-5", True),
-        ("3-5 dollars", "5", True),
         ("5%-10%", "10", True),
         ("no idea", "5", False),
     ],
@@ -272,11 +230,3 @@ def test_the_configs_fit_the_suites():
             runner.settings_of(suite, found)
     full = runner.read_config("full")[1]["quality"]
     assert min(full[name] for name in ("documents", "maths", "choices")) >= 200
-
-
-def test_rows_of_a_batch_differ():
-    prompt = torch.full((1, 9), 50)
-    assert torch.equal(rows_like(prompt, 1), prompt)
-    ids = rows_like(prompt, 8)
-    assert len({tuple(row) for row in ids.tolist()}) == 8
-    assert (ids == 50).sum() == 64

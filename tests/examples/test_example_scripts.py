@@ -48,21 +48,14 @@ def test_every_script_has_a_help_text(script, monkeypatch, capsys):
     assert f"usage: {script}.py" in capsys.readouterr().out
 
 
-def test_quickstart(tiny, capsys):
-    quickstart.main([*tiny, "abcabcabc"])
-    assert "self_speculative: 12 tokens" in capsys.readouterr().out
-
-
 def test_any_model(tiny_model_folder, capsys):
     any_model.main([str(tiny_model_folder), "--max-new-tokens", "12"])
     out = capsys.readouterr().out
     assert out.startswith(str(tiny_model_folder))
     assert out.endswith("same tokens\n")
-    families = ["gpt2", "gpt_neox", "phi"]
-    any_model.main(["--random", *families, "--max-new-tokens", "6"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == families
-    assert all(line.endswith("same tokens") for line in lines)
+    any_model.main(["--random", "gpt2", "--max-new-tokens", "6"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert (line.partition(":")[0], line.endswith("same tokens")) == ("gpt2", True)
 
 
 def test_tune_threshold(tiny, capsys):
@@ -74,14 +67,13 @@ def test_tune_threshold(tiny, capsys):
     assert always[2] == "92%"  # the prompt's own pass gives the first of twelve tokens
 
 
-def test_huggingface_pipeline(tiny, capsys):
+def test_quickstart_pipeline_and_batch(tiny, capsys):
+    quickstart.main([*tiny, "abcabcabc"])
+    assert "self_speculative: 12 tokens" in capsys.readouterr().out
     huggingface_pipeline.main(tiny)
     out = capsys.readouterr().out
     assert "self_speculative: 12 tokens" in out
     assert "early_exit: 12 tokens" in out
-
-
-def test_batch(tiny, capsys):
     batch.main(["abcabcabc", "de", *tiny])
     out = capsys.readouterr().out
     assert "> abcabcabc\n" in out

@@ -61,30 +61,21 @@ def test_the_command_lines_run(tiny_model_folder, pipe_in, monkeypatch, capsys):
     assert commands == ["generate", "generate", "chat", "benchmark"]
 
 
-def test_every_page_of_python_is_run():
-    """CONTRIBUTING and the pages of the benchmarks have no Python."""
+def test_pages_are_complete():
+    """CONTRIBUTING and the pages of the benchmarks have no Python; that of the others is run."""
     assert {page for page in LINKED if "```python" in page.read_text(encoding="utf-8")} == set(PAGES)
-
-
-def test_the_readme_is_short_and_names_every_guide():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme, guides = (ROOT / "README.md").read_text(encoding="utf-8"), list(GUIDES.glob("*.md"))
     assert len(readme.splitlines()) <= 250
-    assert [page.name for page in GUIDES.glob("*.md") if f"(examples/guides/{page.name})" not in readme] == []
-
-
-@pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
-def test_a_guide_begins_with_its_audience(page):
-    _, first, _ = page.read_text(encoding="utf-8").split("\n\n", 2)
-    assert first.startswith("For ")
+    assert [page.name for page in guides if f"(examples/guides/{page.name})" not in readme] == []
+    audiences = [page.read_text(encoding="utf-8").split("\n\n", 2)[1] for page in guides]
+    assert [first for first in audiences if not first.startswith("For ")] == []
 
 
 def test_the_command_line_guide_names_every_command_and_option():
     section = (GUIDES / "command-line.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    for command in COMMANDS:
-        assert f"`{command}`" in section
-    shared = ("--routers", "--mode", "--exit-threshold", "--max-new-tokens", "--dtype", "--device", "--threads")
-    for option in (*shared, "--json", "--debug", "--prompt-file", "--prompts", "--raw"):
-        assert f"`{option}" in section
+    named = ("--routers", "--mode", "--exit-threshold", "--max-new-tokens", "--dtype", "--device", "--threads")
+    named += ("--json", "--debug", "--prompt-file", "--prompts", "--raw", *(f"{command}`" for command in COMMANDS))
+    assert [name for name in named if f"`{name}" not in section] == []
 
 
 def rows_of(first):
