@@ -114,9 +114,7 @@ def test_files_and_folders_that_cannot_be_used(name, content, message, tokenizer
         read(tmp_path / name.partition("/")[0], tokenizer)
 
 
-@pytest.mark.parametrize(
-    "name", ["wikitext", "org/missing.parquet", "./org/name", "/org/name", "a river runs to the sea\n" * 900]
-)
+@pytest.mark.parametrize("name", ["wikitext", "org/missing.parquet", "./org/name", "a river runs to the sea\n" * 900])
 def test_names_that_neither_a_file_nor_the_hub_can_have(name, tokenizer, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
     with pytest.raises(CalibrationError, match=r"the dataset cannot be found: got '.*Expected a file or folder"):
@@ -152,8 +150,7 @@ def test_unusable_rows_are_skipped_and_counted(tokenizer, tmp_path, caplog):
         caplog.clear()
         documents, num_skipped = read(source, tokenizer)
         assert (len(documents), num_skipped) == (6, 3)
-        (warning,) = caplog.messages
-        assert warning.startswith("rows that cannot be used and were skipped: 3; of the last: a ")
+        assert "rows that cannot be used and were skipped: 3; of the last: a " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,6 @@ def distil(problem, head, **options):
     return distil_head(head, LAYER, fit, tune, unembed, torch.arange(96), seed=0, **options)
 
 
-def agreement(problem, head):
-    _, unembed, _, tune = problem
-    return draft_agreement(head, tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed))
-
-
 def test_ridge_from_moments_is_the_weighted_least_squares_solution():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, generator=generator) * 3 + 5
@@ -100,9 +95,11 @@ def test_distillation_raises_agreement(problem, monkeypatch, rank, positions):
     """A closed form of full rank has seen fewer positions: on as many, least squares is best for such states."""
     monkeypatch.setattr("tide_hf.calibration.heads.LEARNING_RATE", 1e-2)  # sixty steps are few
     head = fitted(problem, rank, positions)
-    before = agreement(problem, head)
+    _, unembed, _, tune = problem
+    judged = tune.hidden_states[LAYER], tune.top_tokens, DraftUnembed(unembed)
+    before = draft_agreement(head, *judged)
     outcome = distil(problem, head)
-    assert agreement(problem, head) > before + 0.05
+    assert draft_agreement(head, *judged) > before + 0.05
     assert outcome["best_epoch"] > 0
     assert not outcome["stopped"]
     assert all(torch.equal(value, value.bfloat16().float()) for value in head.state_dict().values())  # as in the file

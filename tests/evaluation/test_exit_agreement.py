@@ -32,9 +32,6 @@ def test_agreement_by_hand(metric):
     assert found["same_start"] == pytest.approx((2 / 4 + 1) / 2)
     assert (found["num_answers"], found["num_tokens"]) == (2, 6)
     assert "depth_fraction" not in found
-    one_answer = metric.compute(predictions=[[5, 6, 7, 9]], references=[[5, 6, 7, 8]])
-    assert one_answer["disagreement_per_answer"] == 0.25
-    assert one_answer["disagreement_per_answer_interval"] == [0.0, 1.0]
 
 
 def test_depth_by_hand_of_answers_that_are_added_one_by_one(metric):
@@ -46,11 +43,8 @@ def test_depth_by_hand_of_answers_that_are_added_one_by_one(metric):
     assert found["exited_interval"] == list(clopper_pearson(4, 6, 0.8))
     layers = found["agreement_by_layer"]
     assert list(layers) == ["2", "4", "8"]
-    assert layers["2"] == {
-        "agreement": pytest.approx(2 / 3),
-        "interval": list(clopper_pearson(2, 3, 0.8)),
-        "num_tokens": 3,
-    }
+    interval = list(clopper_pearson(2, 3, 0.8))
+    assert layers["2"] == {"agreement": pytest.approx(2 / 3), "interval": interval, "num_tokens": 3}
 
 
 def test_its_example_runs(metric):
@@ -66,7 +60,6 @@ def test_its_example_runs(metric):
         ({"exit_layers": [[1, 2, 3, 4]], "num_layers": 8}, "predictions and exit_layers cannot be compared"),
         ({"exit_layers": LAYERS}, "exit_layers do not fit the model: got layers 2 to 8 with num_layers=None"),
         ({"exit_layers": LAYERS, "num_layers": "8"}, r"layers 2 to 8 with num_layers='8'\. Expected .*a whole number"),
-        ({"exit_layers": [[0] * 4, [0] * 2], "num_layers": 0}, "got layers 0 to 0 with num_layers=0"),
         ({"confidence": 95}, "confidence makes no sense: got 95"),
     ],
 )

@@ -9,19 +9,14 @@ from tide_hf.evaluation.inspection import convergence_by_layer
 
 
 def test_convergence_is_that_of_the_states_before_the_final_norm(tiny_llama, tiny_tokenizer):
-    model = tiny_llama()
-    states = [[] for _ in model.model.layers]
-    handles = [
-        layer.register_forward_hook(lambda _m, _a, output, found=found: found.append(output[0]))
-        for layer, found in zip(model.model.layers, states, strict=True)
-    ]
+    model, without_norm = tiny_llama(), tiny_llama()
+    without_norm.model.norm = torch.nn.Identity()
     texts = ["the river runs", "to the sea, and on"]
-    with torch.no_grad():
-        for text in texts:
-            model(input_ids=tiny_tokenizer(text, return_tensors="pt").input_ids)
-    for handle in handles:
-        handle.remove()
-    *by_layer, final = map(torch.cat, states)
+    states = []
+    for text in texts:
+        ids = tiny_tokenizer(text, return_tensors="pt").input_ids
+        states.append(without_norm(ids, output_hidden_states=True).hidden_states[1:])
+    *by_layer, final = (torch.cat(layer, dim=1)[0].detach() for layer in zip(*states, strict=True))
     cosine = [torch.cosine_similarity(state, final, dim=-1) for state in by_layer]
     threshold = float(cosine[1].median())
     rows = convergence_by_layer(model, tiny_tokenizer, ["", *texts], convergence_threshold=threshold)

