@@ -114,10 +114,9 @@ class BlockRun(LayerRun):
             self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
     def draft(self, call: LayerCall) -> Tensor:
-        """Run the block on one token for each row, given the call of the layer after the exit layer.
+        """Run the block on one token per row, given the call of the layer after the exit layer.
 
-        Returns:
-            (rows, D) the block's estimate of the token's last hidden state, before the final norm.
+        Returns (rows, D), its estimate of the token's last hidden state, before the final norm.
         """
         prev = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
         inputs = self._inputs(call, prev)

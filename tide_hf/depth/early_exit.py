@@ -106,13 +106,9 @@ class ExitRun(LayerRun):
 
 
 class PropagateRun(ExitRun):
-    """An exited token's hidden state is frozen; layers that all tokens skip only fill its K/V.
+    """An exited token's hidden state is frozen; layers that all tokens skip only `fill` its K/V (`kv_cache.fill_for`).
 
-    Args:
-        *args: As [`ExitRun`].
-        fill: Writes the K/V of a skipped layer; see `kv_cache.fill_for`.
-        exits_in_prompt: Whether prompt tokens may exit as well; their K/V in deeper layers are of the frozen state.
-        **kwargs: As [`ExitRun`].
+    With `exits_in_prompt` prompt tokens may exit as well; their K/V in deeper layers are of the frozen state.
     """
 
     def __init__(

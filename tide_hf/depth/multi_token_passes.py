@@ -28,10 +28,8 @@ def multi_token_limit(config: Any) -> tuple[str, int] | None:
     """The length up to which a multi-token pass attends to the same keys as token-by-token decoding, if limited.
 
     Beyond a window that only the cache enforces, such a pass attends to more keys. Where a token selects its top-k keys
-    (DeepSeek Sparse Attention, Doge), ties are broken by the shape of the pass.
-
-    Returns:
-        The text config's name for the limit and its value; `None` without a limit.
+    (DeepSeek Sparse Attention, Doge), ties are broken by the shape of the pass. Returns the text config's name for the
+    limit, and its value.
     """
     names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
     limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}

@@ -46,11 +46,7 @@ class EagerKind:
 
 
 class CompiledKind:
-    """`engine="compiled"`: steps of fixed shape, compiled on a CPU, and on a GPU captured as CUDA graphs as well.
-
-    Attributes:
-        steps: The model's steps, by device type.
-    """
+    """`engine="compiled"`: steps of fixed shape, compiled on a CPU, and on a GPU captured as CUDA graphs as well."""
 
     def __init__(self) -> None:
         self.steps: dict[str, StepStore] = {"cpu": CompiledSteps(), "cuda": CapturedSteps()}

@@ -36,10 +36,8 @@ class RowMap:
     """Maps sequences to rows of buffers, which may have more rows than there are sequences.
 
     Shapes are fixed, so every row runs in every step. A row without a sequence, or whose sequence has finished, gets
-    the inputs of the first sequence, which are valid for the model; its results are ignored.
-
-    Attributes:
-        own: The row of each unfinished sequence, ascending.
+    the inputs of the first sequence, which are valid for the model; its results are ignored. `own` is the row of each
+    unfinished sequence, ascending.
     """
 
     def __init__(self, num_sequences: int, num_rows: int) -> None:

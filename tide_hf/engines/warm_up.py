@@ -137,11 +137,7 @@ def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:
 
 
 def checked_rows(rows: Any, max_length: Any) -> list[int]:
-    """Validate batch sizes and return them in descending order.
-
-    Raises:
-        ConfigurationError: `rows` or `max_length` is not a positive integer.
-    """
+    """Check that `rows` and `max_length` are positive integers; return the batch sizes in descending order."""
     numbers = list(rows) if isinstance(rows, Iterable) else [rows]
     expected = "a whole number of at least 1"
     if not _is_count(max_length):

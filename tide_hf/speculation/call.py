@@ -54,11 +54,7 @@ class Call:
 
 
 def check_call(model: Any, call: Call) -> None:
-    """Refuse a call whose output, or whose cache, rounds of drafts and verify passes cannot give.
-
-    Raises:
-        UnsupportedModelError, UnsupportedOptionError: It is such a call.
-    """
+    """Refuse a call whose output, or whose cache, rounds of drafts and verify passes cannot give."""
     mode, rows = "tide_mode='self_speculative'", call.input_ids.shape[0]
     config = model.config.get_text_config()
     _check_loop(model._tide.base_class, model.config.model_type)

@@ -39,8 +39,7 @@ class NgramIndex:
     def match(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
         """Find the longest suffix of the sequence and `drafted` that the sequence had before.
 
-        Returns:
-            The suffix's length and the position after its latest occurrence; (0, 0) if there is none.
+        Returns its length and the position after its latest occurrence; (0, 0) if there is none.
         """
         end = [*self.tokens[-MAX_NGRAM:], *drafted]
         for length in range(min(MAX_NGRAM, len(self.tokens) + len(drafted)), 0, -1):

@@ -73,9 +73,7 @@ class DraftEngine(Protocol):
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Decode one token for each row by the head at an exit layer; return the tokens and their exit scores.
 
-        Args:
-            exit_layer: The exit layer.
-            drafted: The tokens that each row has drafted in this round, as many for all rows.
+        `drafted` are the tokens that each row has drafted in this round, as many for all rows.
         """
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
@@ -133,21 +131,16 @@ class Engine(DraftEngine, Protocol):
         """The top-1 token at each position of the last pass."""
 
     def commit(self, new_tokens: list[list[int]]) -> None:
-        """Retain the K/V of the tokens that the last pass has verified, and roll back the rest.
+        """Retain the K/V of the accepted tokens of the last pass, and roll back the rest.
 
-        Args:
-            new_tokens: Of each row, the accepted draft tokens and one more, whose K/V the next pass stores.
+        `new_tokens` are each row's accepted draft tokens and one more, whose K/V the next pass stores.
         """
 
     def select(self, rows: list[int]) -> None:
         """Drop all other rows of the batch."""
 
     def finish(self, settle: bool) -> Any:
-        """Return the cache as plain decoding would leave it, if the caller receives it.
-
-        Args:
-            settle: Whether the rows have to end at the same slot.
-        """
+        """Return the cache as plain decoding would leave it, if the caller receives it; `settle` aligns its rows."""
 
 
 class EngineKind(Protocol):

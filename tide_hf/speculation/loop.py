@@ -42,11 +42,7 @@ class SpeculativeDecoder:
         self.batch = list(rule.rows)  # those that still decode, in the order of the cache
 
     def decode(self, make_drafter: Callable[[Engine], Drafter]) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate until every row is stopped.
-
-        Args:
-            make_drafter: Makes the drafter of the call, given the engine that decodes after prefill.
-        """
+        """Generate until every row is stopped, with the drafter made for the engine that decodes after prefill."""
         with self.engine.running():
             first = self._prefill()
             if not self._is_done():

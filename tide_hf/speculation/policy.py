@@ -159,10 +159,8 @@ def step_width(num_tokens: int, widths: Sequence[int]) -> int:
 class AcceptanceTable:
     """Running probability that the next draft token of a source is accepted, forgetting slowly.
 
-    Args:
-        priors: Probability per source before anything was observed.
-        weight: How many observations a prior counts for, at any time.
-        decay: The weight that earlier observations retain at each new one.
+    A source's prior counts for `weight` observations at any time; `decay` is the weight that earlier ones retain
+    at each new one.
     """
 
     def __init__(self, priors: dict[str, float], weight: float = 4.0, decay: float = 0.97) -> None:

@@ -35,12 +35,9 @@ class PrefixCache:
         self._cache: DynamicCache | None = None
 
     def take(self, prompt: Sequence[int]) -> DynamicCache:
-        """A cache with the K/V of the tokens that the prompt shares with the last text; empty where there are none.
+        """A cache with the K/V of the tokens that the prompt shares with the last text, except its last token.
 
         The call may write to it. If the call succeeds, pass the cache to [`PrefixCache.store`]; if not, drop it.
-
-        Args:
-            prompt: All of its tokens; at least the last is left to process.
         """
         shared = num_shared(self._tokens, prompt[:-1])
         surplus = len(self._tokens) - shared
@@ -76,11 +73,7 @@ class Group:
 
 
 def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]]:
-    """Group rows by length, with the least total cost of passes (`pass_tokens` each) and tokens, padding included.
-
-    Returns:
-        The rows of each group, the longest last.
-    """
+    """Group rows by length, with the least total cost of passes (`pass_tokens` each) and tokens, padding included."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     best, begins = [(0, 0)], [0]  # for the first rows: cost and number of their groups, and where the last one begins
     for end in range(1, len(order) + 1):

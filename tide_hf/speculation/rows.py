@@ -52,12 +52,7 @@ class RowCriterion(StoppingCriteria):
     eos_token_id = None  # transformers pads the rows that end by a criterion with this attribute
 
     def stops_row(self, index: int, token: int) -> bool:
-        """Whether a row ends with this token.
-
-        Args:
-            index: The row's number in the batch.
-            token: Its last token.
-        """
+        """Whether the row of this index in the batch ends with this token, its last."""
         raise NotImplementedError
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:

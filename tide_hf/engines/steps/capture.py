@@ -114,11 +114,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 def capture(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
     """Capture a function in a CUDA graph; without success, the replay runs it as it is and says why.
 
-    Args:
-        function: Reads and writes tensors at fixed addresses.
-        state: Tensors that it changes and that are restored after trial runs.
-        device: The GPU.
-        pool: Memory pool that it shares with other graphs.
+    The function reads and writes tensors at fixed addresses; those in `state` are restored after trial runs. `pool` is
+    the memory pool that it shares with other graphs.
     """
     restore = restorer(state)
     with _capturing, torch.cuda.device(device):

@@ -131,10 +131,7 @@ class OperationLog(TorchDispatchMode):
     """Records each operation with its arguments, where tensors are named by their origin.
 
     Two functions with equal logs over inputs of the same shapes compute the same from their inputs and constants, where
-    the constants correspond in order.
-
-    Attributes:
-        constants: Tensors that are neither inputs nor results, in order of first use.
+    the constants (tensors that are neither inputs nor results, in order of first use) correspond in order.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -224,10 +221,8 @@ class LayerGraphs:
     ) -> LayerGraph:
         """The graph of a layer.
 
-        Args:
-            function: Runs the layer on `inputs`; other tensors that it reads or writes have fixed addresses.
-            inputs: Tensors that change from pass to pass.
-            dynamic: Whether their sizes change as well.
+        `function` runs the layer on `inputs`, which change from pass to pass, their sizes too if `dynamic`. Other
+        tensors that it reads or writes have fixed addresses.
         """
         with OperationLog(inputs) as log:  # a tenth of the cost of a trace, and most layers are equal
             function(*inputs)

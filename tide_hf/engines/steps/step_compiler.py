@@ -124,9 +124,7 @@ class StepCompiler:
     def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
         """Compile a step; without success, the replay runs it as it is and says why.
 
-        Args:
-            function: The step; reads and writes tensors at fixed addresses.
-            state: Tensors that it changes and that are restored after trial runs.
+        The step reads and writes tensors at fixed addresses; those in `state` are restored after trial runs.
         """
         restore = restorer(state)
         try:
