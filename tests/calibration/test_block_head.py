@@ -13,7 +13,6 @@ from tide_hf.calibration.block_head import (
     FRESH,
     FURTHER,
     BlockTrainer,
-    Plan,
     _after_right_tokens,
     mixed_precision,
 )
@@ -107,7 +106,7 @@ def test_calibrate_makes_a_block_head_that_drafts(tiny_llama, tiny_tokenizer, tr
     model, routers = tiny_llama(), TIDERouters.from_pretrained(trained)
     figures = routers.config.calibration["block"]
     assert routers.config.block_layer == figures["layer"] == 1
-    assert figures["epochs"] == FRESH.epochs
+    assert figures["epochs"] == FRESH[0]
     assert not figures["stopped"]
     assert 0.0 <= figures["agreement"] <= 1.0
     assert figures["parameters"] == sum(parameter.numel() for parameter in routers.block.parameters())
@@ -127,7 +126,7 @@ def test_start_from_trains_a_block_head_further(parts, trained, monkeypatch):
     monkeypatch.setattr(BlockTrainer, "start", lambda *_: pytest.fail("a new block head"))
     routers = calibrate(*parts, TEXTS[30:], start_from=before, **OPTIONS)
     figures = routers.config.calibration["block"]
-    assert figures["epochs"] == FURTHER.epochs
+    assert figures["epochs"] == FURTHER[0]
     assert figures["documents_before"] == 30
     assert figures["tune_agreement"] >= figures["tune_agreement_before"]
     assert not torch.equal(routers.block.head.translator.weight, weights["block.head.translator.weight"])
@@ -135,7 +134,7 @@ def test_start_from_trains_a_block_head_further(parts, trained, monkeypatch):
 
 
 def test_a_block_head_that_a_step_before_the_deadline_makes_worse_keeps_its_weights(parts, trained, monkeypatch):
-    monkeypatch.setattr("tide_hf.calibration.block_head.FURTHER", Plan(epochs=2, rate=1e4))
+    monkeypatch.setattr("tide_hf.calibration.block_head.FURTHER", (2, 1e4))
     routers = calibrate(*parts, TEXTS[30:], start_from=trained, max_minutes=1e-6, **OPTIONS)
     figures = routers.config.calibration["block"]
     assert figures["stopped"]

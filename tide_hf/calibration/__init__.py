@@ -25,6 +25,7 @@ from ..base_model.unembed import Unembed, weights_hash
 from ..base_model.wrappers import base_inside, check_wrapper
 from ..common.progress import Steps
 from ..depth.linear_gate import faster_passes
+from ..routers.card import write_model_card
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
 from .arguments import Settings, check_arguments, check_for_model, check_positions, check_precision
@@ -158,7 +159,8 @@ def calibrate(
             record |= {"max_minutes": max_minutes, "seconds": round(perf_counter() - started, 1)}
             routers.config.calibration = record
             if output_dir is not None and processes.is_main:
-                _save(routers, output_dir)
+                routers.save_pretrained(output_dir)
+                write_model_card(routers, output_dir)
     if progress and processes.is_main:
         print_report(record, structure.num_layers)
     return routers
@@ -247,10 +249,3 @@ def _finish(routers: TIDERouters, kept: list[int], exit_threshold: float, draft_
     if routers.draft_vocab is not None:
         routers.draft_vocab = draft_vocab
     routers.to("cpu", torch.bfloat16).requires_grad_(False).eval()
-
-
-def _save(routers: TIDERouters, output_dir: str | os.PathLike[str]) -> None:
-    from ..routers.card import write_model_card  # noqa: PLC0415 - cards need jinja2
-
-    routers.save_pretrained(output_dir)
-    write_model_card(routers, output_dir)

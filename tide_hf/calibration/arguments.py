@@ -44,11 +44,7 @@ def check_arguments(
     output_dir: str | os.PathLike[str] | None,
     notes: Mapping[str, Any] | None,
 ) -> None:
-    """Refuse arguments that are invalid for every model.
-
-    Raises:
-        ConfigurationError: An argument is invalid.
-    """
+    """Raise [`ConfigurationError`] if an argument is invalid for every model."""
     check_choice("labels", settings.labels, LABELS)
     check_choice("exit_strategy", settings.exit_strategy, STRATEGIES)
     check_share("tolerance", tolerance, usual=0.02)
@@ -76,12 +72,7 @@ def _unusable(name: str, value: object, expected: str, do: str) -> Configuration
 
 
 def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
-    """Refuse exit heads that this model does not support.
-
-    Raises:
-        ConfigurationError: The translator's rank exceeds the hidden size.
-        UnsupportedModelError: The output head or norm, through which a block head is trained, is not differentiable.
-    """
+    """Refuse a rank above the hidden size, and a block head whose training needs gradients that this model lacks."""
     rank = settings.translator_rank
     if rank is not None and rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
@@ -97,12 +88,9 @@ def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
 
 @torch.no_grad()
 def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a quantised model whose output head does not take floating-point states.
+    """Raise [`CalibrationError`] for a quantised model whose output head does not take floating-point states.
 
     A head whose own forward dequantises is accepted; exit heads are then fitted in closed form, not distilled.
-
-    Raises:
-        CalibrationError: All weights are integers, or the output head cannot be applied.
     """
     dtypes = list(dict.fromkeys(weight.dtype for weight in model.parameters()))
     problem = None
@@ -125,11 +113,7 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
 
 
 def check_positions(model: PreTrainedModel, longest: int, max_length: int) -> None:
-    """Refuse documents of up to `longest` tokens if the model has fewer positions.
-
-    Raises:
-        ConfigurationError: A document may be too long.
-    """
+    """Raise [`ConfigurationError`] if documents of up to `longest` tokens exceed the model's positions."""
     most = last_position(model.config.get_text_config())
     if most is not None and longest > most:
         raise ConfigurationError(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ MAX_GRADIENT = 1.0
 SECOND_SHARE = 0.5
 RIDGE_PENALTY = 1e-2
 DOCUMENTS_PER_STEP = 16
+# Epochs, and a factor of the learning rates.
+FRESH = 6, 1.0
+FURTHER = 4, 0.5  # fine-tuning of a trained block head, slower so that it does not forget
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
@@ -66,26 +69,16 @@ def _seconds(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class DocumentBatch(TokenBatch):
-    """Whole documents, right-padded, with what the base model computed on them.
+    """Whole documents, right-padded, with the base model's states before the final norm, (rows, length, D) each."""
 
-    Attributes:
-        states: (rows, length, D) states at the block's exit layer, before the final norm.
-        final: (rows, length, D) states after the last layer, before the final norm.
-    """
-
-    states: Tensor
-    final: Tensor
+    states: Tensor  # at the block's exit layer
+    final: Tensor  # after the last layer
 
 
 class BlockTrainer:
-    """Trains one block head, in float32, in place.
+    """Trains one block head, which drafts after `block_layer` layers, in float32, in place.
 
-    Args:
-        model: The base model, at full depth.
-        unembed: Its unembedding.
-        point: The block head and its confidence.
-        block_layer: Layers executed before it drafts.
-        tokens: (V,) the draft vocabulary, ascending.
+    The model is at full depth; `tokens` (V,) is the draft vocabulary, ascending.
     """
 
     def __init__(
@@ -239,24 +232,10 @@ def _schedule(step: int, progress: float) -> float:
     return warmup * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-class Plan(NamedTuple):
-    """Training schedule: passes over the documents, and a factor of the learning rates."""
-
-    epochs: int
-    rate: float
-
-
-FRESH = Plan(epochs=6, rate=1.0)
-FURTHER = Plan(epochs=4, rate=0.5)  # fine-tuning of a trained block head, slower so that it does not forget
-
-
 def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:
-    """The shallowest layer that a block head can follow, and the block's config.
+    """The shallowest layer that a block head can follow, and its config; [`UnsupportedModelError`] if there is none.
 
     Deeper ones cost more and do not agree more (41% after one or two of 30 layers, 39-40% after four or eight).
-
-    Raises:
-        UnsupportedModelError: No layer is suitable.
     """
     last = structure.num_layers - 1
     for block_layer in range(1, last):
@@ -270,20 +249,13 @@ def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[in
 def block_start(
     start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
 ) -> TIDERouters:
-    """The routers whose block head is trained further: `start_from`, or those in that folder or Hub repository.
-
-    Raises:
-        BaseModelMismatchError: The routers belong to another model.
-        ConfigurationError: They have no block head, or `exit_strategy` is not `"block"`.
-        RoutersNotFoundError: There are none; see `TIDERouters.from_pretrained`.
-    """
+    """The routers whose block head is trained further: `start_from`, or those in that folder or Hub repository."""
     routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
     routers.check_base_model(model)
     if routers.block is None or exit_strategy != "block":
-        has = "without" if routers.block is None else "with"
         raise ConfigurationError(
             "start_from is for block heads, which alone are trained further",
-            got=f"routers {has} a block head, and exit_strategy={exit_strategy!r}",
+            got=f"routers {'without' if routers.block is None else 'with'} a block head, and {exit_strategy=}",
             expected="routers with a block head, and exit_strategy='block'",
             do="Pass these, or leave start_from out to train a new block head.",
         )
@@ -303,7 +275,8 @@ class BlockStage:
 
         A block head that was already trained keeps its old weights if the new ones agree less on the tune split.
         """
-        plan, point, facts = (FRESH if is_fresh else FURTHER), self.trainer.point, {}
+        epochs, rate = FRESH if is_fresh else FURTHER
+        point, facts = self.trainer.point, {}
         before = copy.deepcopy(point.head.state_dict())
         if is_fresh:
             self.trainer.start(self._batches("fit"))
@@ -312,7 +285,7 @@ class BlockStage:
         num_batches = sum(-(-len(shard.rows) // DOCUMENTS_PER_STEP) for shard in self.store.shards("fit"))
         seeds = itertools.count(self.seed)
         trained = list(
-            self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, *plan, deadline=deadline)
+            self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, epochs, rate, deadline=deadline)
         )
         round_weights(point.head)
         if not is_fresh:
@@ -324,7 +297,7 @@ class BlockStage:
         with torch.no_grad():
             point.confidence.copy_(torch.tensor(scaling).bfloat16())
         steps, loss = trained[-1]
-        stopped = steps < plan.epochs * num_batches
+        stopped = steps < epochs * num_batches
         return {"epochs": len(trained), "steps": steps, "stopped": stopped, "loss": loss, **facts}
 
     @torch.no_grad()

@@ -38,15 +38,10 @@ SHUFFLE_BUFFER = 2_000  # rows
 
 @dataclass(frozen=True)
 class Document:
-    """One text as token ids.
-
-    Attributes:
-        tokens: The model's input.
-        first: First counted position; those before it are prompt and not used for fitting or measuring.
-    """
+    """One text as token ids, the model's input."""
 
     tokens: list[int]
-    first: int
+    first: int  # first counted position; those before it are prompt and not used for fitting or measuring
 
     @property
     def num_positions(self) -> int:
@@ -56,17 +51,11 @@ class Document:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Right-padded documents.
-
-    Attributes:
-        input_ids: (rows, length).
-        attention_mask: (rows, length), 1 where there is a token.
-        counted: (rows, length), True at counted positions.
-    """
+    """Right-padded documents, (rows, length) each."""
 
     input_ids: Tensor
-    attention_mask: Tensor
-    counted: Tensor
+    attention_mask: Tensor  # 1 where there is a token
+    counted: Tensor  # True at counted positions
 
 
 def num_positions(documents: Sequence[Document]) -> int:
@@ -77,10 +66,7 @@ def num_positions(documents: Sequence[Document]) -> int:
 def split_documents(documents: Sequence[Document], seed: int) -> dict[str, list[Document]]:
     """Split documents at random into `"fit"` (heads and routers), `"tune"` (their scores) and `"certify"`.
 
-    Their proportions are `SHARES`; what exceeds `MOST` goes to the fit split.
-
-    Raises:
-        CalibrationError: There are fewer than three documents.
+    Their proportions are `SHARES`; what exceeds `MOST` goes to the fit split. There must be at least three documents.
     """
     if len(documents) < len(SHARES):
         raise CalibrationError(
@@ -138,12 +124,7 @@ class RowEncoder:
     source: str
 
     def __call__(self, row: object) -> Document:
-        """Encode a text, a chat (a list of messages), or a mapping that has one under "text" or "messages".
-
-        Raises:
-            UnusableRowError: This row is too short or too long, or the chat template refuses it.
-            CalibrationError: Rows of this kind cannot be read.
-        """
+        """Encode a text, a chat (a list of messages), or a mapping that has one under "text" or "messages"."""
         if isinstance(row, Mapping):
             row = self._column(row)
         if isinstance(row, str):
@@ -231,18 +212,10 @@ class RowEncoder:
 def read_documents(
     dataset: object, tokenizer: PreTrainedTokenizerBase, *, samples: int, max_length: int, seed: int
 ) -> tuple[list[Document], int]:
-    """Draw at most `samples` distinct documents from a dataset; see `calibrate` for the kinds of dataset.
+    """Draw at most `samples` distinct documents from a dataset; return them and the number of skipped rows.
 
-    A text, or the last answer of a chat, is truncated to `max_length` tokens. Duplicates are dropped, so that no text
-    is in two splits.
-
-    Returns:
-        The documents, and the number of skipped rows: those of fewer than two tokens, and chats that the template
-        refuses or whose prompt is too long. A warning gives their number and the last reason.
-
-    Raises:
-        CalibrationError: The dataset cannot be found or read, or holds nothing that can be used.
-        MissingPackageError: A package that reads this kind of data is not installed.
+    Duplicates are dropped, so that no text is in two splits. Rows of fewer than two tokens, and chats that the template
+    refuses or whose prompt is too long, are skipped with a warning that gives the last reason.
     """
     source = describe_source(dataset)
     encode = RowEncoder(tokenizer, max_length, source)
@@ -287,12 +260,7 @@ def describe_source(dataset: object) -> str:
 
 
 def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
-    """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`.
-
-    Raises:
-        CalibrationError: The dataset cannot be found or read.
-        MissingPackageError: A package that reads this kind of data is not installed.
-    """
+    """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`."""
     rng = random.Random(seed)
     path = _local_path(dataset)
     if path is not None:
@@ -348,8 +316,7 @@ def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
         raise CalibrationError(
             "the dataset cannot be found",
             got=repr(os.fspath(dataset)),
-            expected='a file or folder that exists, or a Hub data set as "org/name", "org/name:config" or '
-            '"org/name:config[split]"',
+            expected='a file or folder that exists, or a Hub data set as "org/name" or "org/name:config[split]"',
             do="Check the spelling; texts themselves go into a list.",
         )
     datasets = import_extra("datasets", f"read {source}")
@@ -363,6 +330,5 @@ def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
             f"the data set cannot be read ({source})",
             got=f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}",
             expected="a data set that exists, can be reached, and that you may read",
-            do='Check the name ("org/name:config[split]") and the connection; where access has to be granted, '
-            "run `hf auth login`. Or pass a local file.",
+            do="Check name and connection; where access has to be granted, run `hf auth login`. Or pass a local file.",
         ) from error

@@ -51,15 +51,10 @@ class Moments:
         self.sum_xy += (weighted.T @ y).cpu()
 
     def solve(self, penalty: float, rank: int | None = None) -> tuple[Tensor, ...]:
-        """Least-squares solution of the translator `y = x + A x + b`.
+        """Least-squares A (D, D) and b (D,), float32, of the translator `y = x + A x + b`.
 
-        Args:
-            penalty: Ridge penalty on A, in units of each input's variance.
-            rank: Rank of A; `None` is full.
-
-        Returns:
-            A (D, D) and b (D,), float32; with a rank, A as two factors (rank, D) and (D, rank), then b. This is the
-            reduced-rank regression: the matrix of that rank whose outputs are nearest to the full solution's.
+        The ridge `penalty` on A is in units of each input's variance. With a `rank`, A is two factors (rank, D) and
+        (D, rank): the reduced-rank regression, whose outputs are nearest to the full solution's.
         """
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         covariance = self.sum_xx / self.weight - torch.outer(mean_x, mean_x)
@@ -186,20 +181,9 @@ def distil_head(
 ) -> dict[str, Any]:
     """Train a linear head's translator in place with [`distillation_loss`], from its closed form.
 
-    The weights with most agreement on `tune`, among `tokens`, are kept, be it an epoch's or the closed form.
-
-    Args:
-        head: The head, in closed form.
-        exit_layer: Its layer.
-        fit: Counted positions of the fit split.
-        tune: Counted positions of the tune split.
-        unembed: The base model's unembedding; see [`can_distil`].
-        tokens: (V,) tokens of the compared distributions.
-        seed: Seed of the order of positions.
-        deadline: When to stop (of `perf_counter`).
-
-    Returns:
-        Finished `epochs`, `best_epoch` (0 is the closed form), and whether the deadline `stopped` it.
+    The weights with most agreement on `tune`, among `tokens` (V,), are kept, be it an epoch's or the closed form. Both
+    splits are counted positions. Returns the finished `epochs`, `best_epoch` (0 is the closed form), and whether the
+    deadline (of `perf_counter`) `stopped` it.
     """
     assert head.translator is not None
     frequent = FrequentUnembed(unembed, tokens)

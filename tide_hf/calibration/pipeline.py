@@ -38,33 +38,19 @@ BLOCK_SHARE = 0.7  # share of the remaining time for training the block head
 
 @dataclass
 class Pipeline:
-    """One calibration, stage by stage; every process runs every stage on its share of the units.
+    """One calibration, stage by stage; every process runs every stage on its share of the units."""
 
-    Attributes:
-        model: The base model, at full depth and in evaluation mode.
-        tokenizer: Its tokenizer.
-        unembed: Its unembedding.
-        routers: Fresh routers, trained in place.
-        settings: Settings that results depend on.
-        work: Folder of the units' results.
-        processes: The processes that share the work.
-        steps: Progress bars.
-        end: When the time budget ends (of `perf_counter`); infinite without one.
-        resumed_units: Units of this process that an earlier run had finished.
-        cut_short: Stages that the time budget cut short, for the record.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # at full depth and in evaluation mode
     tokenizer: PreTrainedTokenizerBase
     unembed: Unembed
-    routers: TIDERouters
+    routers: TIDERouters  # trained in place
     settings: Settings
     work: WorkFolder
     processes: Processes
     steps: Steps
-    end: float
-    resumed_units: int = 0
-    cut_short: list[str] = field(default_factory=list)
+    end: float  # of the time budget (of `perf_counter`); infinite without one
+    resumed_units: int = 0  # of this process, finished by an earlier run
+    cut_short: list[str] = field(default_factory=list)  # stages that the time budget cut short, for the record
 
     @property
     def structure(self) -> DecoderStructure:
@@ -100,8 +86,7 @@ class Pipeline:
     def read_states(self, documents: Sequence[Document]) -> StateStore:
         """Stage (b): the base model's hidden states on the documents, one shard for each batch of them."""
         splits = split_documents(documents, self.settings.seed)
-        block_layer, layers = self.routers.config.block_layer, self.routers.exit_layers
-        layers = sorted({*layers, block_layer} - {None})
+        layers = sorted({*self.routers.exit_layers, self.routers.config.block_layer} - {None})
         store = StateStore(self.work, splits, self.settings.batch_size, layers, self.model.dtype)
         self.work.check_space(store.missing_bytes(self.structure.hidden_size))
         self.processes.wait()  # no process may write before all have checked the space

@@ -36,6 +36,7 @@ def calibration_record(
 ) -> dict[str, Any]:
     """The measurements of a calibration, ready for JSON."""
     sizes = layer_sizes(routers, structure)
+    own = sys.modules[__package__.partition(".")[0]].__version__
     return {
         "exit_layers": {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()},
         "threshold": asdict(choice),
@@ -43,15 +44,9 @@ def calibration_record(
         "num_documents": len(documents),
         "num_tokens": num_positions(documents),
         "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in splits.items()},
-        "versions": versions(),
+        "versions": {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__},
         "machine": machine(routers.device),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that figures depend on."""
-    own = sys.modules[__package__.partition(".")[0]].__version__
-    return {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def print_report(record: dict[str, Any], num_layers: int) -> None:
@@ -142,11 +137,10 @@ def tolerance_rows(decisions: Decisions, confidence: float) -> list[dict[str, An
         row: dict[str, Any] = {"tolerance": tolerance, "exit_threshold": None, "disagreement": None, "interval": None}
         row["depth_fraction"] = 1.0
         if chosen is not None:
+            row |= {name: round(getattr(chosen, name), DIGITS) for name in ("disagreement", "depth_fraction")}
             losses = decisions.disagreement_per_document(chosen.exit_threshold)
             row["exit_threshold"] = chosen.exit_threshold
-            row["disagreement"] = round(chosen.disagreement, DIGITS)
             row["interval"] = [round(end, DIGITS) for end in mean_interval(losses, confidence)]
-            row["depth_fraction"] = round(chosen.depth_fraction, DIGITS)
         rows.append(row)
     return rows
 

@@ -42,10 +42,7 @@ def router_labels(
 
 @torch.no_grad()
 def agreement_labels(unembed: Unembed, head: nn.Module, hidden_states: Tensor, full_model: Tensor) -> Tensor:
-    """Whether the exit head and the full model have the same top token (N,), on the device of `full_model` (N,).
-
-    `hidden_states` are the exit layer's, (N, hidden_size) before the final norm, in the model's dtype.
-    """
+    """Whether the exit head and the full model have the same top token (N,), on the device of `full_model` (N,)."""
     return top_tokens(unembed, head(hidden_states)).to(full_model.device) == full_model
 
 
@@ -61,10 +58,7 @@ def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor) -> Tensor:
-    """KL(full model || exit head) of the next token's distributions, (N,) float32 in nats, computed in slices.
-
-    Both states are (N, hidden_size) before the final norm.
-    """
+    """KL(full model || exit head) of the next token's distributions, (N,) float32 in nats, computed in slices."""
     rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
     divergences = []
     for states, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True):
@@ -80,17 +74,9 @@ def train_router(
 ) -> dict[str, float]:
     """Train `router` in place to predict whether a position may exit.
 
-    Binary cross-entropy on standardised states; the standardisation is folded into the weights at the end. The epoch
-    with the lowest log loss on `tune` after Platt scaling is kept, so overconfidence alone rejects no epoch.
-
-    Args:
-        router: A fresh router in float32.
-        fit: States after the final norm (N, D) in float32, and labels (N,).
-        tune: The same of the tune split.
-        seed: Seed of initial weights and order of positions.
-
-    Returns:
-        The kept `epoch`, and its `log_loss` and `expected_calibration_error` on `tune`.
+    `fit` and `tune` are states after the final norm (N, D) in float32, and labels (N,). Binary cross-entropy on
+    standardised states; the standardisation is folded into the weights at the end. The epoch with the lowest log loss
+    on `tune` after Platt scaling is kept, so overconfidence alone rejects no epoch; its figures are returned.
     """
     generator = torch.Generator().manual_seed(seed)
     mean, std = fit[0].mean(dim=0), fit[0].std(dim=0, correction=0)
@@ -114,9 +100,12 @@ def train_router(
         with torch.no_grad():
             logits = router.logits(tune_states).cpu()  # Platt scaling needs float64, which some devices lack
         found = platt_scaling(logits, tune_labels)
-        figures = _router_figures(found[0] * logits + found[1], tune_labels)
-        if not best or figures["log_loss"] < best["log_loss"]:
-            best, scaling = {"epoch": epoch, **figures}, found
+        scaled = found[0] * logits + found[1]
+        log_loss = float(nn.functional.binary_cross_entropy_with_logits(scaled, tune_labels.to(scaled.dtype)))
+        if not best or log_loss < best["log_loss"]:
+            calibration_error = expected_calibration_error(torch.sigmoid(scaled), tune_labels)
+            best = {"epoch": epoch, "log_loss": log_loss, "expected_calibration_error": calibration_error}
+            scaling = found
             best_weights = copy.deepcopy(router.state_dict())
     router.load_state_dict(best_weights)
     with torch.no_grad():
@@ -125,14 +114,6 @@ def train_router(
         router.down.weight.div_(std)
         router.down.bias.sub_(router.down.weight @ mean)
     return best
-
-
-def _router_figures(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-    return {
-        "log_loss": float(loss),
-        "expected_calibration_error": expected_calibration_error(torch.sigmoid(logits), labels),
-    }
 
 
 def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -180,11 +161,7 @@ def fit_router(
     labels: str,
     seed: int,
 ) -> dict[str, float]:
-    """Train the router of one exit layer in place, from counted positions of the fit and the tune split.
-
-    Returns:
-        Figures on the tune split, see [`train_router`].
-    """
+    """Train an exit layer's router in place, from counted positions of the fit and tune splits; see `train_router`."""
     parts = []
     for batch in splits:
         states = batch.hidden_states[exit_layer]
@@ -198,11 +175,7 @@ def fit_router(
 
 @torch.no_grad()
 def decide(whole: StateBatch, routers: TIDERouters, unembed: Unembed) -> dict[str, Tensor]:
-    """Router scores and head agreement of each exit layer at every counted position of whole documents.
-
-    Returns:
-        `scores` (N, E) float32, `agrees` (N, E) bool and `document_ids` (N,), on the CPU.
-    """
+    """Columns of [`threshold.Decisions`] at every counted position of whole documents, on the CPU."""
     batch = whole.only_counted()
     scores, agrees = [], []
     for layer in routers.exit_layers:

@@ -41,23 +41,14 @@ def full_depth(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The base model's states and choices at N positions: whole documents, concatenated.
+    """The base model's states and choices at N positions: whole documents, concatenated."""
 
-    Attributes:
-        hidden_states: By exit layer, (N, hidden_size), before the final norm.
-        final_states: (N, hidden_size), output of the last layer, before the final norm.
-        top_tokens: (N,) the full model's greedy next tokens.
-        tokens: (N,) input tokens.
-        counted: (N,) bool, False in prompts.
-        document_ids: (N,) index of each position's document in its split.
-    """
-
-    hidden_states: dict[int, Tensor]
-    final_states: Tensor
-    top_tokens: Tensor
-    tokens: Tensor
-    counted: Tensor
-    document_ids: Tensor
+    hidden_states: dict[int, Tensor]  # by exit layer, (N, hidden_size), before the final norm
+    final_states: Tensor  # (N, hidden_size), output of the last layer, before the final norm
+    top_tokens: Tensor  # (N,) the full model's greedy next tokens
+    tokens: Tensor  # (N,) input tokens
+    counted: Tensor  # (N,) bool, False in prompts
+    document_ids: Tensor  # (N,) index of each position's document in its split
 
     def __len__(self) -> int:
         return len(self.top_tokens)
@@ -95,20 +86,14 @@ class StateReader:
     def __init__(
         self, model: PreTrainedModel, structure: DecoderStructure, unembed: Unembed, exit_layers: Sequence[int]
     ) -> None:
-        self.model = model
-        self.structure = structure
-        self.unembed = unembed
+        self.model, self.structure, self.unembed = model, structure, unembed
         self.exit_layers = list(exit_layers)
         self._options: dict[str, Any] = {"use_cache": False}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1  # top_tokens computes the logits in slices
 
     def read(self, documents: Sequence[Document], rows: Sequence[int]) -> StateBatch:
-        """The states of the documents at indices `rows`, in one forward pass.
-
-        Raises:
-            CalibrationError: A state is NaN or infinite, or a document longer than the model has positions for.
-        """
+        """The states of the documents at indices `rows`, in one forward pass."""
         batch, most = token_batch(documents, rows), last_position(self.model.config.get_text_config())
         if most is not None and batch.input_ids.shape[1] > most:
             raise CalibrationError(
@@ -217,11 +202,7 @@ class StateStore:
         return total
 
     def write(self, shard: Shard, reader: StateReader) -> None:
-        """Run the model on a shard's documents and store its states.
-
-        Raises:
-            CalibrationError: A state is NaN or infinite, or the disk is full.
-        """
+        """Run the model on a shard's documents and store its states."""
         batch = reader.read(self.splits[shard.split], shard.rows)
         dtype = self._stored_dtype(shard.split)
         tensors = {name: getattr(batch, name) for name in PLAIN_FIELDS}

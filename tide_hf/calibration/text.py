@@ -130,10 +130,9 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
 
 
 def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int]) -> list[list[int]]:
-    """Sample user messages from the model, each ended by a token of `ends` or the first one after a user message.
+    """Sample `count` user messages, each ended by a token of `ends` or the first one after a user message.
 
-    Returns:
-        Whole prompts, up to where the answer begins; of `count` messages the empty ones are dropped.
+    Whole prompts, up to where the answer begins, are returned, without those of empty messages.
     """
     starts = [turn.before] * count
     ends = {*ends, turn.after[0]}
@@ -209,8 +208,7 @@ def write_documents(
 ) -> list[Document]:
     """Generate answers to a batch of prompts, after sampling the prompts themselves where needed.
 
-    Returns:
-        Prompt and answer as one document each, only the answer's positions counted; empty answers are dropped.
+    A document is prompt and answer, only the answer's positions counted; empty answers are dropped.
     """
     pad, ends = pad_token(tokenizer), eos_token_ids(model.generation_config.eos_token_id)
     device = input_device(model)
@@ -260,11 +258,7 @@ class Text:
 
 
 def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Text:
-    """Read the user's data, or draw prompts if there is none.
-
-    Raises:
-        CalibrationError: The data cannot be used.
-    """
+    """Read the user's data, or draw prompts if there is none; [`CalibrationError`] if the data cannot be used."""
     samples, seed = settings.samples, settings.seed
     if dataset is not None:
         options = {"samples": samples, "max_length": settings.max_length, "seed": seed}

@@ -58,16 +58,10 @@ class Bootstrap:
     def figure(self, statistic: Callable[[Sums], Tensor], limits: tuple[float, float] | None = None) -> dict[str, Any]:
         """Compute a figure and its interval.
 
-        If all resamples are equal, the bootstrap interval has no width. A bounded figure, which one of n items moves by
-        at most 1/n, then gets the Clopper-Pearson interval of 0 successes in n trials.
-
-        Args:
-            statistic: From the sums of all columns to the figure, elementwise over resamples.
-            limits: Bounds of the figure if it is a share or a difference of shares; `None` for unbounded ones, such as
-                a perplexity, which have no interval if all resamples are equal.
-
-        Returns:
-            "value", and "interval": lower and upper end, or `None`.
+        `statistic` maps the sums of all columns to the figure, elementwise over resamples. If all resamples are equal,
+        the bootstrap interval has no width. A share or a difference of shares, which has `limits` and which one of n
+        items moves by at most 1/n, then gets the Clopper-Pearson interval of 0 successes in n trials; an unbounded
+        figure, such as a perplexity, gets none.
         """
         value, resampled = float(statistic(self._totals)), statistic(self._resampled)
         lower, upper = resampled.quantile(torch.tensor([self.miss, 1 - self.miss], dtype=torch.float64)).tolist()
@@ -95,21 +89,13 @@ def exit_depths(indices: Tensor, exit_layers: Sequence[int], num_layers: int) ->
 
 @dataclass(frozen=True)
 class Decisions:
-    """Exit scores and head agreement at N positions of one split's documents.
+    """Exit scores and head agreement at N positions of one split's documents."""
 
-    Attributes:
-        exit_layers: The E exit layers, ascending.
-        num_layers: Decoder layers of the base model.
-        scores: (N, E) float32 exit scores.
-        agrees: (N, E) bool, whether the exit head's top token is the full model's.
-        document_ids: (N,) document of each position.
-    """
-
-    exit_layers: Sequence[int]
-    num_layers: int
-    scores: Tensor
-    agrees: Tensor
-    document_ids: Tensor
+    exit_layers: Sequence[int]  # E of them, ascending
+    num_layers: int  # of the base model
+    scores: Tensor  # (N, E) float32 exit scores
+    agrees: Tensor  # (N, E) bool, whether the exit head's top token is the full model's
+    document_ids: Tensor  # (N,) document of each position
 
     def only(self, exit_layers: Sequence[int]) -> Decisions:
         """The same positions with these exit layers alone."""
@@ -137,17 +123,13 @@ class Decisions:
 
 @dataclass(frozen=True)
 class ThresholdRow:
-    """One threshold of the grid, its mean disagreement of documents, and the mean depth over the number of layers.
-
-    The p-value is that of the hypothesis that the true disagreement exceeds the tolerance; `certified` tells whether
-    this and all higher thresholds passed the test.
-    """
+    """One threshold of the grid."""
 
     exit_threshold: float
-    disagreement: float
-    depth_fraction: float
-    p_value: float
-    certified: bool
+    disagreement: float  # mean of documents
+    depth_fraction: float  # mean depth over the number of layers
+    p_value: float  # of the hypothesis that the true disagreement exceeds the tolerance
+    certified: bool  # whether this and all higher thresholds passed the test
 
 
 @dataclass(frozen=True)
@@ -240,17 +222,11 @@ def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
 
 
 class Candidate(NamedTuple):
-    """Figures of a candidate exit layer.
+    """Figures of a candidate exit layer."""
 
-    Attributes:
-        agreement: Share of positions at which its head has the full model's top token, in [0, 1].
-        draft_cost: Cost of one draft step, in full-depth passes over one token.
-        exit_rate: Share of positions that exit there.
-    """
-
-    agreement: float
-    draft_cost: float
-    exit_rate: float
+    agreement: float  # share of positions at which its head has the full model's top token, in [0, 1]
+    draft_cost: float  # of one draft step, in full-depth passes over one token
+    exit_rate: float  # share of positions that exit there
 
 
 def candidates_on(

@@ -43,18 +43,13 @@ class Processes:
 
     @classmethod
     def current(cls, model: PreTrainedModel) -> Processes:
-        """Find the other processes, and initialise the process group if there is none yet.
-
-        Raises:
-            UnsupportedModelError: The model is tensor-parallel, so processes cannot work on different texts.
-        """
+        """Find the other processes, and initialise the process group if there is none yet."""
         if ranks_of(model).many:
             raise UnsupportedModelError(
                 "processes that share one model cannot share work",
                 got="a model that was loaded with tp_plan",
                 expected="a whole model in each process",
-                do="Load it without tp_plan, with device_map='auto' where it needs several devices. The routers "
-                "work with tp_plan as well.",
+                do="Load it without tp_plan, with device_map='auto' where it needs several devices.",
             )
         if not distributed.is_available():
             return cls()
@@ -106,40 +101,22 @@ class WorkFolder:
         return self._file(name).is_file()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
-        """Store a unit's tensors, and its `facts`, which are ready for JSON.
-
-        Raises:
-            CalibrationError: The disk is full.
-        """
+        """Store a unit's tensors, and its `facts`, which are ready for JSON."""
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         self._write_bytes(self._file(name), save(tensors, {"facts": json.dumps(facts or {})}))
 
     def read(self, name: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Read tensors of a finished unit; all of them by default.
-
-        Raises:
-            CalibrationError: The file is damaged.
-        """
+        """Read tensors of a finished unit, by default all; [`CalibrationError`] if the file is damaged."""
         with self._opened(name) as file:
             return {key: file.get_tensor(key) for key in (file.keys() if keys is None else keys)}
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Read the facts of a finished unit.
-
-        Raises:
-            CalibrationError: The file is damaged.
-        """
+        """Read the facts of a finished unit; [`CalibrationError`] if the file is damaged."""
         with self._opened(name) as file:
             return json.loads(file.metadata()["facts"])
 
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
-        """Write this calibration's fingerprint, or check that the one in the folder is the same.
-
-        The fingerprint is everything that results depend on, ready for JSON.
-
-        Raises:
-            CalibrationError: The folder holds another calibration's work, or processes see different folders.
-        """
+        """Write this calibration's fingerprint, everything that results depend on, or compare it with the folder's."""
         ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
         file = self.folder / FINGERPRINT
         if processes.is_main and not file.is_file():
@@ -152,31 +129,33 @@ class WorkFolder:
                 expected="one folder that all processes see",
                 do="Pass an output_dir on a file system that all of them share.",
             )
-        self._compare(ours, file)
+        try:
+            theirs = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            theirs = {}
+        names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        if names:
+            raise CalibrationError(
+                f"{self.folder} holds the work of another calibration, or one by other settings",
+                got=", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names),
+                expected="the same model, data and settings",
+                do=f"Pass another output_dir, use the settings of then, or delete {self.folder}.",
+            )
         if processes.is_main:
             for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):
                 unfinished.unlink()
         processes.wait()
 
     def check_space(self, needed: int) -> None:
-        """Check that `needed` bytes are free on the disk.
-
-        Raises:
-            CalibrationError: There are fewer.
-        """
+        """Raise [`CalibrationError`] if fewer than `needed` bytes are free on the disk."""
         free, needed = shutil.disk_usage(self.folder).free, needed + SPARE_BYTES
         if needed > free:
             raise CalibrationError(
                 "hidden states do not fit on the disk",
                 got=f"{free} bytes free at {self.folder}",
                 expected=f"{needed} bytes",
-                do="Make room, pass an output_dir (or set TMPDIR) on a larger disk, or use fewer samples or "
-                "exit_layers. What has been done so far is kept in output_dir.",
+                do="Make room, pass an output_dir (or set TMPDIR) on a larger disk, or use fewer samples.",
             )
-
-    def remove(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -208,22 +187,6 @@ class WorkFolder:
                 do="Delete that file and call calibrate() again, which makes it again.",
             ) from error
 
-    def _compare(self, ours: dict[str, Any], file: Path) -> None:
-        try:
-            theirs = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            theirs = {}
-        names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-        if names:
-            differences = ", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names)
-            raise CalibrationError(
-                f"{self.folder} holds the work of another calibration, or one by other settings",
-                got=differences,
-                expected="the same model, data and settings",
-                do=f"Pass another output_dir, use the settings of then, or delete {self.folder} if it is no longer "
-                "needed.",
-            )
-
 
 @contextmanager
 def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
@@ -234,7 +197,7 @@ def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Proce
         yield work
         processes.wait()
         if processes.is_main:
-            work.remove()
+            shutil.rmtree(work.folder)
         return
     temporary = tempfile.TemporaryDirectory(prefix="tide_hf-") if processes.is_main else None
     try:

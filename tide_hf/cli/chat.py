@@ -35,9 +35,6 @@ class Conversation:
 
     Every turn encodes the whole conversation with the chat template and reuses the cached prefix. If the template
     renders an earlier turn differently, the cache is cropped to the common prefix.
-
-    Raises:
-        ConfigurationError: The tokenizer has no chat template.
     """
 
     def __init__(self, method: DecodingMethod, tokenizer: Any, max_new_tokens: int) -> None:
@@ -60,11 +57,7 @@ class Conversation:
         self._prefix = None if self._recurrent else PrefixCache(self.method.model.config)
 
     def ask(self, question: str, streamer: Any = None) -> Run:
-        """Answer a message. If that fails or is interrupted, the conversation is unchanged.
-
-        Raises:
-            ConfigurationError: The conversation has become too long for the model.
-        """
+        """Answer a message. If that fails or is interrupted, the conversation is unchanged."""
         messages = [*self.messages, {"role": "user", "content": question}]
         inputs = encode_messages(self.tokenizer, messages)
         tokens = inputs["input_ids"][0].tolist()

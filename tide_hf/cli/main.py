@@ -21,13 +21,9 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `tide-hf`.
+    """Run `tide-hf` with `argv`, by default the arguments of the process; return the exit status.
 
-    Args:
-        argv: The arguments; default: those of the process.
-
-    Returns:
-        The exit status: 0, 2 after an error explained on standard error, 130 if interrupted, 141 after a broken pipe.
+    It is 0, 2 after an error explained on standard error, 130 if interrupted, 141 after a broken pipe.
     """
     _open_streams()
     parser = make_parser()

@@ -117,10 +117,7 @@ def check_writable(folder: Path, option: str) -> None:
             pass
     except OSError as error:
         raise ConfigurationError(
-            "the output cannot be written",
-            got=f"'{error}'",
-            expected="a folder that can be written to or created",
-            do=f"Name another {option}.",
+            "the output cannot be written", got=f"'{error}'", expected="a writable folder", do=f"Name another {option}."
         ) from error
 
 
@@ -137,8 +134,5 @@ def _device(name: str | None) -> torch.device:
         if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
             return device
     raise ConfigurationError(
-        "there is no such device",
-        got=f"--device {name}",
-        expected=" or ".join(available),
-        do="Name one of these, or leave --device out.",
+        "there is no such device", got=f"--device {name}", expected=" or ".join(available), do="Leave --device out."
     )

@@ -17,7 +17,7 @@ from ..common.errors import ConfigurationError
 from .prompts import given_prompts, read_prompt
 
 ALL = "all"
-SHELLS = ("bash", "zsh")
+
 CHAT_HELP = (
     "/reset starts a new conversation, /quit (or Ctrl-D) ends the chat, Ctrl-C stops an answer, /help shows this. "
     "Everything else is sent to the model."
@@ -109,18 +109,17 @@ EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 
 
 def make_parser() -> CommandParser:
-    """The parser of the whole command line.
+    """The parser of the whole command line; its namespace has the name of the `command` and its `command_parser`.
 
-    Its namespace has the command's name as `command` and its parser as `command_parser`. `prepare`, where a command
-    sets it, is called with the arguments before the command's module is imported.
+    `prepare`, where a command sets it, is called with the arguments before the command's module is imported.
     """
     common = CommandParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the library's log, and the traceback of an error")
     parser = CommandParser(prog="tide-hf", description="Token-informed depth for Hugging Face causal language models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, (add_arguments, what, more) in COMMANDS.items():
-        description = f"{what[0].upper()}{what[1:]}. {more}".strip()  # capitalize() would write "the hub"
+    for name, (add_arguments, what, *more) in COMMANDS.items():
+        description = " ".join([f"{what[0].upper()}{what[1:]}.", *more])  # capitalize() would write "the hub"
         command = commands.add_parser(name, parents=[common], help=what, description=description)
         add_arguments(command)
         command.set_defaults(command_parser=command)
@@ -255,12 +254,8 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="measure convergence on the paragraphs of FILE (default: a few built-in prompts)",
-    )
+    text_help = "measure convergence on the paragraphs of FILE (default: a few built-in prompts)"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=text_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -280,7 +275,7 @@ def _benchmark(parser: argparse.ArgumentParser) -> None:
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="may be repeated (default: a few built-in prompts)")
-    parser.set_defaults(prepare=_check_prompts)
+    parser.set_defaults(prepare=lambda args: given_prompts(args.prompt))
     parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, all else to standard error")
 
@@ -312,43 +307,31 @@ def _push(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=("bash", "zsh"))
 
 
 def _read_prompt(args: argparse.Namespace) -> None:
     args.prompt = read_prompt(args.prompt, args.prompt_file)
 
 
-def _check_prompts(args: argparse.Namespace) -> None:
-    given_prompts(args.prompt)
-
-
-# By command: the function that adds its arguments, what it does, and more to say in its help.
-COMMANDS = {
-    "demo": (_demo, "show how deep each token runs, and compare every mode with plain generate", ""),
-    "generate": (_generate, "answer a prompt, coloured by the depth of each token", ""),
+# By command: the function that adds its arguments, what it does, and what else its help says.
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "demo": (_demo, "show how deep each token runs, and compare every mode with plain generate"),
+    "generate": (_generate, "answer a prompt, coloured by the depth of each token"),
     "chat": (
         _chat,
         "chat with a model, answers coloured by the depth of each token",
         f"{CHAT_HELP} If standard input is a pipe, each line is a message.",
     ),
-    "serve": (_serve, "run the HTTP server of transformers, OpenAI's API, with TIDE attached to its model", ""),
-    "calibrate": (
-        _calibrate,
-        "make routers for a model and write them, with their card, to a folder",
-        "As tide_hf.calibrate() does.",
-    ),
-    "inspect": (_inspect, "show a model, its routers, the modes it can run in, and how soon its states converge", ""),
-    "benchmark": (
-        _benchmark,
-        "compare plain generate, TIDE and transformers' own methods on your model and prompts",
-        "",
-    ),
-    "evaluate": (_evaluate, "measure the quality and depth of early exits over thresholds", ""),
+    "serve": (_serve, "run the HTTP server of transformers, OpenAI's API, with TIDE attached to its model"),
+    "calibrate": (_calibrate, "make routers for a model and write them, with their card, to a folder"),
+    "inspect": (_inspect, "show a model, its routers, the modes it can run in, and how soon its states converge"),
+    "benchmark": (_benchmark, "compare plain generate, TIDE and transformers' own methods on your model and prompts"),
+    "evaluate": (_evaluate, "measure the quality and depth of early exits over thresholds"),
     "push": (
         _push,
         "upload routers and their card to the Hub",
         "The card is written from the calibration record. Log in first (hf auth login), or set HF_TOKEN.",
     ),
-    "completion": (_completion, "print a shell script that completes commands and options", ""),
+    "completion": (_completion, "print a shell script that completes commands and options"),
 }

@@ -25,19 +25,16 @@ PROMPTS = (
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt of the argument, of a UTF-8 text file without its final line break, or else of piped standard input.
-
-    Raises:
-        ConfigurationError: There is none or more than one, or it is empty or not UTF-8.
-    """
+    """The prompt of the argument, of a text file without its final line break, or else of piped standard input."""
     if prompt is not None:
         if file is not None:
-            raise _refused(
-                "the prompt is given twice", f"PROMPT and --prompt-file {file}", "one of them", "Leave one out."
-            )
+            raise _refused("the prompt is given twice", f"PROMPT and --prompt-file {file}", "one", "Leave one out.")
         return _checked(prompt, "PROMPT")
     if file is not None:
-        data = _read_file(file)
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise _refused("the prompt cannot be read", f"'{error}'", "a text file", "Check --prompt-file.") from error
     elif sys.stdin.isatty():
         raise _refused(
             "there is no prompt",
@@ -57,16 +54,9 @@ def given_prompts(prompts: Sequence[str] | None) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read prompts from a file.
+    """Read prompts from a `.txt` file (between blank lines, or one a line) or from rows with a `prompt` or a `text`.
 
-    Args:
-        file: A `.txt` file (prompts between blank lines, or one a line), or rows with a `prompt` or a `text` in
-            `.jsonl`, `.json`, `.csv` or `.parquet`.
-
-    Raises:
-        ConfigurationError: The file does not exist or is empty, or a row has no prompt.
-        CalibrationError: The file cannot be read.
-        MissingPackageError: It is not a .txt file, and the datasets library is not installed.
+    Raises [`ConfigurationError`] if there is no file or prompt, or a row without one, and as [`read_rows`] does.
     """
     if not file.is_file():
         raise _refused("the prompts cannot be read", f"no file at {file}", "a file", "Check --prompts.")
@@ -110,13 +100,6 @@ def _not_empty(text: str) -> str:
 
 def _empty(got: str) -> ConfigurationError:
     return _refused("the prompt is empty", got, "some text", "Write a prompt.")
-
-
-def _read_file(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _refused("the prompt cannot be read", f"'{error}'", "a text file", "Check --prompt-file.") from error
 
 
 def _prompt_of(row: object, file: Path) -> str:

@@ -20,12 +20,9 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tab and line fe
 
 
 def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
-    """Print an answer token by token; on a terminal, the complete one coloured by the depth of each token.
+    """Print what `answer` generates with a streamer, token by token.
 
-    Args:
-        answer: Generates with the given streamer.
-        tokenizer: The model's tokenizer.
-        console: Console to print to. If it is no terminal it gets plain text with a final line break.
+    On a terminal the complete answer is coloured by the depth of each token; elsewhere it is plain text.
     """
     texts = TokenTexts(tokenizer)
     if not console.is_terminal:

@@ -59,15 +59,11 @@ def depth_name(depth: int, num_layers: int) -> str:
 
 
 class TokenTexts:
-    """The text that each token adds to an answer. A character spread over several tokens is the last one's.
-
-    Attributes:
-        shown: The texts so far, one per token.
-    """
+    """The text that each token adds to an answer. A character spread over several tokens is the last one's."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.shown: list[str] = []
+        self.shown: list[str] = []  # the texts so far, one per token
         self._tokens: list[int] = []  # the last ones; earlier ones do not affect how these decode
         self._num_shown = 0  # of `_tokens`
 
@@ -178,8 +174,7 @@ def stats_figure(stats: Any) -> Any:
 
 
 def _png(figure: Any) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
+    figure.savefig(file := io.BytesIO(), format="png")
     return file.getvalue()
 
 

@@ -56,13 +56,9 @@ def make_private_folder(folder: Path, mode: int = 0o700) -> None:
 
 
 def write_atomically(contents: dict[Path, bytes]) -> None:
-    """Write files, with the folder's default permissions; none is replaced before all are on the disk.
+    """Write contents by path, with the folder's default permissions; none is replaced before all are on the disk.
 
-    Args:
-        contents: Content by path; an existing file or link is replaced, a missing folder created.
-
-    Raises:
-        OSError: The disk is full, or a folder cannot be written to.
+    An existing file or link is replaced, a missing folder created.
     """
     unfinished: dict[Path, Path] = {}
     try:
@@ -81,10 +77,7 @@ def write_atomically(contents: dict[Path, bytes]) -> None:
 
 
 def remove_abandoned(file: Path) -> None:
-    """Remove unfinished files that killed processes left beside a file.
-
-    Those of the last hour stay, because another process may be writing them.
-    """
+    """Remove files that killed processes left unfinished beside a file; those of the last hour may be in use."""
     for path in file.parent.glob(f"{file.name}.*{UNFINISHED}"):
         if not re.fullmatch(rf"\.\d+{re.escape(UNFINISHED)}", path.name.removeprefix(file.name)):
             continue

@@ -24,16 +24,9 @@ def hub_options(
 ) -> dict[str, Any]:
     """Further options for `from_pretrained`, so that an unreachable Hub causes no retries.
 
-    Args:
-        name: Folder or Hub repository.
-        options: Options of `from_pretrained`, of which `token`, `cache_dir` and the like are used.
-        not_found: Makes the error from the name and the reason.
-
-    Returns:
-        `local_files_only` if the Hub cannot be reached and the repository is in the cache; else nothing.
-
-    Raises:
-        TIDEError: There is no such folder, and the Hub cannot be reached or has no repository of that name.
+    `local_files_only` if the Hub cannot be reached and the repository is in the cache, else nothing. `options` are
+    those of `from_pretrained`. Where there is neither a folder `name` nor such a repository within reach, the error
+    that `not_found` makes from name and reason is raised.
     """
     if os.path.exists(name) or options.get("local_files_only") or options.get("force_download"):
         return {}

@@ -17,14 +17,9 @@ FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".par
 
 
 def read_rows(path: Path) -> Iterator[object]:
-    """Yield the rows of a file, or of all files below a folder sorted by name.
+    """Yield the rows of an existing file, or of all files of known kinds below a folder, sorted by name.
 
-    Args:
-        path: An existing file or folder. Files of other kinds in a folder are ignored.
-
-    Raises:
-        CalibrationError: There is no file of a known kind, or one cannot be read.
-        MissingPackageError: A file is not .txt, and the datasets library is not installed.
+    Raises [`CalibrationError`] if there is none or one cannot be read, [`MissingPackageError`] if datasets is needed.
     """
     for file in _find_files(path):
         builder = FORMATS[file.suffix.lower()]

@@ -28,16 +28,7 @@ def message_tokens(
 
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-    """The text of a chat.
-
-    Args:
-        tokenizer: A tokenizer with a chat template.
-        messages: Each with "role" and "content".
-        add_generation_prompt: Whether to open the assistant's turn.
-
-    Raises:
-        ChatTemplateError: The template does not parse, or refuses the chat.
-    """
+    """The text of a chat by the chat template; [`ChatTemplateError`] if that does not parse, or refuses the chat."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise any of these
