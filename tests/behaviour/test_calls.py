@@ -5,7 +5,7 @@ import torch
 from drafters import use_drafter, use_heads
 from families import tiny_model
 from on_steps import ATTACH, linear_heads, prompts
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -56,19 +56,15 @@ def early_eos(model, inputs):
     raise LookupError("no such token")
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 7])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
-def test_drafts_of_exit_heads_are_tokens_of_the_draft_vocabulary(family, draft_vocab_size):
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_drafts_of_exit_heads_are_tokens_of_the_draft_vocabulary(family):
     model = tiny_model(family)
     expected = model.generate(prompt(), **OPTIONS)
-    routers = TIDERouters.for_model(
-        model, exit_layers=[1, 3], exit_strategy="linear", draft_vocab_size=draft_vocab_size
-    )
+    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", draft_vocab_size=7)
     TIDEModelForCausalLM.attach(model, routers)
     made = use_heads(model, (1, 3))
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
-    highest = max(max(tokens) for _, tokens in made[0].drafted)
-    assert (highest < 7) == (draft_vocab_size == 7)
+    assert max(max(tokens) for _, tokens in made[0].drafted) < 7
 
 
 @pytest.mark.parametrize("layer_class", [DynamicSlidingWindowLayer, kv_cache._VisibleSlidingLayer])
@@ -81,22 +77,6 @@ def test_sliding_window_layers_are_rolled_back_by_any_transformers(layer_class, 
     kinds = {type(layer) for layer in result[CACHE].layers}
     assert DynamicSlidingWindowLayer in kinds
     assert kv_cache._VisibleSlidingLayer not in kinds
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2"])
-def test_the_returned_cache_is_that_of_the_accepted_tokens(family):
-    model = tiny_model(family)
-    expected = model.generate(prompt(), **OPTIONS)
-    fresh = DynamicCache(config=model.config)
-    fresh.activate_past_recording()
-    with torch.no_grad():
-        model(input_ids=expected[:, :-1], **{CACHE: fresh})
-    fresh.crop(0)
-    cache = drafting(model, new_tokens(expected), "mixed").generate(prompt(), **RETURNED)[CACHE]
-    for layer, other in zip(cache.layers, fresh.layers, strict=True):
-        assert layer.get_seq_length() == other.get_seq_length()
-        torch.testing.assert_close(layer.keys, other.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(layer.values, other.values, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -161,16 +141,6 @@ def test_scores_and_a_cache_to_go_on_from_are_returned(engine, family, rows, eos
         torch.testing.assert_close(torch.stack(result[name]), torch.stack(first[name]), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("asked", ["scores", "logits"])
-def test_either_of_scores_and_logits_is_returned(asked):
-    """Without a processor the top tokens might do."""
-    model = tiny_model("llama")
-    options = {**RETURNED, f"output_{asked}": True}
-    expected = model.generate(prompt(), **options)
-    result = drafting(model, new_tokens(expected.sequences)).generate(prompt(), **options)
-    torch.testing.assert_close(torch.stack(result[asked]), torch.stack(expected[asked]), atol=1e-4, rtol=1e-4)
-
-
 def test_eos_inside_a_draft_ends_the_output(llama_tokens):
     model, (expected,) = tiny_model("llama"), new_tokens(llama_tokens)
     eos = next(token for position, token in enumerate(expected) if position > 4 and token not in expected[:position])
@@ -182,69 +152,7 @@ def test_eos_inside_a_draft_ends_the_output(llama_tokens):
     assert result[CACHE].get_seq_length() == plain.shape[1] - 1
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "wrong"), *((family, "mixed") for family in ("llama", "gemma3_text", "falcon"))]
-)
-def test_rows_that_end_early_cost_nothing_more(family, kind):
-    model, inputs = tiny_model(family), padded(4)
-    options = {**OPTIONS, **early_eos(model, inputs)}
-    expected = model.generate(**inputs, **options)
-    drafting(model, new_tokens(expected), kind)
-    assert torch.equal(model.generate(**inputs, **options), expected)
-    lengths = [len(row) for row in model.last_exit_stats.per_token]
-    assert min(lengths) < max(lengths)
-    if kind == "wrong":  # one pass over the rows that still decode for each token
-        assert model.last_exit_stats.layers_executed == 4 * sum(lengths)
-
-
-def test_a_draft_never_passes_max_length(llama_tokens):
-    model = drafting(tiny_model("llama"), new_tokens(llama_tokens), "right", width=9)
-    for new in (1, 2, 3, 5):
-        options = {**OPTIONS, "max_new_tokens": new}
-        assert torch.equal(model.generate(prompt(), **options), llama_tokens[:, : PROMPT + new])
-
-
-def test_criteria_and_processors_with_state_see_every_prefix_once(llama_tokens):
-    class Processor(LogitsProcessor):
-        def __init__(self):
-            self.prefixes = []
-
-        def __call__(self, input_ids, scores):
-            self.prefixes.append(input_ids[0].tolist())
-            return scores
-
-    class Criterion(Processor, StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            super().__call__(input_ids, scores)
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-    model = drafting(tiny_model("llama"), new_tokens(llama_tokens), "mixed")
-    seen = []
-    for one in (tiny_model("llama"), model):
-        processor, criterion = Processor(), Criterion()
-        one.generate(prompt(), logits_processor=[processor], stopping_criteria=[criterion], **OPTIONS)
-        seen.append((processor.prefixes, criterion.prefixes))
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("engine", ATTACH)
-def test_the_padding_of_a_single_prompt_is_masked(engine):
-    model, ids = tiny_model("llama"), torch.nn.functional.pad(prompt(), (4, 0))
-    options = {**OPTIONS, "attention_mask": (torch.arange(PROMPT + 4) >= 4).long()[None]}
-    expected = model.generate(ids, **options)
-    ATTACH[engine](model, linear_heads(model))
-    use_drafter(model, "mixed", expected[:, PROMPT + 4 :].tolist())
-    assert torch.equal(model.generate(ids, **options), expected)
-
-
-def test_a_call_may_start_from_embeddings():
-    model = tiny_model("llama")
-    embeds = model.get_input_embeddings()(prompt())
-    expected = model.generate(inputs_embeds=embeds, **OPTIONS)
-    assert torch.equal(drafting(model, expected.tolist()).generate(inputs_embeds=embeds, **OPTIONS), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt", "granite", "qwen3", "phi"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_a_static_cache_is_rolled_back(family):
     model = tiny_model(family)
     options = {**OPTIONS, "cache_implementation": "static"}
@@ -268,29 +176,6 @@ def test_a_model_that_training_left_without_a_cache_gets_one(mode, llama_tokens)
     assert torch.equal(model.generate(prompt(), generation_config=passed, **OPTIONS), llama_tokens)
     with pytest.raises(UnsupportedOptionError, match="no cache"):
         model.generate(prompt(), **OPTIONS, use_cache=False, tide_strict=True)
-
-
-@pytest.mark.parametrize(
-    ("family", "rows", "options", "got"),
-    [
-        ("llama", 2, {"cache_implementation": "static"}, "StaticCache"),
-        ("gemma3_text", 1, {"cache_implementation": "static"}, "StaticCache with sliding-window layers"),
-        ("llama", 1, {"use_cache": False}, "no cache"),
-    ],
-)
-def test_caches_that_cannot_be_rolled_back_are_refused(family, rows, options, got):
-    model = TIDEModelForCausalLM.attach(tiny_model(family), strict=True)
-    with pytest.raises(UnsupportedOptionError, match=f"self_speculative.*got {got}.*Expected a DynamicCache"):
-        model.generate(prompt(rows=rows), **OPTIONS, **options)
-
-
-def test_classifier_free_guidance_runs_its_own_passes_at_full_depth():
-    model = tiny_model("llama")
-    options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt(2)[:, :5]}
-    expected = model.generate(prompt(), **options)
-    drafting(model, new_tokens(expected))
-    assert torch.equal(model.generate(prompt(), **options), expected)
-    assert model.last_exit_stats.layers_executed == 4 * (1 + model.last_exit_stats.rounds)
 
 
 def test_return_sequences_are_sampled_independently():

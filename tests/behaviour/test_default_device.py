@@ -8,7 +8,6 @@ from tide_hf.base_model.unembed import unembed_hash
 from tide_hf.kernels.cpu import attention
 from tide_hf.kernels.cpu.cpp_kernels import load_op
 from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, _measure
-from tide_hf.kernels.reference import which_norm
 
 ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read from it
 
@@ -29,12 +28,6 @@ def test_attention_is_measured_on_the_cpu(monkeypatch):
     with ELSEWHERE:
         attention._measure(torch.float32)
     assert set(devices) == {"cpu"}
-
-
-def test_a_norm_is_recognised():
-    norm = nn.LayerNorm(8)
-    with ELSEWHERE:
-        assert which_norm(norm, torch.zeros(1, 8, device="cpu")) == ("layer", norm.eps)
 
 
 def test_the_hash_of_a_head_is_the_same():

@@ -44,16 +44,6 @@ def test_batches_in_half_precision_run_in_every_mode(dtype):
         assert model.generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 19)
 
 
-def test_without_routers_n_grams_draft():
-    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
-    tokens = torch.tensor([[5, 6, 7, 8] * 6])
-    expected = tiny_model("llama").generate(tokens, **OPTIONS)
-    assert torch.equal(model.generate(tokens, **OPTIONS), expected)
-    for mode in ("early_exit", "post_hoc"):
-        with pytest.raises(UnsupportedOptionError, match=r"needs routers: got routers=None\. Expected"):
-            model.generate(tokens, tide_mode=mode, **OPTIONS)
-
-
 def test_options_come_from_the_call_the_generation_config_or_the_attachment():
     model = attached(mode="early_exit", exit_threshold=0.0)
     model.generate(prompt(), **OPTIONS)
@@ -68,27 +58,20 @@ def test_options_come_from_the_call_the_generation_config_or_the_attachment():
     assert model.last_exit_stats.exit_rate == 0.9
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_seed_fixes_the_sample_in_every_mode(mode):
-    model = attached(exit_threshold=0.4)
-    torch.manual_seed(0)
-    first = model.generate(prompt(), tide_mode=mode, max_new_tokens=12, do_sample=True)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(prompt(), tide_mode=mode, max_new_tokens=12, do_sample=True), first)
+def test_modes_that_exit_need_routers():
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    for mode in ("early_exit", "post_hoc"):
+        with pytest.raises(UnsupportedOptionError, match=r"needs routers: got routers=None\. Expected"):
+            model.generate(prompt(), tide_mode=mode, **OPTIONS)
 
 
-def test_beam_search_stays_at_full_depth():
-    options = {**OPTIONS, "num_beams": 3, "num_return_sequences": 3}
-    expected = tiny_model("llama").generate(prompt(2), **options)
-    model = attached(mode="early_exit", exit_threshold=0.0)
-    assert torch.equal(model.generate(prompt(2), **options), expected)
-
-
-def test_as_an_assistant_and_with_an_assistant_the_output_is_plain():
-    model = attached(mode="early_exit", exit_threshold=0.0)
-    expected = tiny_model("llama").generate(prompt(), **OPTIONS)
-    assert torch.equal(tiny_model("llama").generate(prompt(), assistant_model=model, **OPTIONS), expected)
+def test_beam_search_and_assisted_decoding_stay_at_full_depth():
+    plain, model = tiny_model("llama"), attached(mode="early_exit", exit_threshold=0.0)
+    expected = plain.generate(prompt(), **OPTIONS)
+    assert torch.equal(plain.generate(prompt(), assistant_model=model, **OPTIONS), expected)
     assert torch.equal(model.generate(prompt(), prompt_lookup_num_tokens=2, **OPTIONS), expected)
+    beams = {**OPTIONS, "num_beams": 3, "num_return_sequences": 3}
+    assert torch.equal(model.generate(prompt(2), **beams), plain.generate(prompt(2), **beams))
 
 
 @pytest.mark.parametrize("threshold", ["high", float("nan"), float("inf"), -0.1, True, [0.5]])

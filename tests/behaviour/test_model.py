@@ -6,14 +6,12 @@ import pickle
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from families import FAMILIES, RECURRENT, prompt, tiny_model
 from modes import MODES, OPTIONS, attached
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
-from tide_hf.base_model.structure import find_structure
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 
 
@@ -92,18 +90,6 @@ def test_routers_follow_the_model():
     assert model._tide.routers.device.type == "meta"
 
 
-def test_from_pretrained_loads_both_parts(tmp_path):
-    base = tiny_model("llama")
-    base.save_pretrained(tmp_path / "base")
-    base.config._name_or_path = str(tmp_path / "base")
-    TIDERouters.for_model(base, exit_layers=[2]).save_pretrained(tmp_path / "routers")
-    model = TIDEModelForCausalLM.from_pretrained(
-        tmp_path / "base", routers=tmp_path / "routers", mode="early_exit", exit_threshold=0.0, dtype="float32"
-    )
-    model.generate(prompt(), **OPTIONS)
-    assert model.last_exit_stats.exits_per_layer == {2: 9}
-
-
 def test_attaching_again_replaces_the_settings():
     model = attached(mode="early_exit", exit_threshold=0.0)
     routers = TIDERouters.for_model(model, exit_layers=[2])
@@ -135,29 +121,6 @@ def test_what_is_no_language_model_is_refused():
         TIDEModelForCausalLM.attach(bare)
     with pytest.raises(ConfigurationError, match="from_pretrained"):
         TIDEModelForCausalLM()
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon"])
-def test_an_accelerate_hook_stays_in_place(family):
-    class Counting(ModelHook):
-        calls = 0
-
-        def pre_forward(self, module, *args, **kwargs):
-            Counting.calls += 1
-            return args, kwargs
-
-    Counting.calls = 0
-    model = tiny_model(family)
-    last = find_structure(model).layers[-1]
-    add_hook_to_module(last, Counting())
-    hooked = last.__dict__["forward"]
-    routers = TIDERouters.for_model(model, exit_layers=[1], exit_threshold=0.0)
-    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
-    Counting.calls = 0
-    model.generate(prompt(), **OPTIONS)
-    assert Counting.calls == 1  # for the prompt; later tokens leave before it
-    TIDEModelForCausalLM.detach(model)
-    assert last.__dict__["forward"] is hooked
 
 
 def test_a_new_model_of_an_attached_models_class_has_nothing_attached(tmp_path):

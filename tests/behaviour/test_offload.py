@@ -111,19 +111,6 @@ def test_early_exit_does_not_load_skipped_layers(offload, tmp_path, loads):
         assert set(counts.values()) == {1}  # for the prompt
 
 
-def test_filling_the_cache_loads_only_queries_keys_and_values(tmp_path, loads):
-    model = named(to_disk(tiny_model("llama"), tmp_path))
-    routers = routers_for(model, kv_cache_strategy="propagate")
-    TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=0.0)
-    loads.clear()
-    model.generate(prompt(), **OPTIONS)
-    for layer in range(1, LAYERS):
-        counts = layer_loads(loads, layer)
-        every = {name for name, count in counts.items() if count == OPTIONS["max_new_tokens"]}
-        assert every == {"input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
-        assert {count for name, count in counts.items() if name not in every} == {1}
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_tokens_are_the_base_models(offload, rows, tmp_path):

@@ -5,7 +5,6 @@ import torch
 from families import VOCAB, tiny_model
 from families import repeating_prompt as prompt
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
@@ -123,21 +122,6 @@ def test_what_is_saved_is_the_base_and_can_be_loaded(kind, base_folder, tmp_path
     assert torch.equal(again.generate(prompt(), **OPTIONS), loaded.generate(prompt(), **OPTIONS))
 
 
-@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
-def test_an_adapter_on_a_quantised_base(kind, base_folder):
-    peft = pytest.importorskip("peft")
-    base = load(base_folder, WEIGHT_ONLY[kind](with_head=False))
-    targets = ["q_proj", "v_proj", "down_proj"]
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
-    plain = base.generate(prompt(), **OPTIONS)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(base, config).eval()
-    expected = model.generate(prompt(), **OPTIONS)
-    assert not torch.equal(expected, plain)
-    assert torch.equal(attach(model).generate(prompt(), **OPTIONS), expected)
-    assert model.last_exit_stats.drafted > 0
-
-
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_routers_of_the_unquantised_model_fit(kind, base_folder):
     base = AutoModelForCausalLM.from_pretrained(base_folder)
@@ -171,20 +155,3 @@ def test_a_quantised_model_can_be_calibrated(kind, tiny_llama, tiny_tokenizer, t
     routers = calibrate(model, tiny_tokenizer, dataset, **options)
     assert set(routers.config.calibration["heads"]) == {"1", "2"}
     TIDEModelForCausalLM.attach(model, routers)
-
-
-def test_a_head_that_cannot_be_indexed_is_dequantised_for_its_hash():
-    class Packed(torch.Tensor):
-        """Cannot be indexed, as some quantised tensors cannot."""
-
-        def dequantize(self):
-            return self.as_subclass(torch.Tensor)
-
-        def __getitem__(self, index):
-            raise NotImplementedError
-
-    head = nn.Linear(16, 40, bias=False)
-    expected = unembed_hash(head)
-    head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed), requires_grad=False)
-    assert isinstance(head.weight, Packed)
-    assert unembed_hash(head) == expected

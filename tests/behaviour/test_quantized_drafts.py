@@ -10,7 +10,6 @@ from packed_weights import attach_packed, set_fastest_layouts
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import linear_gates
 from tide_hf.engines.steps import step_compiler
 from tide_hf.kernels.cpu import weight_layouts
@@ -94,52 +93,6 @@ def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
                 )
                 error = (layout.apply(state, bias).double() - expected).abs().max()
                 assert float(error) <= 6e-3 * float(expected.abs().max())  # states may be rounded to bfloat16
-
-
-def test_products_of_many_rows_use_the_exact_weights():
-    weights, state = [torch.randn(5, 7), torch.randn(3, 7)], torch.randn(2, MAX_QUANTIZED_ROWS, 7)
-    expected = nn.functional.linear(state, torch.cat(weights))
-    assert torch.equal(QuantizedWeight(*weights).apply(state, None), expected)
-
-
-def test_quantised_products_are_close_to_exact_ones(tiny_llama):
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    attach_with("linear", model, 3)
-    model.generate(**prompts(), **OPTIONS)
-    gates = list(linear_gates(model._tide.structure))
-    quantized = [gate for gate in gates if QuantizedWeight in gate.converted]
-    assert len(quantized) == 3 * 7 + 1  # the layers that draft, and the head
-    for gate in quantized:
-        state = torch.randn(1, gate.module.in_features)
-        drafted, native = (
-            gate.converted[QuantizedWeight].apply(state, None),
-            nn.functional.linear(state, gate.module.weight.detach()),
-        )
-        assert float((drafted - native).abs().max()) <= 0.03 * float(native.abs().max())
-
-
-def test_nothing_is_quantised_without_memory_for_it(tiny_llama, monkeypatch, applied):
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    expected = model.generate(**prompts(), **OPTIONS)
-    monkeypatch.setattr(linear_gate, "MEMORY_SHARE", 0.0)
-    steps = attach_with("linear", model, 3)
-    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert steps.replays > 0
-    assert not applied
-
-
-@pytest.mark.parametrize("change", ["in place", "data"])
-def test_changed_weights_are_quantised_again(tiny_llama, change):
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    attach_with("linear", model, 3)
-    model.generate(**prompts(), **OPTIONS)
-    gate = next(linear_gates(model._tide.structure))
-    before, weight = gate.converted[QuantizedWeight], gate.module.weight
-    with torch.no_grad():
-        (weight if change == "in place" else weight.data).mul_(-1.0)
-    model.generate(**prompts(), **OPTIONS)
-    state = torch.randn(1, gate.module.in_features)
-    torch.testing.assert_close(gate.converted[QuantizedWeight].apply(state, None), -before.apply(state, None))
 
 
 def test_steps_survive_eager_calls_and_are_released(tiny_llama):

@@ -8,7 +8,6 @@ from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.token_ids import encode_prompt
-from tide_hf.speculation.engine import Draft
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
 
@@ -67,54 +66,6 @@ def test_a_batch_equals_generate_token_for_token(pair, smollm2):
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     options = {"max_new_tokens": 32, "do_sample": False}
     assert torch.equal(model.generate(**batch, **options), plain.generate(**batch, **options))
-
-
-class Always:
-    """Drafts in every round, from one source, whatever it is thought to be worth; what the policy does is timed."""
-
-    def __init__(self, drafter, exit_layer):
-        self.drafter, self.exit_layer = drafter, exit_layer
-
-    def draft(self, rows, limits):
-        shallow, ngrams, width = self.drafter.engine, self.drafter.indexes[0], min(2, limits[0])
-        draft = Draft()
-        if self.exit_layer and width:
-            for _ in range(width):
-                draft.add(shallow.draft(self.exit_layer, [draft.tokens])[0], "head", self.exit_layer)
-            shallow.rollback()
-        elif not self.exit_layer and ngrams.match()[0]:
-            draft.add(ngrams.continuation(ngrams.match()[1], min(5, limits[0])), "1-gram")
-        return [draft]
-
-    def observe(self, row, draft, new_tokens, n_matches):
-        self.drafter.indexes[row].extend(new_tokens)
-
-
-@pytest.mark.parametrize("source", ["n-grams", "head"])
-def test_each_source_of_drafts(pair, source):
-    model, inputs, answers = pair
-    make = model._tide.make_drafter
-    exit_layer = model._tide.routers.exit_layers[1] if source == "head" else 0
-    model._tide.make_drafter = lambda *args: Always(make(*args), exit_layer)
-    accepted = 0
-    try:
-        for one, answer in list(zip(inputs, answers, strict=True))[5:9]:
-            assert torch.equal(model.generate(**one, max_new_tokens=NEW_TOKENS, do_sample=False), answer)
-            accepted += model.last_exit_stats.accepted
-    finally:
-        model._tide.make_drafter = make
-    assert accepted > 0
-
-
-def test_early_exit_skips_layers(pair):
-    model, inputs, _ = pair
-    exit_layer = model._tide.routers.exit_layers[-1]
-    model.generate(**inputs[0], max_new_tokens=8, do_sample=False, tide_mode="early_exit", exit_threshold=0.0)
-    stats = model.last_exit_stats
-    first = model._tide.routers.exit_layers[0]
-    assert stats.exits_per_layer == {first: stats.total_tokens - 1}
-    assert stats.layers_executed == 30 + first * (stats.total_tokens - 1)
-    assert first < exit_layer < 30
 
 
 def test_the_shipped_routers_fit_the_model_and_the_limit(pair):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch
@@ -123,18 +122,6 @@ def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
         assert stats.layers_executed < post_hoc.layers_executed
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_an_answer_of_one_token_returns_the_prompts_cache(family):
-    """No pass has rolled anything back by then, and a window may be full already."""
-    model = attached(family, [1, 3], "recompute", exit_threshold=0.0)
-    options = {**OPTIONS, "max_new_tokens": 1, "return_dict_in_generate": True}
-    result = model.generate(prompt(), **options)
-    expected = TIDEModelForCausalLM.detach(model).generate(prompt(), **options)
-    assert torch.equal(result.sequences, expected.sequences)
-    for layer, other in zip(result[CACHE].layers, expected[CACHE].layers, strict=True):
-        torch.testing.assert_close(layer.keys, other.keys)
-
-
 def test_zero_pad_leaves_zeros_for_skipped_layers():
     model = attached("llama", [2], "zero_pad", exit_threshold=0.0)
     cache = DynamicCache(config=model.config)
@@ -148,18 +135,26 @@ def test_zero_pad_leaves_zeros_for_skipped_layers():
             assert bool((stored[:, :, -9:] == 0).all()) == (layer_idx >= 2)
 
 
-def test_min_layers_raises_the_floor_at_run_time():
+def test_min_layers_and_the_fixed_criterion_choose_the_exit_layer_at_run_time():
     model = attached("llama", [1, 3], exit_threshold=0.0)
     model.generate(prompt(), min_layers=2, **OPTIONS)
     assert model.last_exit_stats.exits_per_layer == {3: 9}
     model.generate(prompt(), min_layers=4, **OPTIONS)
     assert model.last_exit_stats.exits_per_layer == {}
-
-
-def test_the_fixed_criterion_leaves_at_the_first_exit_layer():
-    model = attached("llama", [2, 3])
     model.generate(prompt(), exit_criterion="fixed", exit_threshold=1.0, **OPTIONS)
-    assert model.last_exit_stats.exits_per_layer == {2: 9}
+    assert model.last_exit_stats.exits_per_layer == {1: 9}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        *(({"min_layers": value}, r"invalid min_layers: got .*Expected a whole number") for value in (0, 1.5, "two")),
+        ({"exit_criterion": "mood"}, r"unknown exit_criterion: got 'mood'\. Expected one of 'router'"),
+    ],
+)
+def test_invalid_options_are_refused(option, message):
+    with pytest.raises(ConfigurationError, match=message):
+        attached("llama", [2]).generate(prompt(), **option, **OPTIONS)
 
 
 def test_the_confidence_criterion_is_the_heads_largest_probability():
@@ -172,20 +167,6 @@ def test_the_confidence_criterion_is_the_heads_largest_probability():
     model.generate(prompt(), exit_criterion="confidence", exit_threshold=threshold, **OPTIONS)
     per_token = model.last_exit_stats.per_token[0]
     assert per_token[1 : first + 2] == [2] * first + [LAYERS]
-
-
-def test_an_unknown_criterion_is_refused():
-    with pytest.raises(ConfigurationError, match=r"unknown exit_criterion: got 'mood'\. Expected one of 'router'"):
-        attached("llama", [2]).generate(prompt(), exit_criterion="mood", **OPTIONS)
-
-
-def test_a_row_that_exits_does_not_disturb_the_others():
-    expected = tiny_model("llama").generate(prompt(2)[1:], **OPTIONS)
-    model = attached("llama", [1])
-    model._tide.routers[1].router.forward = lambda state: torch.tensor([[1.0], [0.0]])  # row 0 exits, row 1 never does
-    assert torch.equal(model.generate(prompt(2), exit_threshold=0.5, **OPTIONS)[1:], expected)
-    assert model.last_exit_stats.per_token[0][1:] == [1] * 9
-    assert model.last_exit_stats.per_token[1] == [LAYERS] * 10
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -224,34 +205,3 @@ def test_passes_with_another_cache_stay_at_full_depth(strategy):
     # Ten guiding passes at full depth, prefill, and nine steps of one layer.
     assert counts["finished"] == {0: 20, 1: 11, 2: 11, 3: 11}
     assert model.last_exit_stats.exits_per_layer == {1: 9}
-
-
-@pytest.mark.parametrize("min_layers", [0, -1, 1.5, "two"])
-def test_min_layers_has_to_be_a_number_of_layers(min_layers):
-    with pytest.raises(ConfigurationError, match=r"invalid min_layers: got .*Expected a whole number"):
-        attached("llama", [2]).generate(prompt(), min_layers=min_layers, **OPTIONS)
-
-
-@pytest.mark.parametrize("is_returned", [False, True])
-def test_recompute_runs_each_layer_once_and_as_late_as_it_can(is_returned):
-    model = attached("llama", [1, 2, 3], "recompute", exit_threshold=0.5)
-    ids = torch.randint(3, 90, (1, 8), generator=torch.Generator().manual_seed(1))
-    with layer_calls(model) as counts:
-        model.generate(ids, **{**OPTIONS, "max_new_tokens": 40}, return_dict_in_generate=is_returned)
-    (depths,) = model.last_exit_stats.per_token
-    assert set(depths) == {1, 2, 3, LAYERS}
-    assert (2, 2) in pairwise(depths)
-    executed, passes, pending = LAYERS, 1, []  # prefill
-    for depth in depths[1:]:
-        if depth < LAYERS and depth <= min(pending, default=LAYERS):
-            executed += depth
-            pending.append(depth)
-        else:  # one that goes deeper than one before it: they run the rest together
-            executed += LAYERS
-            passes += 1
-            pending.clear()
-    if is_returned and pending:
-        executed += LAYERS - min(pending)
-        passes += 1
-    assert model.last_exit_stats.layers_executed == executed
-    assert counts["finished"][LAYERS - 1] == passes

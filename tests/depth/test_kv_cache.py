@@ -148,6 +148,7 @@ def with_encoder_states(_config):
 
 REFUSED = [  # a first rollback would discard what is recorded
     ("mistral", {}, 1, with_recording, r"DynamicCache that records the past.*activate_past_recording"),
+    ("gemma3_text", {}, 1, lambda _: {"cache_implementation": "static"}, "got StaticCache with sliding-window layers"),
     ("llama", {}, 2, with_indexed_layer, r"in a batch cannot use this cache: got .* with a Indexed"),
     ("gpt2", {"add_cross_attention": True}, 1, with_encoder_cache, "got EncoderDecoderCache"),
     ("gpt2", {"add_cross_attention": True}, 1, with_encoder_states, "beside an encoder's"),
