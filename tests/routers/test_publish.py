@@ -38,7 +38,7 @@ def test_push_to_hub_uploads_routers_and_their_card(model_hub, hub_routers, tmp_
 def test_refused_pushes_make_no_repository(model_hub, hub_routers, tmp_path):
     with pytest.raises(HubError, match=r"org/new-tide cannot be uploaded to: got .*401.*Expected the Hub within reach"):
         hub_routers.push_to_hub("org/new-tide")
-    with pytest.raises(ConfigurationError, match=r"no name of a Hub repository: got '\.\./x'"):
+    with pytest.raises(ConfigurationError, match=r"invalid repo_id: got '\.\./x'"):
         hub_routers.push_to_hub("../x", token=TOKEN)
     hub_routers.config.base_model_name_or_path = str(tmp_path)
     with pytest.raises(ConfigurationError, match=r"do not name a base model that others can load: got .*Expected the"):

@@ -40,11 +40,7 @@ def next_token_types(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Tens
 
 
 def check_no_cross_attention(user: str, model_kwargs: dict[str, Any]) -> None:
-    """Refuse images that the model reads by cross-attention, on behalf of the feature `user`.
-
-    Raises:
-        UnsupportedOptionError: The prompt has such images.
-    """
+    """Refuse images that the model reads by cross-attention, on behalf of the feature `user`."""
     found = next((name for name in CROSS_ATTENDED if model_kwargs.get(name) is not None), None)
     if found is not None:
         raise UnsupportedOptionError(

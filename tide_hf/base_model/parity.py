@@ -54,10 +54,7 @@ def check_parity(
 def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None) -> Tensor:
     """Return logits (end - start, vocab_size) of a pass over the tokens from `start` to `end` of the probe.
 
-    The `cache`, if any, holds the tokens before `start`.
-
-    Raises:
-        UnsupportedModelError: The model does not run on text alone.
+    The `cache`, if any, holds the tokens before `start`. Refuses a model that does not run on text alone.
     """
     positions = torch.arange(start, end, device=input_device(model))[None]
     tokens = positions % structure.vocab_size

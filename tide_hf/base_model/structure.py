@@ -49,29 +49,18 @@ CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past", "past_key_value", "ca
 
 @dataclass(frozen=True)
 class DecoderStructure:
-    """The parts of a base model that TIDE uses.
-
-    Attributes:
-        mlps: The layers' MLPs, as far as they are modules.
-        norm: The final norm, or `None`.
-        projection: The projection between norm and head (OPT's `project_out`); usually `None`.
-        head: The output head, without scaling or softcapping of the logits.
-        cache_argument: The parameter of a layer's forward that takes the cache.
-        returns_tuple: Whether a layer returns `(hidden_states, ...)` instead of `hidden_states`.
-        is_recurrent: Whether any layer has a recurrent state, which can neither be skipped nor rolled back.
-        vocab_size: Output size of the head.
-    """
+    """The parts of a base model that TIDE uses."""
 
     layers: tuple[nn.Module, ...]
-    mlps: tuple[nn.Module, ...]
-    norm: nn.Module | None
-    projection: nn.Module | None
-    head: nn.Module
-    cache_argument: str
-    returns_tuple: bool
-    is_recurrent: bool
+    mlps: tuple[nn.Module, ...]  # of the layers whose MLP is a module
+    norm: nn.Module | None  # the final norm
+    projection: nn.Module | None  # between norm and head: OPT's `project_out`
+    head: nn.Module  # without scaling or softcapping of the logits
+    cache_argument: str  # the parameter of a layer's forward that takes the cache
+    returns_tuple: bool  # whether a layer returns `(hidden_states, ...)` instead of `hidden_states`
+    is_recurrent: bool  # whether any layer has a recurrent state, which can neither be skipped nor rolled back
     hidden_size: int
-    vocab_size: int
+    vocab_size: int  # output size of the head
 
     @property
     def num_layers(self) -> int:
@@ -117,11 +106,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
 
 
 def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a model whose decoder layers have changed since its structure was found. They may have been wrapped.
-
-    Raises:
-        UnsupportedModelError: A layer was removed, replaced, moved or added.
-    """
+    """Refuse a model whose decoder layers were removed, replaced, moved or added to. They may have been wrapped."""
     known = structure.layers
     lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
     found = {path: tuple(layers) for path, layers in lists.items() if isinstance(layers, nn.ModuleList)}
@@ -133,8 +118,7 @@ def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
         "the model's decoder layers are not those that TIDE was attached to",
         got=f"a model without what was {', '.join(missing)}" if missing else f"{len(now)} layers, added or moved",
         expected=f"the same {len(known)} layers in the same order",
-        do="Put them back; or detach TIDE, let config.num_hidden_layers say how many there are, and attach it with "
-        "routers that were calibrated for the model as it is.",
+        do="Put them back; or detach TIDE, correct config.num_hidden_layers, and attach routers of the new model.",
     )
 
 
@@ -210,9 +194,6 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
 
     The embedding depends on the longest position, which may be a rejected draft token's, so that tokens could differ
     from plain decoding.
-
-    Raises:
-        UnsupportedOptionError: The answer may reach a length at which the embedding changes.
     """
     for kind, limit in rope_limits(config).items():
         if limit >= max_length or (kind == "longrope" and prompt_length > limit):
@@ -257,11 +238,7 @@ def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:
 
 
 def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
-    """The parameter of a layer's forward that takes the cache.
-
-    Raises:
-        UnsupportedModelError: There is no such parameter.
-    """
+    """The parameter of a layer's forward that takes the cache, or [`UnsupportedModelError`] if there is none."""
     parameters = inspect.signature(type(layer).forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in parameters:

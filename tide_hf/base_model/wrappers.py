@@ -24,11 +24,7 @@ def base_inside(model: Any) -> Any:
 
 
 def check_wrapper(model: Any) -> None:
-    """Refuse a `PeftModel` with prompt learning, which adds virtual tokens to the prompt.
-
-    Raises:
-        UnsupportedModelError: The model is such a wrapper.
-    """
+    """Refuse a `PeftModel` with prompt learning, which adds virtual tokens to the prompt."""
     config = getattr(model, "active_peft_config", None)
     if config is not None and getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(
@@ -40,11 +36,7 @@ def check_wrapper(model: Any) -> None:
 
 
 def check_adapters(model: Any, structure: DecoderStructure) -> None:
-    """While `generate` runs, refuse adapters for which a multi-token pass differs from token-by-token decoding.
-
-    Raises:
-        UnsupportedOptionError: Such an adapter is active.
-    """
+    """While `generate` runs, refuse adapters for which a multi-token pass differs from token-by-token decoding."""
     owner = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
     problem = None
     if owner is not model:
@@ -74,11 +66,7 @@ def _hooked_arguments(model: Any, structure: DecoderStructure) -> set[str]:
 
 
 def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
-    """Refuse a model in which `torch.compile` wraps decoder layers or MLPs, since these then always run.
-
-    Raises:
-        UnsupportedModelError: The model, the decoder inside it, a layer or a layer's MLP is compiled as a whole.
-    """
+    """Refuse a model in which `torch.compile` wraps decoder layers or MLPs, since these then always run."""
     for name, module in model.named_modules():
         if not _is_compiled(module):
             continue
@@ -89,8 +77,7 @@ def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
                 "what torch.compile has compiled runs all its layers, so TIDE cannot decode with it",
                 got=f"{where}, a {type(module).__name__}, compiled",
                 expected="a model that is not compiled",
-                do="Leave .compile() and .forward = torch.compile(...) out, as TIDE has engine='compiled'; or do "
-                "without TIDE.",
+                do="Leave .compile() and .forward = torch.compile(...) out, as TIDE has engine='compiled'.",
             )
 
 

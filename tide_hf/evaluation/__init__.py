@@ -8,10 +8,4 @@ lm-eval, `metrics/` a metric for evaluate.
 from .quality import THRESHOLDS, QualityOptions, measure_quality
 from .teacher_forcing import ExitLogits, exit_logits
 
-__all__ = [
-    "THRESHOLDS",
-    "ExitLogits",
-    "QualityOptions",
-    "exit_logits",
-    "measure_quality",
-]
+__all__ = ["THRESHOLDS", "ExitLogits", "QualityOptions", "exit_logits", "measure_quality"]

@@ -88,9 +88,8 @@ class Result:
 
     method: DecodingMethod
     prompts: list[PromptResult]
-    speedup: float | None = (
-        None  # over the plain model's tokens per second; None if it claims to be lossless and is not
-    )
+    # Over the plain model's tokens per second; None if the method claims to be lossless and is not.
+    speedup: float | None = None
     warm_up_s: float = 0.0  # of engine warm-up, in runs that were then repeated
 
     @property
@@ -144,17 +143,10 @@ def compare(
     repeats: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Run all methods on all prompts, greedily by default.
+    """Run all methods on all prompts, greedily by default; the first method is the baseline of the others.
 
-    Args:
-        methods: The methods; the first is the baseline of the others.
-        inputs: Keyword arguments of `generate` for each prompt (or batch of prompts).
-        max_new_tokens: Most tokens per answer.
-        repeats: Timed runs of each method on each prompt.
-        progress: Called after each of the `count_runs` runs.
-
-    Returns:
-        One result per method, in order.
+    `inputs` are keyword arguments of `generate` for each prompt (or batch of prompts). Each method has `repeats` timed
+    runs on each. `progress` is called after each of the `count_runs` runs.
     """
     results = [Result(method, [PromptResult() for _ in inputs]) for method in methods]
     for result in results:  # untimed, since the first run allocates buffers and selects kernels
@@ -253,15 +245,8 @@ def tide_methods(
 ) -> list[DecodingMethod]:
     """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
 
-    Args:
-        model: The base model, not attached. It stays so; its `generate` runs no code of this library.
-        routers: Its routers; without any only `self_speculative` can run.
-        modes: The modes.
-        exit_threshold: For `early_exit` and `post_hoc`; default: the calibrated one, or 0.9 if that never exits.
-        engine: Engine of all modes.
-
-    Returns:
-        The methods, plain `generate` first.
+    `model` is not attached and stays so: its `generate` runs no code of this library. Without routers only
+    `self_speculative` can run. The approximate modes run at [`usable_threshold`].
     """
     check_plain(model)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
@@ -299,11 +284,7 @@ def assistant_early_exit(model: Any) -> DecodingMethod:
 def runnable_methods(
     methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
 ) -> tuple[list[DecodingMethod], dict[str, str]]:
-    """Try methods of transformers for a few tokens, since not every model supports every method.
-
-    Returns:
-        The methods that run, and the errors of the others by name.
-    """
+    """The methods of transformers that run, tried for a few tokens, and the errors of the others by name."""
     running, failing = [], {}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # transformers warns about its own assistants

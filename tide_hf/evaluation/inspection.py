@@ -46,17 +46,9 @@ def convergence_by_layer(
 ) -> list[LayerConvergence]:
     """Compare the states after each layer but the last with the final one, both before the final norm.
 
-    Args:
-        model: A causal language model, attached or not; it is not changed.
-        tokenizer: Its tokenizer.
-        texts: The texts; empty ones are ignored.
-        convergence_threshold: Cosine similarity that counts as converged (0.98 in the TIDE paper).
-        max_length: Length in tokens at which a text is truncated.
-        batch_size: Texts per forward pass.
-
-    Raises:
-        CalibrationError: There is no text, or a state is NaN.
-        UnsupportedModelError: The model is not supported.
+    `convergence_threshold` is the cosine similarity that counts as converged (0.98 in the TIDE paper). Texts are
+    truncated to `max_length` tokens, and empty ones are ignored. The model may be attached; it is not changed. Raises
+    [`CalibrationError`] without any text, or if a state is NaN.
     """
     encoded = [tokenizer(text, truncation=True, max_length=max_length)["input_ids"] for text in texts]
     documents = [Document(tokens, first=0) for tokens in encoded if tokens]
@@ -81,17 +73,9 @@ def convergence_by_layer(
 def inspect_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routers: TIDERouters | None, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Gather everything that `tide-hf inspect` shows, ready for JSON.
+    """Gather everything that `tide-hf inspect` shows, ready for JSON; convergence is measured on `texts`.
 
-    Args:
-        model: A causal language model, not attached.
-        tokenizer: Its tokenizer.
-        routers: Routers made for it, if any.
-        texts: Texts to measure convergence on.
-
-    Raises:
-        UnsupportedModelError: The model is not supported at all.
-        BaseModelMismatchError: The routers belong to another model.
+    Raises [`UnsupportedModelError`] for a model without any support, [`BaseModelMismatchError`] for another's routers.
     """
     structure = find_structure(model)
     check_parity(model, structure)

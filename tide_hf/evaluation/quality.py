@@ -97,8 +97,7 @@ def read_texts(
 ) -> tuple[list[Document], int]:
     """Draw documents as calibration does, counting all tokens of a text and those of a chat's last answer.
 
-    Returns:
-        The documents, and the number of rows that could not be used.
+    Returns them, and the number of rows that could not be used.
     """
     documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
     whole = [Document(one.tokens, first=0) if one.first <= 1 else one for one in documents]  # texts have first=1
@@ -113,14 +112,9 @@ def score_texts(
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> TextScores:
-    """Score every token of the documents at every exit layer, in one pass.
+    """Score every token of documents of `read_texts` at every exit layer, in one pass.
 
-    Args:
-        model: The base model, attached or not.
-        routers: Its routers; they are not changed.
-        documents: From `read_texts`.
-        batch_size: Most documents per forward pass.
-        advance: Called with the number of documents done since.
+    The model may be attached, and the routers are not changed. `advance` is called with the number of documents done.
     """
     structure = find_structure(model)
     unembed = Unembed(model, structure)

@@ -27,27 +27,15 @@ from ..routers.routers import TIDERouters
 
 @dataclass(frozen=True)
 class ExitLogits:
-    """Logits and exit layer at every position of a text.
+    """Logits and exit layer at every position of a text."""
 
-    Attributes:
-        logits: (rows, length, vocab_size) of the next token, in the model's dtype.
-        exit_layers: (rows, length) layers executed for them, int64; all layers where a position does not exit.
-    """
-
-    logits: Tensor
-    exit_layers: Tensor
+    logits: Tensor  # (rows, length, vocab_size) of the next token, in the model's dtype
+    exit_layers: Tensor  # (rows, length) layers executed for them, int64; all layers where a position does not exit
 
 
 @torch.no_grad()
 def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Tensor], device: torch.device) -> Tensor:
-    """(..., E) exit scores in float32, the exit layers ascending.
-
-    Args:
-        unembed: The base model's unembedding.
-        routers: Its routers, placed beside the model.
-        states: By exit layer, (..., hidden_size) before the final norm.
-        device: Where the scores go.
-    """
+    """(..., E) exit scores in float32 on `device`, of (..., hidden_size) states before the final norm by exit layer."""
     columns = []
     for layer in routers.exit_layers:
         point = on_device(routers[layer], states[layer])

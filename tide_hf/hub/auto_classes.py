@@ -28,18 +28,15 @@ class TIDEAutoModel:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], *, config: TIDEConfig, **kwargs: Any) -> Any:
-        """Load the base model that the routers were made for, and attach them.
+        """Load the base model that the routers at `name_or_path` were made for, and attach them.
 
-        Args:
-            name_or_path: Folder or Hub repository of the routers.
-            config: Their config, with the caller's changes.
-            **kwargs: As in `TIDEModelForCausalLM.from_pretrained`. `revision` is the routers'; the base is loaded at
-                `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and the like are for both.
+        `config` is theirs, with the caller's changes. Other arguments and errors are those of
+        `TIDEModelForCausalLM.from_pretrained`. `revision` is the routers'; the base is loaded at
+        `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and the like are for both.
 
         Raises:
             ConfigurationError: The config names no base model that can be loaded.
             RoutersFileError: The repository also has an adapter, which transformers would load into the base.
-            As `TIDEModelForCausalLM.from_pretrained`.
         """
         shared = _chosen(kwargs, FOR_BOTH)
         base = base_of(name_or_path, config, **shared)
@@ -76,8 +73,7 @@ class TIDEAutoTokenizer:
 def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwargs: Any) -> str:
     """The base model that the config of the routers at `name_or_path` names.
 
-    Raises:
-        ConfigurationError: It names none, or routers, or a folder although the routers are on the Hub.
+    Raises [`ConfigurationError`] if it names none, or routers, or a folder although the routers are on the Hub.
     """
     base = config.base_model_name_or_path
     if base is None:
@@ -102,19 +98,12 @@ def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationErr
     )
 
 
-def register_config() -> None:
-    """Let `AutoConfig` read the config of routers."""
-    transformers.AutoConfig.register(TIDEConfig.model_type, TIDEConfig, exist_ok=True)
-
-
-def register_model() -> None:
-    """Let `AutoModelForCausalLM` load a base model by the name of its routers."""
-    transformers.AutoModelForCausalLM.register(TIDEConfig, TIDEAutoModel, exist_ok=True)
-
-
-def register_tokenizer() -> None:
-    """Let `AutoTokenizer` load a base model's tokenizer by the name of its routers."""
-    transformers.AutoTokenizer.register(TIDEConfig, TIDEAutoTokenizer, exist_ok=True)
+# The keys and classes that transformers' auto classes register.
+REGISTERED: dict[str, tuple[Any, type]] = {
+    "AutoConfig": (TIDEConfig.model_type, TIDEConfig),
+    "AutoModelForCausalLM": (TIDEConfig, TIDEAutoModel),
+    "AutoTokenizer": (TIDEConfig, TIDEAutoTokenizer),
+}
 
 
 def _chosen(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -22,12 +22,7 @@ from transformers import (
 )
 
 from ..base_model.wrappers import base_inside
-from ..common.errors import (
-    BaseModelMismatchError,
-    ModelNotFoundError,
-    RoutersNotFoundError,
-    UnsupportedModelError,
-)
+from ..common.errors import BaseModelMismatchError, ModelNotFoundError, RoutersNotFoundError, UnsupportedModelError
 from ..common.hub_access import hub_options, why_not_found
 from ..routers.config import FOR_BOTH, TIDEConfig
 from ..routers.routers import TIDERouters, check_base_model
@@ -48,15 +43,8 @@ _one_at_a_time = threading.RLock()
 def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
 
-    Image-text models that are not causal language models are loaded by `AutoModelForImageTextToText`.
-
-    Args:
-        name: Folder or Hub repository.
-        ask_hub: Whether to check first that the Hub can be reached.
-        **kwargs: For `from_pretrained`.
-
-    Raises:
-        ModelNotFoundError: There is no such folder, and the Hub cannot be reached or has no such repository.
+    Image-text models that are not causal language models are loaded by `AutoModelForImageTextToText`. `ask_hub` checks
+    first that the Hub can be reached, and raises [`ModelNotFoundError`] if it cannot or has no such repository.
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
@@ -74,10 +62,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
 def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
     """Load a base model and its tokenizer; from the cache, without retries, if the Hub cannot be reached.
 
-    `model.weights_origin` is the source of the weights.
-
-    Raises:
-        ModelNotFoundError: There is no such model, or it cannot be read.
+    `model.weights_origin` is the source of the weights. Raises [`ModelNotFoundError`] if it cannot be read.
     """
     name = os.fspath(name)
     options = hub_options(name, {}, _model_not_found)
@@ -134,10 +119,8 @@ def shipped_routers(model: Any) -> str | None:
 def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
     """Load routers from a folder, a Hub repository, or, for "default" and a loaded model, the shipped ones.
 
-    `None` and [`TIDERouters`] are returned as they are. `hub_kwargs` are those of `TIDERouters.from_pretrained`.
-
-    Raises:
-        RoutersNotFoundError, RoutersFileError: There are none, or they cannot be read.
+    `None` and [`TIDERouters`] are returned as they are. `hub_kwargs` and errors are those of
+    `TIDERouters.from_pretrained`.
     """
     if routers is None or isinstance(routers, TIDERouters):
         return routers

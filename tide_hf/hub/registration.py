@@ -12,18 +12,18 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Modules of transformers, and the function of auto_classes.py to call once each is loaded.
-REGISTRATIONS = {
-    "transformers.models.auto.configuration_auto": "register_config",
-    "transformers.models.auto.modeling_auto": "register_model",
-    "transformers.models.auto.tokenization_auto": "register_tokenizer",
+# Modules of transformers, and the auto class of each, whose registration is in auto_classes.py.
+AUTO_CLASSES = {
+    "transformers.models.auto.configuration_auto": "AutoConfig",
+    "transformers.models.auto.modeling_auto": "AutoModelForCausalLM",
+    "transformers.models.auto.tokenization_auto": "AutoTokenizer",
 }
 
 
 def register_with_transformers() -> None:
     """Register with the auto classes that are loaded, and with the others once they are."""
     finder = _Finder()
-    for module in REGISTRATIONS:
+    for module in AUTO_CLASSES:
         if module in sys.modules:
             _register(module)
         else:
@@ -33,7 +33,9 @@ def register_with_transformers() -> None:
 
 
 def _register(module: str) -> None:
-    getattr(import_module(".auto_classes", __package__), REGISTRATIONS[module])()
+    name = AUTO_CLASSES[module]
+    key, registered = import_module(".auto_classes", __package__).REGISTERED[name]
+    getattr(sys.modules[module], name).register(key, registered, exist_ok=True)
 
 
 class _Finder:

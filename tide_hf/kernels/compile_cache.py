@@ -36,9 +36,6 @@ def compiling() -> Iterator[None]:
     Tracing changes `torch.nn.Module` for the whole process, and Dynamo and Inductor do not expect traces in other
     threads. Their own lock is taken, so a caller's `torch.compile` in another thread waits too. The cache folder is an
     environment variable, which is restored afterwards, so that a caller's own cache stays where it was.
-
-    Raises:
-        KernelError: There is no folder to compile into.
     """
     from torch._dynamo.convert_frame import compile_lock  # noqa: PLC0415
 
@@ -62,10 +59,7 @@ def compile_cache_folder() -> Path:
     """The folder that Inductor compiles into: one that nobody but this user can write to.
 
     It is the caller's `TORCHINDUCTOR_CACHE_DIR`, or `inductor` in [`cache_folder`]. Where others can write to both, it
-    is a temporary folder of this process, and the log says so.
-
-    Raises:
-        KernelError: No folder can be created.
+    is a temporary folder of this process, and the log says so. Raises [`KernelError`] if no folder can be created.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
 

@@ -41,22 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 class Ops:
-    """The kernels of one model, if any.
-
-    Args:
-        kernels: The kernels' module; `None` for plain PyTorch.
-        reason: Why kernels or plain PyTorch are used.
-        request: Arguments of [`load_kernels`] with which an unpickled copy of the model loads its own.
-
-    Attributes:
-        variant: The build of the kernels, such as `torch-cuda`; `None` for plain PyTorch.
-    """
+    """The kernels of one model, or none for plain PyTorch, and the reason for either."""
 
     def __init__(self, kernels: ModuleType | None, reason: str, request: tuple[Any, ...] = ()) -> None:
         self.kernels = kernels
         self.reason = reason
-        self.variant = None if kernels is None else Path(str(kernels.__file__)).parent.name
-        self._request = request
+        self.variant = None if kernels is None else Path(str(kernels.__file__)).parent.name  # such as torch-cuda
+        self._request = request  # arguments with which an unpickled copy of the model loads its own kernels
 
     def run_on(self, *tensors: Tensor | None) -> bool:
         """Whether the kernels support these tensors: all on one GPU, the first in a supported dtype."""
@@ -133,12 +124,7 @@ def load_kernels(
 
 
 def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Describe the ops of a model on `device` in `dtype`, ready for JSON.
-
-    Returns:
-        `gpu` (its name, or `None`), `dtype`, `variant` (the build of the kernels, or `None`), `reason`, and `ops`: by
-        name, `"cuda"`, `"triton"` or `"torch"`.
-    """
+    """Describe the ops of a model on `device` in `dtype`, ready for JSON."""
     fits = dtype in KERNEL_DTYPES
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -150,10 +136,8 @@ def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str
 
 
 def _obstacle(device: torch.device, in_interpreter: bool) -> str | None:
-    """The reason why the kernels cannot run on `device`, or `None`.
-
-    `in_interpreter` says whether Triton's interpreter counts, which runs kernels on a CPU, slowly, for tests.
-    """
+    """The reason why the kernels cannot run on `device`, or `None`."""
+    # Triton's interpreter runs kernels on a CPU, slowly, for tests.
     if device.type == "cpu" and in_interpreter and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda" or torch.version.hip is not None:
@@ -196,11 +180,7 @@ def _fetch(repo: str, revision: str | None) -> ModuleType | str:
 
 
 def check_files(variant: Path) -> None:
-    """Verify the checksums of a build against its metadata, before any of its code runs.
-
-    Raises:
-        ValueError: A file does not match, or the metadata cannot be read.
-    """
+    """Verify the checksums of a build, before any of its code runs; `ValueError` if one is not as its metadata says."""
     path = variant / "metadata.json"
     try:
         digest = json.loads(path.read_text())["digest"]

@@ -25,13 +25,7 @@ PROBE_VOCABULARY = 8  # the layer is taken from a model of two layers and this v
 
 
 class BlockHead(nn.Module):
-    """Translator and decoder layer.
-
-    Args:
-        hidden_size: Width D of the hidden states.
-        block_config: The base model's text config, as `block_config_of` gives it.
-        layer_idx: Index of its K/V in the cache, after the base model's layers.
-    """
+    """Translator and decoder layer, from a config of `block_config_of`; its K/V are number `layer_idx` in the cache."""
 
     def __init__(self, hidden_size: int, block_config: dict[str, Any], layer_idx: int) -> None:
         super().__init__()
@@ -59,19 +53,15 @@ class BlockHead(nn.Module):
 
 
 def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:
-    """The config of a block head that drafts after `block_layer` layers of `model`, small enough to store.
+    """The config, small enough to store, of a block head that drafts after `block_layer` layers of `model`.
 
-    Raises:
-        UnsupportedModelError: The next layer has no full attention, or holds more than weights.
+    Raises [`UnsupportedModelError`] if the next layer has no full attention, or holds more than weights.
     """
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
     kind = types[block_layer] if types else None
-    sliding = (
-        getattr(config, "sliding_window", None)
-        if types is None and getattr(config, "use_sliding_window", True)
-        else None
-    )
+    may_slide = types is None and getattr(config, "use_sliding_window", True)
+    sliding = may_slide and getattr(config, "sliding_window", None)
     if structure.is_recurrent or kind not in (None, "full_attention") or sliding:
         raise _no_block(model, f"layer {block_layer} of kind {kind or 'sliding_attention'}")
     if types and kind not in types[:block_layer]:  # a mask's width follows the first layer of its kind

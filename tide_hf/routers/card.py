@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,9 @@ def write_model_card(
 ) -> Path:
     """Write `README.md` for calibrated routers, and plots in `plots/` if matplotlib is installed.
 
-    Args:
-        routers: Routers of `calibrate`.
-        folder: Output folder; created if needed.
-        repo_id: Hub repository in the card's example; default: `folder`'s name.
-        license: Its identifier on the Hub. There is no default, because heads derive from the base model and the
-            publisher has to decide about the licence.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigurationError: The routers have not been calibrated.
+    `repo_id`, the Hub repository in the card's example, defaults to `folder`'s name. `license`, an identifier of the
+    Hub, has no default, because heads derive from the base model and the publisher has to decide about the licence.
+    Raises [`ConfigurationError`] if the routers have not been calibrated.
     """
     record = routers.config.calibration
     if not record:
@@ -81,13 +73,16 @@ def _render(
         model_name=repo_id.rpartition("/")[2],
         eval_results=_eval_results(record),
     )
+    plots: list[Path] = []
+    with suppress(MissingPackageError):  # the card then says that matplotlib is missing
+        plots = save_plots(record, folder / "plots")
     values = {
         "base": _without_markup(base) or "the base model",
         "repo_id": _without_markup(repo_id),
         "command": command,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "tables": tables_of(record, routers.config.num_hidden_layers),
-        "plots": [file.relative_to(folder) for file in _plots_if_possible(record, folder / "plots")],
+        "plots": [file.relative_to(folder) for file in plots],
         "threshold": describe_threshold(record["threshold"]),
         "threshold_rows": _sampled(record["threshold"]["table"]),
     }
@@ -127,14 +122,6 @@ def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def _plots_if_possible(record: dict[str, Any], folder: Path) -> list[Path]:
-    """The plots; none without matplotlib, which the card then mentions."""
-    try:
-        return save_plots(record, folder)
-    except MissingPackageError:
-        return []
-
-
 def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """About ten rows of the grid, with those around the last certified one."""
     last = max((index for index, row in enumerate(table) if row["certified"]), default=0)
@@ -145,15 +132,7 @@ def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
     """Draw the calibration record: exit depths, agreement by depth, reliability, and risk against threshold.
 
-    Args:
-        record: `routers.config.calibration`. Plots that an older record lacks figures for are left out.
-        folder: Output folder; created if needed.
-
-    Returns:
-        The files.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
+    Plots that an older record lacks figures for are left out. Raises [`MissingPackageError`] without matplotlib.
     """
     make_figure = figure_maker()
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -107,8 +106,9 @@ class TIDEConfig(PreTrainedConfig):
         self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
         if self.block_layer is not None or self.block_config is not None:
             check_exit_layers([self.block_layer], self.num_hidden_layers)
-            check_block_config(self.block_layer, self.block_config)
-        check_record(self.calibration)
+            check_block_config(self.block_config)
+        if self.calibration is not None:
+            check_record(self.calibration)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -185,8 +185,7 @@ def bad_config(got: str) -> ConfigurationError:
         "the config of the routers cannot be used",
         got=got,
         expected="a config.json with the fields of TIDEConfig alone, each of its type",
-        do="Download the routers again, update tide_hf if a newer one made them, or make new ones with "
-        "tide_hf.calibrate().",
+        do="Download the routers again, update tide_hf, or make new routers with tide_hf.calibrate().",
     )
 
 
@@ -233,16 +232,11 @@ def invalid(name: str, value: object, expected: str, do: str = "") -> Configurat
     return ConfigurationError(f"invalid {name}", got=short(value), expected=expected, do=do)
 
 
-def check_block_config(block_layer: int | None, config: Any) -> None:
+def check_block_config(config: Any) -> None:
     """Refuse anything but a plausible base model config, since transformers builds a layer from it."""
     do = "Make routers with tide_hf.calibrate(exit_strategy='block')."
     if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
-        raise ConfigurationError(
-            "a block head needs the base model's config",
-            got=f"block_layer={block_layer} with block_config={type(config).__name__}",
-            expected="block_config with the model_type of the base model",
-            do=do,
-        )
+        raise invalid("block_config", config, "the text config of the base model, with its model_type", do)
     for name, value in config.items():
         is_count = ("layer" in name or "expert" in name) and isinstance(value, int)
         if name in CODE_FIELDS or (is_count and abs(value) > MAX_BLOCK_COUNT):
@@ -253,8 +247,6 @@ def check_block_config(block_layer: int | None, config: Any) -> None:
 def check_record(record: Any) -> None:
     """Refuse a calibration record that the drafting policy or the tables cannot read."""
     do = "Make new routers with tide_hf.calibrate()."
-    if record is None:
-        return
     if not isinstance(record, dict):
         raise invalid("calibration", record, "a JSON object", do)
     for name, (is_valid, expected) in RECORD_RULES.items():
@@ -322,7 +314,7 @@ RULES: dict[str, tuple[Check, str]] = {
 }
 
 
-def _fields(required: Mapping[str, Check], optional: Mapping[str, Check] = MappingProxyType({})) -> Check:
+def _fields(required: dict[str, Check], optional: dict[str, Check]) -> Check:
     """A check of a JSON object: the fields that it must have, and those that may be missing or null."""
 
     def is_valid(value: Any) -> bool:
@@ -359,15 +351,9 @@ TOLERANCE = _fields(
 )
 # For each part of a calibration record a check, and what it allows. Older records lack some parts.
 RECORD_RULES: dict[str, tuple[Check, str]] = {
-    "exit_layers": (
-        _map("[1-9][0-9]{0,3}", LAYER),
-        "for each exit layer an agreement from 0 to 1, and numbers for the other figures",
-    ),
+    "exit_layers": (_map("[1-9][0-9]{0,3}", LAYER), "by exit layer an agreement from 0 to 1, and numbers"),
     "block": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
     "num_documents": (_is_count, "a whole number of documents"),
-    "threshold": (
-        _fields(_numbers("tolerance", "confidence", "chosen")),
-        "numbers for tolerance, confidence and chosen",
-    ),
+    "threshold": (_fields(_numbers("tolerance", "confidence", "chosen"), {}), "tolerance, confidence and chosen"),
     "tolerances": (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures"),
 }

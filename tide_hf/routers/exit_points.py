@@ -12,12 +12,7 @@ from .config import TIDEConfig
 
 
 class ExitRouter(nn.Module):
-    """Scores whether a token may exit (TIDE, arXiv 2603.21365, section 3).
-
-    Args:
-        hidden_size: Width D of the hidden states.
-        bottleneck_dim: Width of the hidden layer.
-    """
+    """Scores whether a token may exit (TIDE, arXiv 2603.21365, section 3)."""
 
     def __init__(self, hidden_size: int, bottleneck_dim: int) -> None:
         super().__init__()
@@ -39,13 +34,8 @@ class ExitRouter(nn.Module):
 class ExitHead(nn.Module):
     """Maps an early hidden state to one for the base model's final norm and output head.
 
-    `"identity"` returns it unchanged (the published system). `"linear"` is `h + A h + b`, with A of full rank or of
-    rank r (as in Tuned Lens, arXiv 2303.08112).
-
-    Args:
-        hidden_size: Width D of the hidden states.
-        strategy: `"identity"` or `"linear"`.
-        rank: Rank of A; `None` for full rank.
+    `"identity"` returns it unchanged (the published system). `"linear"` is `h + A h + b`, with A of full rank
+    (`rank=None`) or of rank r (as in Tuned Lens, arXiv 2303.08112).
     """
 
     def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:

@@ -19,14 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from ..common.errors import (
-    RoutersFileError,
-    RoutersNotFoundError,
-    RoutersNotSavedError,
-    TIDEError,
-    first_line,
-    quoted,
-)
+from ..common.errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, first_line, quoted
 from ..common.files import remove_abandoned, write_atomically
 from .config import TIDEConfig, bad_file
 
@@ -68,9 +61,6 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
 
     Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which
     [`matching_config`] uses if the config file is still the old one.
-
-    Raises:
-        RoutersNotSavedError: The folder cannot be written.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     config.weights_sha256 = None
@@ -96,15 +86,8 @@ def matching_config(name_or_path: str | os.PathLike[str], content: bytes, config
     """The config that weights were saved with, after checking the checksum in it (safetensors has none).
 
     That is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
-    versions have no checksum and are accepted.
-
-    Args:
-        name_or_path: Source of both files.
-        content: The weights file, which safetensors could read.
-        config: The config file.
-
-    Raises:
-        RoutersFileError: The weights are damaged, or belong to another config.
+    versions have no checksum and are accepted. Raises [`RoutersFileError`] if the weights are damaged, or belong to
+    another config. `content` is a weights file that safetensors could read.
     """
     known, found = config.weights_sha256, hashlib.sha256(content).hexdigest()
     if known in (None, found):
@@ -142,19 +125,10 @@ def _digest(config: str, content: bytes) -> str:
 def read_router_pt(
     path: str | os.PathLike[str], hidden_size: int, num_layers: int
 ) -> tuple[int, dict[int, tuple[Tensor, Tensor]]]:
-    """Read a published `router.pt` without executing code in it.
+    """Read a published `router.pt` without executing code in it, for a base model of that size.
 
-    Args:
-        path: The file.
-        hidden_size: Width D of the base model's hidden states.
-        num_layers: Its number of layers; a router after the last one has nothing to skip and is left out.
-
-    Returns:
-        The routers' bottleneck B, and by exit layer the weights of `down`, (B, D), and of `up`, (1, B).
-
-    Raises:
-        RoutersNotFoundError: There is no such file.
-        RoutersFileError: It is damaged, holds code, or does not fit the base model.
+    Returns the routers' bottleneck B, and by exit layer the weights of `down`, (B, D), and of `up`, (1, B). A router
+    after the last layer has nothing to skip and is left out.
     """
     if not Path(path).is_file():
         raise RoutersNotFoundError(

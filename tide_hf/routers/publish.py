@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from .. import __version__
 from ..common.errors import ConfigurationError, HubError, quoted
 from .card import write_model_card
+from .config import invalid
 
 # Where transformers looks for the files of a custom_generate repository. The last may be left out.
 CUSTOM_GENERATE = {
@@ -96,10 +97,7 @@ def _check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        problem = "no name of a Hub repository"
-        raise ConfigurationError(
-            problem, got=repr(repo_id), expected="a name such as org/name", do="Choose another name."
-        ) from error
+        raise invalid("repo_id", repo_id, "a name of a Hub repository, such as org/name") from error
 
 
 def _check_base(base: str | None) -> None:

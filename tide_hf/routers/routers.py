@@ -270,6 +270,5 @@ def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchE
         f"these routers belong to another base model ({config.base_model_name_or_path})",
         got=got,
         expected=expected,
-        do="Load routers made for this model, or run tide_hf.calibrate(); ignore_base_mismatch=True insists "
-        "where the shapes agree.",
+        do="Load this model's routers or run tide_hf.calibrate(); if shapes agree, ignore_base_mismatch=True insists.",
     )

@@ -33,7 +33,6 @@ TOLERANCE_NOTE = (
     "disagreement, by resampling documents."
 )
 
-
 # Heading and format of each figure in the record.
 LAYER_COLUMNS = {
     "agreement": ("agreement", ".1%"),

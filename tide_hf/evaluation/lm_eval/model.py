@@ -18,18 +18,12 @@ from ..teacher_forcing import exit_logits
 
 
 class RowStops(StoppingCriteria):
-    """Ends each row at its first stop string. lm-eval's own criterion keeps the state of a batch, not of its rows.
-
-    Args:
-        tokenizer: The model's.
-        stops: The stop strings.
-        start: Tokens of the prompt, padding included.
-    """
+    """Ends each row at its first stop string. lm-eval's own criterion keeps the state of a batch, not of its rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
-        self.start = start
+        self.start = start  # tokens of the prompt, padding included
         lengths = [len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops]
         self.lookback = max(lengths, default=0) + 2  # a text may come in other tokens than the tokenizer would choose
 

@@ -5,5 +5,3 @@ from __future__ import annotations
 from pathlib import Path
 
 EXIT_AGREEMENT = str(Path(__file__).parent / "exit_agreement")
-
-__all__ = ["EXIT_AGREEMENT"]

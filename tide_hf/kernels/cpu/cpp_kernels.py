@@ -172,8 +172,7 @@ def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
             _store(kernel, cached_path(name, dtype))
     except UNCOMPILABLE as error:
         _loaded[name, dtype] = None
-        reason = first_line(error)
-        logger.warning("%s.cpp cannot be compiled, so PyTorch's own operations are used: %s", name, reason)
+        logger.warning("%s.cpp cannot be compiled, so PyTorch's own operations are used: %s", name, first_line(error))
 
 
 def _compile_missing(names: set[str], dtype: torch.dtype) -> None:

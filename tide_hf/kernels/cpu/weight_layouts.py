@@ -204,8 +204,6 @@ _ops.define("linear(Tensor input, Tensor weight, Tensor? bias, int layout=0) -> 
 _ops.impl("linear", _one_linear, "CompositeExplicitAutograd")
 _ops.define("fused_linear(Tensor input, Tensor[] weights, Tensor? bias, int layout=0) -> Tensor")
 _ops.impl("fused_linear", _fused_linear, "CompositeExplicitAutograd")
-
-
 torch.library.register_fake("tide_hf::linear", lambda input, weight, *_: empty_product(input, [weight]), lib=_ops)
 torch.library.register_fake("tide_hf::fused_linear", lambda input, weights, *_: empty_product(input, weights), lib=_ops)
 
