@@ -11,7 +11,6 @@ from recorded import Recording
 from replays import Cuda
 from transformers import masking_utils
 
-from tide_hf.engines import gqa_attention
 from tide_hf.engines.steps import capture
 from tide_hf.engines.steps.capture import HostReads, capturable_forward, eager_mask
 
@@ -75,16 +74,22 @@ def test_a_capture_that_cannot_end_is_cleared_up(monkeypatch, counter, allocator
     assert counter == 1
 
 
-@pytest.mark.parametrize("pool", [None, EARLIER_POOL])
-def test_after_a_failure_whose_capture_ends_the_pool_stays(monkeypatch, counter, allocator_calls, pool):
+@pytest.mark.parametrize(
+    ("error", "may_do_later"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("Cannot copy between CPU and CUDA tensors"), False),
+    ],
+)
+def test_after_a_failure_whose_capture_ends_the_pool_stays(monkeypatch, counter, allocator_calls, error, may_do_later):
     cuda = Cuda().play(monkeypatch)
 
     def function():
         if cuda.captured_on:
-            raise RuntimeError("Cannot copy between CPU and CUDA tensors")
+            raise error
 
-    found = capture.capture(function, [counter], DEVICE, pool)
-    assert (found.refused, found.pool) == ("Cannot copy between CPU and CUDA tensors", pool)
+    found = capture.capture(function, [counter], DEVICE, EARLIER_POOL)
+    assert (found.refused, found.may_do_later, found.pool) == (str(error), may_do_later, EARLIER_POOL)
     assert allocator_calls == []
     assert len(cuda.captured_on) == 1
 
@@ -100,29 +105,10 @@ def test_a_pool_that_was_not_recorded_to_is_not_released(monkeypatch, counter, a
 
 
 @pytest.mark.parametrize(
-    ("error", "may_do_later"),
-    [(torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("operation not permitted"), False)],
-)
-def test_a_capture_that_ran_out_of_memory_may_be_done_later(monkeypatch, counter, error, may_do_later):
-    cuda = Cuda().play(monkeypatch)
-
-    def function():
-        if cuda.captured_on:
-            raise error
-
-    found = capture.capture(function, [counter], DEVICE)
-    assert (found.refused, found.may_do_later) == (str(error), may_do_later)
-
-
-@pytest.mark.parametrize(
     ("function", "synchronises"),
     [
         (lambda x: x.sum().item(), True),
         (lambda x: x.nonzero(), True),
-        (lambda x: x[x > 0], True),
-        (lambda x: x.index_put_((x > 0,), torch.ones(())), True),
-        (lambda x: torch.equal(x, x), True),
-        (lambda x: x.unique(), True),
         (lambda x: x.repeat_interleave(torch.tensor([1, 2])), True),
         (lambda x: x.repeat_interleave(2), False),
         (lambda x: torch.where(x > 0, x, 0).index_copy_(0, torch.tensor([1]), x[:1]), False),
@@ -136,14 +122,12 @@ def test_operations_that_synchronise_the_host_are_found(function, synchronises):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("padded", [False, True])
-def test_masks_are_transformers_own_and_made_on_the_device(dtype, window, padded):
+@pytest.mark.parametrize(
+    "function", [masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(3)]
+)
+def test_masks_are_transformers_own_and_made_on_the_device(dtype, function):
     mask = torch.ones((2, 9), dtype=torch.bool)
-    mask[0, :2] = not padded
-    function = masking_utils.causal_mask_function
-    if window is not None:
-        function = masking_utils.sliding_window_causal_mask_function(window)
+    mask[0, :2] = False
     options = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": torch.tensor(3), "mask_function": function}
     options |= {"attention_mask": mask, "dtype": dtype, "device": mask.device}
     expected = masking_utils.eager_mask(**options)
@@ -171,7 +155,7 @@ def test_masks_are_replaced_while_an_old_transformers_is_captured(monkeypatch, i
 
 @pytest.mark.parametrize(
     ("tokens", "dtype", "is_copied"),
-    [(16, torch.bfloat16, True), (17, torch.bfloat16, False), (64, torch.float16, True), (64, torch.float32, True)],
+    [(16, torch.bfloat16, True), (17, torch.bfloat16, False), (64, torch.float16, True)],
 )
 def test_expert_weights_are_copied_for_few_tokens_or_outside_bfloat16(tokens, dtype, is_copied):
     entered = []
@@ -186,7 +170,7 @@ def test_expert_weights_are_copied_for_few_tokens_or_outside_bfloat16(tokens, dt
         assert entered == [True] * is_copied
 
 
-@pytest.mark.parametrize(("rows", "engine"), [(1, "eager"), (3, "eager"), (1, "compiled"), (3, "compiled")])
+@pytest.mark.parametrize(("rows", "engine"), [(1, "eager"), (3, "eager"), (3, "compiled")])
 def test_experts_run_as_in_generate(monkeypatch, rows, engine):
     """`generate` changes their implementation after prefill on GPUs; a stand-in does so here."""
     model = tiny_model("qwen3_moe")
@@ -210,16 +194,3 @@ def test_experts_run_as_in_generate(monkeypatch, rows, engine):
     assert set(used[1:]) == {"grouped_mm" if (rows, engine) == (3, "eager") else "batched_mm"}
     assert steps.refused is None
     assert model.config._experts_implementation == "grouped_mm"
-
-
-@pytest.mark.parametrize(("family", "is_grouped"), [("llama", True), ("gemma3_text", True), ("gpt2", False)])
-def test_captured_steps_do_not_repeat_grouped_kv(monkeypatch, family, is_grouped):
-    found, attend = [], gqa_attention.attend_grouped
-    monkeypatch.setattr(gqa_attention, "attend_grouped", lambda *args: found.append(attend(*args)) or found[-1])
-    model = tiny_model(family, attention="sdpa")
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach_captured(model)
-    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert steps.refused is None
-    assert {one is not None for one in found} == {is_grouped}
-    assert model.config._attn_implementation == "sdpa"

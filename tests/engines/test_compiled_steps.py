@@ -18,6 +18,7 @@ from on_steps import (
     LAYERS,
     NEW,
     OPTIONS,
+    attach_captured,
     check_drafts,
     linear_heads,
     new_tokens,
@@ -26,7 +27,7 @@ from on_steps import (
 )
 from on_steps import attach_compiled as attach
 
-from tide_hf import TIDEModelForCausalLM
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.engines.steps import graphs, step_compiler
 from tide_hf.engines.steps.graphs import traced
 from tide_hf.engines.steps.step_compiler import StepCompiler
@@ -64,8 +65,12 @@ def test_a_head_drafts_on_after_tokens_of_another_source(tiny_llama):
     torch.testing.assert_close(scores, others, atol=1e-4, rtol=0)
 
 
-def test_layers_of_a_kind_share_compiled_graphs(tiny_llama):
-    compiled = []
+def test_layers_of_a_kind_are_traced_and_compiled_once(tiny_llama, monkeypatch):
+    compiled, times = [], []
+    for module in (graphs, step_compiler):
+        monkeypatch.setattr(
+            module, "traced", lambda *args, dynamic=False: times.append(dynamic) or traced(*args, dynamic=dynamic)
+        )
 
     def compile_graph(graph, _inputs):
         compiled.append(any(node.target is torch.ops.tide_hf.layer.default for node in graph.graph.nodes))
@@ -80,19 +85,8 @@ def test_layers_of_a_kind_share_compiled_graphs(tiny_llama):
     # A layer, and what is before and around layers; and a layer that reads the prompt.
     assert len(compiled) == 3 * len(widths) + 1
     assert compiled.count(True) == len(widths)
+    assert times.count(False) == 2 * len(widths)  # a layer, and what is around them all
     assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
-
-
-def test_layers_of_a_kind_are_traced_once(tiny_llama, monkeypatch):
-    times = []
-    for module in (graphs, step_compiler):
-        monkeypatch.setattr(
-            module, "traced", lambda *args, dynamic=False: times.append(dynamic) or traced(*args, dynamic=dynamic)
-        )
-    model = tiny_llama()
-    steps = check_drafts(model, prompts(), attach, ("right",))
-    widths = {size if kind == "verify" else 1 for _, kind, size in steps._steps}
-    assert times.count(False) == len(widths) + len(steps._steps)  # one layer of each, and what is around them all
 
 
 def test_layers_with_other_constants_or_shapes_share_no_graph(tiny_llama):
@@ -107,32 +101,16 @@ def test_layers_with_other_constants_or_shapes_share_no_graph(tiny_llama):
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("falcon", marks=pytest.mark.slow)])
 def test_compiled_by_inductor(family):
-    model = tiny_model(family)
+    model = tiny_model(family, num_hidden_layers=2)
+    routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear")
     expected = model.generate(**prompts(), **OPTIONS)
-    TIDEModelForCausalLM.attach(model, linear_heads(model), engine="compiled", pack_weights=True)
-    use_drafter(model, "wrong at the last position", new_tokens(expected), width=4)
+    TIDEModelForCausalLM.attach(model, routers, engine="compiled", pack_weights=True)
+    use_heads(model, 1)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    use_heads(model, 3)
-    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0
     steps = steps_of(model)
     assert steps.refused is None
     assert steps.replays > 0
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_weights_changed_in_place_are_packed_again(tiny_llama):
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    steps = attach(model, pack_weights=True)
-    draft_nothing(model)
-    model.generate(**prompts(), **OPTIONS)
-    assert steps._kept
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    changed = model.generate(**prompts(), **OPTIONS)
-    assert steps.replays > 0
-    plain = TIDEModelForCausalLM.detach(copy.deepcopy(model))
-    assert torch.equal(changed, plain.generate(**prompts(), **OPTIONS))
 
 
 @pytest.mark.parametrize("reason", ["asks for a value", "leaves out a layer"])
@@ -191,33 +169,14 @@ def test_inference_mode_and_other_calls_share_steps(tiny_llama):
     assert steps.refused is None
 
 
-def test_other_modes_and_caches_run_eagerly(tiny_llama, caplog):
+@pytest.mark.parametrize("attach_to", [attach, attach_captured])
+def test_grouped_query_heads_attend_without_copies_of_kv(tiny_llama, attach_to):
     model = tiny_llama(num_hidden_layers=LAYERS)
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model, linear_heads(model))
-    assert torch.equal(model.generate(**prompts(), **OPTIONS, cache_implementation="static"), expected)
-    model.generate(**prompts(), **OPTIONS, tide_mode="early_exit")
-    assert steps.replays == 0
-    assert model.last_exit_stats.engine == "eager"
-    assert "engine='compiled' runs eagerly: the cache is a StaticCache" in caplog.text
-
-
-def test_grouped_query_heads_attend_without_copies_of_kv(tiny_llama):
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    routers, found = routers_for(model, 1), set()
-
-    def watched(graph, _inputs):
-        def run(*inputs):
-            with KeyHeads() as heads:
-                output = graph(*inputs)
-            found.update(heads.found)
-            return output
-
-        return run
-
-    attach(model, routers, compile_graph=watched)
+    routers = routers_for(model, 1)
+    attach_to(model, routers)
     use_heads(model, 1)
-    model.generate(**prompts(pads=2), **OPTIONS)
-    assert found == {model.config.num_key_value_heads}
+    with KeyHeads() as heads:
+        model.generate(**prompts(), **OPTIONS)
+    assert heads.found == {model.config.num_key_value_heads}
     configs = model.config, routers.block.head.layer.self_attn.config
     assert {config._attn_implementation for config in configs} == {"sdpa"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_heads import routers_for
 from drafters import use_drafter
-from families import ATTENTION, SDPA, tiny_model
+from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import FEW, OPTIONS, linear_heads, prompts
 from packed_weights import set_fastest_layouts
 from repository import SHIPPED
@@ -52,7 +52,7 @@ def layouts_of(model):
 
 
 @pytest.mark.usefixtures("compiled_kernels")
-@pytest.mark.parametrize(("rows", "family"), [*((1, family) for family in FEW), *((3, family) for family in ATTENTION)])
+@pytest.mark.parametrize(("rows", "family"), [(1, "llama"), *slow_but(FEW, ATTENTION, 3)])
 def test_with_kernels_every_family_generates_the_base_models_tokens(family, rows):
     model = tiny_model(family, attention="sdpa" if family in SDPA else "eager")
     batch = prompts(rows, pads=2, length=LONG_PROMPT)
@@ -64,10 +64,9 @@ def test_with_kernels_every_family_generates_the_base_models_tokens(family, rows
     assert layouts_of(model) == ({PlainWeight} if has_linears else set())
 
 
-@pytest.mark.parametrize("mode", ["early_exit", "post_hoc"])
-def test_approximate_modes_use_kernels(tiny_llama, compiled_kernels, mode):
+def test_early_exit_uses_kernels(tiny_llama, compiled_kernels):
     model = tiny_llama()
-    TIDEModelForCausalLM.attach(model, linear_heads(model), mode=mode)
+    TIDEModelForCausalLM.attach(model, linear_heads(model), mode="early_exit")
     model.generate(**prompts(), **OPTIONS)
     assert layouts_of(model) == {PlainWeight}
 
@@ -78,42 +77,38 @@ def test_calls_compile_no_kernels_and_use_none_that_are_switched_off(tiny_llama,
     if settings:
         monkeypatch.setattr(kernels, "_loaded", {("skinny_gemm", torch.float32): True})
     model = TIDEModelForCausalLM.attach(tiny_llama(), **settings)
+    if settings:
+        assert model.tide_warm_up() == 0.0
     for batch in (prompts(), prompts(2, pads=1), prompts(length=LONG_PROMPT)):
         model.generate(**batch, **OPTIONS)
     assert PlainWeight not in layouts_of(model)
 
 
-@pytest.mark.parametrize("use_kernels", ["auto", False])
-def test_prefill_attention_uses_the_kernel_unless_switched_off(
-    tiny_llama, compiled_kernels, monkeypatch, attended, use_kernels
-):
-    kernel_calls = []
-    monkeypatch.setattr(gqa_attention, "prefill_sdpa", lambda *given: kernel_calls.append(given))
-    model = TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=use_kernels)
-    model.generate(**prompts(2, pads=1, length=LONG_PROMPT), **OPTIONS)
-    assert LONG_PROMPT in attended
-    assert bool(kernel_calls) == (use_kernels == "auto")
-
-
 @pytest.mark.parametrize(
-    ("rows", "length", "is_compiled", "attends"),
+    ("rows", "length", "is_compiled", "use_kernels", "attends", "uses_kernel"),
     [
-        (1, LONG_PROMPT, True, True),
-        (1, LONG_PROMPT, False, False),
-        (1, LONG_PROMPT - 1, True, False),
-        (2, 8, False, True),
+        (1, LONG_PROMPT, True, "auto", True, True),
+        (1, LONG_PROMPT, False, "auto", False, False),
+        (1, LONG_PROMPT - 1, True, "auto", False, False),
+        (2, LONG_PROMPT, True, False, True, False),
+        (2, 8, False, "auto", True, False),
     ],
 )
-def test_batches_and_long_prompts_use_gqa_attention(tiny_llama, request, attended, rows, length, is_compiled, attends):
+def test_batches_and_long_prompts_use_gqa_attention(
+    tiny_llama, request, monkeypatch, attended, rows, length, is_compiled, use_kernels, attends, uses_kernel
+):
     if is_compiled:
         request.getfixturevalue("compiled_kernels")
+    kernel_calls = []
+    monkeypatch.setattr(gqa_attention, "prefill_sdpa", lambda *given: kernel_calls.append(given))
     model = tiny_llama()
     batch = prompts(rows, pads=rows - 1, length=length)
     expected = model.generate(**batch, **OPTIONS)
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+    TIDEModelForCausalLM.attach(model, routers_for(model, 1), use_kernels=use_kernels)
     use_drafter(model, "right", expected[:, length:].tolist())
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert bool(attended) == attends
+    assert bool(kernel_calls) == uses_kernel
     assert model.config._attn_implementation == "sdpa"
     layer = model._tide.block_head.layer
     assert {m.config._attn_implementation for m in layer.modules() if "config" in vars(m)} == {"sdpa"}
@@ -138,26 +133,17 @@ def test_warm_up_compiles_the_kernels_together(tiny_llama, monkeypatch):
     assert model.tide_warm_up() == 0.0
 
 
-def test_warm_up_compiles_no_kernels_that_are_switched_off(tiny_llama, monkeypatch):
-    monkeypatch.setattr(kernels, "_compile", pytest.fail)
-    assert TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=False).tide_warm_up() == 0.0
-    assert TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False).tide_warm_up() == 0.0
-    assert TIDEModelForCausalLM.attach(tiny_llama()).double().tide_warm_up() == 0.0
-
-
 @pytest.mark.real_model
 @pytest.mark.xdist_group("real_model")
 @pytest.mark.usefixtures("compiled_kernels")
 def test_a_real_models_tokens_stay(smollm2):
     model, tokenizer = smollm2
-    texts = ["The history of Rome begins with", "def area(width, height):\n    return " * 12]
+    inputs = tokenizer("def area(width, height):\n    return " * 12, return_tensors="pt")
     options = {"max_new_tokens": 24, "do_sample": False}
-    for text in texts:
-        inputs = tokenizer(text, return_tensors="pt")
-        expected = model.generate(**inputs, **options)
-        TIDEModelForCausalLM.attach(model, SHIPPED)
-        try:
-            assert torch.equal(model.generate(**inputs, **options), expected)
-            assert layouts_of(model) == {PlainWeight}
-        finally:
-            TIDEModelForCausalLM.detach(model)
+    expected = model.generate(**inputs, **options)
+    TIDEModelForCausalLM.attach(model, SHIPPED)
+    try:
+        assert torch.equal(model.generate(**inputs, **options), expected)
+        assert layouts_of(model) == {PlainWeight}
+    finally:
+        TIDEModelForCausalLM.detach(model)

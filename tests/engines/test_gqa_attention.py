@@ -6,7 +6,6 @@ import pytest
 import torch
 from families import SDPA, VOCAB, tiny_model
 from key_heads import KeyHeads
-from transformers.integrations import sdpa_attention
 
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.gqa_attention import NAME, gqa_attention
@@ -34,42 +33,30 @@ def test_the_logits_of_every_family_are_those_of_sdpa(family):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_kv_heads_are_not_repeated(tiny_llama, width):
-    model = tiny_llama()
-    shared, heads = model.config.num_key_value_heads, model.config.num_attention_heads
-    assert shared < heads
-    packs = width == 1 and hasattr(sdpa_attention, "pack_gqa")  # transformers 5.23 does the same, for one token
-    plain = {shared if packs else heads}
-    assert last_logits(model, width)[1] == plain
-    with gqa_attention(model):
-        assert last_logits(model, width)[1] == {shared}
-    assert last_logits(model, width)[1] == plain
-
-
-def test_kv_heads_are_repeated_where_a_repeated_mask_would_be_larger(tiny_llama):
+def test_kv_heads_are_not_repeated_unless_a_repeated_mask_would_be_larger(tiny_llama):
     model = tiny_llama()
     config = model.config
-    group = config.num_attention_heads // config.num_key_value_heads
-    width = 2 * config.num_attention_heads * config.head_dim // group
+    shared, heads = config.num_key_value_heads, config.num_attention_heads
+    widest = 2 * config.head_dim * shared
+    assert last_logits(model, 3)[1] == {heads}
     with gqa_attention(model):
-        assert last_logits(model, width)[1] == {config.num_key_value_heads}
-        assert last_logits(model, width + 1)[1] == {config.num_attention_heads}
+        found = [last_logits(model, width)[1] for width in (1, 3, widest, widest + 1)]
+    assert found == [{shared}, {shared}, {shared}, {heads}]
 
 
-def test_the_models_own_attention_is_restored_after_an_error(tiny_llama):
-    model = tiny_llama()
-    with pytest.raises(RuntimeError, match="enough"), gqa_attention(model):
+@pytest.mark.parametrize(("attention", "during"), [("sdpa", NAME), ("eager", "eager")])
+def test_only_sdpa_is_replaced_and_restored_after_an_error(tiny_llama, attention, during):
+    model, used = tiny_llama(), []
+    model.set_attn_implementation(attention)
+
+    def fail():
+        used.append(model.config._attn_implementation)
         raise RuntimeError("enough")
-    assert model.config._attn_implementation == "sdpa"
 
-
-def test_other_attention_implementations_are_not_replaced(tiny_llama):
-    model = tiny_llama()
-    model.set_attn_implementation("eager")
-    with gqa_attention(model):
-        assert model.config._attn_implementation == "eager"
-    assert model.config._attn_implementation == "eager"
+    with pytest.raises(RuntimeError, match="enough"), gqa_attention(model):
+        fail()
+    assert used == [during]
+    assert model.config._attn_implementation == attention
 
 
 def test_it_stays_until_the_last_thread_is_done(tiny_llama):

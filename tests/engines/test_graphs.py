@@ -2,12 +2,11 @@
 
 import copy
 
-import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tide_hf.engines.steps.graphs import VALUES_PER_THREAD, OperationLog, compile_graph
+from tide_hf.engines.steps.graphs import OperationLog, compile_graph
 
 
 def test_logs_are_equal_for_functions_that_compute_the_same():
@@ -43,11 +42,3 @@ def test_compiled_graphs_are_for_one_shape_and_found_on_disk():
     counted = torch._dynamo.utils.counters["inductor"]
     assert counted["fxgraph_cache_bypass"] == 0
     assert counted["fxgraph_cache_hit"] >= 1
-
-
-@pytest.mark.parametrize("size", [1000, 64 * VALUES_PER_THREAD])
-def test_threads_share_only_large_tensors(size):
-    inputs = [torch.randn(size)]
-    graph = make_fx(lambda tensor: tensor.sin() + 2, tracing_mode="fake")(*inputs)
-    _, (code,) = run_and_get_code(lambda: compile_graph(graph, inputs)(*inputs))
-    assert ("#pragma omp parallel" in code) == (size > VALUES_PER_THREAD and torch.get_num_threads() > 1)

@@ -8,7 +8,6 @@ import torch
 from drafters import use_drafter
 from families import VOCAB, tiny_model
 from on_steps import OPTIONS, attach_captured, linear_heads, prompts
-from recorded import COPIES, Recorder
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from tide_hf import TIDEModelForCausalLM
@@ -33,14 +32,6 @@ def test_a_forward_that_needs_the_host_is_refused_and_logged_once(caplog):
     ]
 
 
-def test_copies_from_the_host_are_refused():
-    model = tiny_model("falcon")
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach_captured(model, make_replay=Recorder())
-    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert steps.refused == COPIES
-
-
 @pytest.mark.parametrize(
     ("attributes", "call", "reason"),
     [
@@ -49,6 +40,7 @@ def test_copies_from_the_host_are_refused():
         ({}, {"cache": StaticCache(LlamaConfig(), 8)}, "the cache is a StaticCache"),
         ({}, {"cache": DynamicCache(offloading=True)}, "the cache is offloaded"),
         ({}, {"token_type_ids": torch.ones(1, 4)}, "is passed token_type_ids"),
+        ({"hf_device_map": {"": "cpu"}}, {}, None),
         ({"hf_device_map": {"model": "disk", "lm_head": 0}}, {}, "spread over cpu, disk"),
         ({"peft_config": {}}, {}, "adapters"),
         ({"training": True}, {}, "training mode"),
@@ -72,8 +64,7 @@ def test_batches_of_models_with_windows_run_eagerly_and_so_do_concurrent_calls(c
     expected = model.generate(**prompts(2), **OPTIONS)
     steps = attach_captured(model)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        for _ in range(2):
-            assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
+        assert torch.equal(model.generate(**prompts(2), **OPTIONS), expected)
     assert [record.message for record in caplog.records if "compiled" in record.message] == [
         "engine='compiled' runs eagerly: a batch leaves holes in the cache, which sliding windows would count"
     ]
@@ -104,18 +95,8 @@ def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
     model = tiny_llama()
     steps = attach_captured(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        tokens = [model.generate(**prompts(), **OPTIONS) for _ in range(2)]
-    assert caplog.text.count("tide_mode='early_exit' decides layer by layer") == 1
-    assert torch.equal(tokens[0], model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
+        tokens = model.generate(**prompts(), **OPTIONS)
+    assert "tide_mode='early_exit' decides layer by layer" in caplog.text
+    assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
     assert steps.replays == 0
-
-
-def test_buffers_that_do_not_fit_into_memory_are_not_allocated(tiny_llama, monkeypatch, caplog):
-    model = tiny_llama()
-    expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach_captured(model, linear_heads(model))
-    monkeypatch.setattr("tide_hf.engines.steps.step_store.MEMORY_SHARE", 0.0)
-    with caplog.at_level(logging.WARNING, logger="tide_hf"):
-        assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert "the call runs eagerly: K/V buffers of 21 slots would take" in caplog.text
-    assert steps.replays == 0
+    assert model.last_exit_stats.engine == "eager"

@@ -16,8 +16,7 @@ class Stream:
 
 
 class Graph:
-    def __init__(self):
-        self.used_pool = None
+    used_pool = None
 
     def pool(self):
         if self.used_pool is None:
