@@ -116,9 +116,12 @@ def _header(content: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _digest(config: str, content: bytes) -> str:
-    """SHA-256 of a config and the tensor data of a safetensors file."""
+    """SHA-256 of a config, and of a safetensors file without the metadata, which holds the digest."""
+    header, start = _header(content)
+    header.pop("__metadata__", None)
     digest = hashlib.sha256(config.encode())
-    digest.update(memoryview(content)[_header(content)[1] :])
+    digest.update(json.dumps(header, sort_keys=True).encode())
+    digest.update(memoryview(content)[start:])
     return digest.hexdigest()
 
 
