@@ -148,14 +148,9 @@ def active_run() -> LayerRun | None:
 class LayerRun:
     """Decides what each layer does. The base class executes every layer.
 
-    Args:
-        structure: The base model's structure.
-        cache: The cache of the call. A pass with another cache does not belong to the call (a logits processor for
-            classifier-free guidance runs such passes) and stays at full depth.
-
-    Attributes:
-        layers_executed: Layers executed, counted once per row.
-        execute_layer: Runs a layer, given its gate and arguments; `None` for the native forward.
+    A pass with another cache than the call's does not belong to the call (a logits processor for classifier-free
+    guidance runs such passes) and stays at full depth. `layers_executed` counts once per row. `execute_layer` runs a
+    layer, given its gate and arguments; `None` is the native forward.
     """
 
     ops = PLAIN

@@ -86,13 +86,10 @@ def cache_is_returned(generation_config: Any, cache: Any) -> bool:
 
 
 def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
-    """Return the call's cache, or raise if it cannot be used.
+    """Return the call's cache, or raise if `user`, a feature, cannot use it.
 
-    Args:
-        model_kwargs: Keyword arguments that `generate` prepared.
-        user: Name of the feature that uses it, for the message.
-        static: Which static caches are supported: `"any"`, `"full"` (without sliding windows) or `"none"`.
-        moves_rows: Whether `user` compacts the rows of a batch.
+    `static` tells which static caches it supports: `"any"`, `"full"` (without sliding windows) or `"none"`;
+    `moves_rows` that it compacts the rows of a batch.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"

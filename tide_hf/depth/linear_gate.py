@@ -65,10 +65,7 @@ def allowed_layouts(layouts: Layouts, cache_choice: bool = False) -> Iterator[No
 class LinearGate(Gate):
     """Replaces the `forward` of one `nn.Linear`; weights are converted to another layout at first use.
 
-    Args:
-        linear: The layer.
-        may_copy: Whether the weights may be copied.
-        anywhere: Whether the gate also acts outside an active run, for layers of TIDE's own.
+    With `anywhere` the gate also acts outside an active run, for layers of TIDE's own.
     """
 
     def __init__(self, linear: nn.Linear, may_copy: bool = True, anywhere: bool = False) -> None:
@@ -192,12 +189,7 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:
     """Find the linear layers of the decoder and its head to gate, and whether their weights may be copied.
 
-    Args:
-        structure: The base model's structure.
-        pack_weights: Whether to copy weights: `True`, `False` (no layer is gated), or `"auto"` (if copies fit).
-
-    Raises:
-        UnsupportedOptionError: `True`, but the model or this build of PyTorch does not support it.
+    `pack_weights` is `True`, `False` (no layer is gated), or `"auto"` (if copies fit into memory).
     """
     if pack_weights is False:
         return [], False

@@ -59,13 +59,8 @@ def gqa_attention(
 ) -> Iterator[None]:
     """Make a model use this attention instead of `sdpa`, until the last concurrent user is done.
 
-    A model with another attention implementation, or with only one, is not changed.
-
-    Args:
-        model: The model.
-        block: The block head that runs with it, if any.
-        may_use_kernels: Whether prefill may use the compiled kernel.
-        cpu_only: Whether to leave models on other devices unchanged.
+    A model with another attention implementation, or with only one, is not changed; with `cpu_only`, nor is one on
+    another device. `may_use_kernels` lets prefill use the compiled kernel.
     """
     is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
     if not is_sdpa or (cpu_only and model.device.type != "cpu"):

@@ -54,12 +54,6 @@ class AcceptanceRule:
         ranks: Processes that have to draw the same tokens.
         padding_is_returned: Whether the caller gets scores, or K/V, of the padding after rows that ended.
         stay_level: Whether the rows have to have the same length, since the model's attention counts slots.
-
-    Attributes:
-        rows: All rows of the call.
-        together: See above.
-        returns_scores: Whether the rows store processed scores.
-        returns_logits: Whether they store raw logits.
     """
 
     def __init__(self, call: Call, ranks: Ranks, padding_is_returned: bool, stay_level: bool = False) -> None:

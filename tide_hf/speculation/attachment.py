@@ -40,34 +40,22 @@ DrafterFactory = Callable[["Attachment", list[list[int]], Any], Drafter]
 
 @dataclass
 class Attachment:
-    """What TIDE adds to a model. It holds nothing of a single call.
+    """What TIDE adds to a model. It holds nothing of a single call, only what a call uses that names nothing else."""
 
-    Attributes:
-        base_class: The model's own class.
-        structure: Its layers, norm and head.
-        unembed: Its unembedding.
-        routers: Routers and exit heads; `None` where drafts come from n-grams alone.
-        mode: The mode of a call that names none; `exit_threshold` and `engine` likewise.
-        make_drafter: Makes the drafter of a call that names none.
-        engines: The engines, by name.
-        use_kernels: Whether eager calls may use kernels.
-        strict: Whether calls that `self_speculative` does not support raise, instead of decoding plainly.
-        costs: Measured costs of this model on this machine, by engine, widths of its passes, and number of rows.
-        acceptances: The acceptance rate of each source in earlier calls, by temperature (0: greedy).
-    """
-
-    base_class: type
+    base_class: type  # the model's own class
     structure: DecoderStructure
     unembed: Unembed
-    routers: TIDERouters | None
+    routers: TIDERouters | None  # `None` where drafts come from n-grams alone
     mode: str
     exit_threshold: float
     make_drafter: DrafterFactory
-    engines: dict[str, EngineKind] = field(default_factory=dict)
+    engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
     engine: str = "eager"
-    use_kernels: bool | str = "auto"
-    strict: bool = False
+    use_kernels: bool | str = "auto"  # in eager calls
+    strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
+    # Measured on this machine, by engine, widths of its passes, and number of rows.
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
+    # The acceptance rate of each source in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings

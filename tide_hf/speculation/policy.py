@@ -244,14 +244,9 @@ def worth_another_draft(
 ) -> bool:
     """Whether one more draft token for each row pays for itself.
 
-    Args:
-        survivals: For each row the probability that all tokens drafted so far are accepted.
-        acceptance: The probability that the next is, where these are.
-        drafted: Tokens drafted so far.
-        exit_layer: The layer that drafts.
-        costs: Measured costs of a batch of this size.
-        ms_per_token: What a token costs in rounds like this one, and so the most that one more may cost.
-        catch_up: Whether that layer has yet to process the tokens drafted so far, which another source wrote.
+    `survivals` are the rows' probabilities that all `drafted` tokens so far are accepted, and `acceptance` is that of
+    the next, where these are. `ms_per_token` is what a token costs in rounds like this one, the most that one more may
+    cost. `catch_up` says that the layer has yet to process the drafted tokens, which another source wrote.
     """
     draft = costs.draft(exit_layer)
     if catch_up:
@@ -263,11 +258,8 @@ def worth_another_draft(
 def choose_continuation(offers: list[tuple[float, int]], survivals: list[float], drafted: int, costs: CostTable) -> int:
     """How many tokens per row that cost nothing to draft are worth a wider verify pass; 0 where none is.
 
-    Args:
-        offers: For each row the probability that such a token is accepted and the most tokens on offer.
-        survivals: For each row the probability that all tokens drafted so far are accepted.
-        drafted: Tokens drafted so far, in the longest row.
-        costs: Measured costs of a batch of this size.
+    `offers` are the rows' acceptance of such a token and the most tokens on offer; `survivals` the probabilities that
+    all tokens drafted so far (`drafted`, in the longest row) are accepted.
     """
     best, best_gain = 0, 0.0
     most = max(limit for _, limit in offers)

@@ -123,13 +123,10 @@ class StepBuffers:
         self.mask.copy_(self._host_mask, non_blocking=True)
 
     def write(self, start: int, positions: list[list[int]], ids: list[list[int]], accepted: list[int] | None) -> None:
-        """Upload the inputs of a round, by one asynchronous copy.
+        """Upload the inputs of a round, by one asynchronous copy, to the slots from `start` on.
 
-        Args:
-            start: The first slot to write to.
-            positions: Position of each row's first token, one per kind (mRoPE).
-            ids: Each row's last token, followed by its draft.
-            accepted: Accepted tokens of each row in the previous pass; `None` before the first.
+        `positions` are those of each row's first token, one per kind (mRoPE); `ids` each row's last token and draft;
+        `accepted` the number of tokens that each row accepted in the previous pass, `None` before the first.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
         last = [max(0, count - 1) for count in accepted] if accepted is not None else [0] * self.rows

@@ -45,9 +45,7 @@ class Step:
 class StepStore:
     """The steps of one model. One call at a time can use them; subclasses decide how steps are prepared.
 
-    Args:
-        compile_graph: Compiles a graph, given its inputs; `None` to leave steps uncompiled.
-        description: Label of the progress line.
+    `compile_graph` compiles a graph, given its inputs; without it steps are left uncompiled.
     """
 
     kind: str  # name of the prepared form, for log messages
