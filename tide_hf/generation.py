@@ -105,9 +105,9 @@ class TIDEGenerationMixin:
 
     def _tide_speculate(self, call: Call, engine_name: str, make_drafter: DrafterFactory) -> tuple[Any, ExitStats]:
         """Decode in `self_speculative`."""
-        attachment, config, kwargs = self._tide, call.generation_config, call.model_kwargs
-        is_returned = cache_is_returned(config, kwargs[CACHE])
-        engine = attachment.engines[engine_name].engine(self, attachment, call.input_ids, config, kwargs)
+        attachment = self._tide
+        is_returned = cache_is_returned(call.generation_config, call.model_kwargs[CACHE])
+        engine = attachment.engines[engine_name].engine(self, attachment, call)
         decoder = _decoder_of(self, call, engine, is_returned)
         with attachment.running(engine_name):
             prompts = call.input_ids.tolist()

@@ -24,11 +24,8 @@ def check_parity(
 ) -> Tensor:
     """Check on a probe of `length` tokens that `structure` and [`Unembed`] reproduce the model's own logits.
 
-    An empty `cache` takes the probe's K/V. Returns the model's logits, (length, vocab_size).
-
-    Raises:
-        UnsupportedModelError: The logits differ, a layer's return type does not match the structure, or the model does
-            not run on text alone.
+    So do the return types of layers, and the model runs on text alone. An empty `cache` takes the probe's K/V. Returns
+    the model's logits, (length, vocab_size).
     """
     last: list[Any] = []
     with hook_layers(structure, [structure.num_layers], lambda _, output: last.append(output)):

@@ -76,11 +76,7 @@ class DecoderStructure:
 
 
 def find_structure(model: PreTrainedModel) -> DecoderStructure:
-    """Find the decoder layers, final norm and head of `model`; `parity.check_parity` checks them on a probe.
-
-    Raises:
-        UnsupportedModelError: No row of `LAYOUTS` matches, or there is no head. The message lists the rows.
-    """
+    """Find the decoder layers, final norm and head of `model`; `parity.check_parity` checks them on a probe."""
     if not isinstance(model, PreTrainedModel):
         raise _unsupported(model, "it is no transformers model")
     config = model.config.get_text_config()

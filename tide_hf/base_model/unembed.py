@@ -154,9 +154,7 @@ def unembed_hash(head: nn.Module) -> str | None:
 
     Each bit is the sign of one row's projection on a fixed random direction (SimHash, Charikar 2002), so close
     weights give close fingerprints and unrelated weights differ in about half of the bits.
-
-    Returns:
-        64 hexadecimal digits; `None` where the weight is offloaded, or packed and does not unpack itself.
+    Returns 64 hexadecimal digits; `None` where the weight is offloaded, or packed and does not unpack itself.
     """
     weight: Any = getattr(head, "weight", None)
     if weight is None or not _is_readable(weight):

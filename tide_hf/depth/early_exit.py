@@ -29,15 +29,9 @@ class ExitRun(LayerRun):
 
     Decode passes, of one token per row, may exit; prefill only where the run allows it.
 
-    Args:
-        structure: The base model's structure.
-        cache: The cache of the call.
-        routers: Its routers.
-        unembed: Its unembedding.
-        exit_threshold: Exit where `score >= exit_threshold`.
-        exit_criterion: What is scored: `"router"` (the router's score), `"confidence"` (the exit head's largest
-            probability, as in CALM, arXiv 2207.07061) or `"fixed"` (every token exits at the first exit layer).
-        min_layers: No token exits after fewer layers.
+    A token exits where `score >= exit_threshold`, after at least `min_layers` layers. `exit_criterion` says what is
+    scored: `"router"` (the router's score), `"confidence"` (the exit head's largest probability, as in CALM, arXiv
+    2207.07061) or `"fixed"` (every token exits at the first exit layer).
     """
 
     exits_in_prompt = False

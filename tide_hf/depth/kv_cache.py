@@ -195,14 +195,9 @@ class CacheSlots:
     attention mask hides and positions skip. The cache is compacted, so that each row ends at the last slot, when the
     share of holes exceeds `compaction_threshold`, or when masks cannot hide them (a sliding window counts slots).
 
-    Args:
-        cache: The cache after prefill.
-        length: Number of filled slots, without those of a pass that is not committed.
-        attention_mask: (rows, length) of the prompt; `None` without padding.
-        compaction_threshold: Largest share of holes before the cache is compacted.
-        device: Of the tokens; the layers of an offloaded cache move between devices.
-        ops: Kernels for the compaction, if any.
-        has_windows: Whether some layers have a sliding window.
+    `length` is the number of filled slots, without those of a pass that is not committed; `attention_mask` (rows,
+    length) is that of the prompt, `None` without padding; `device` is that of the tokens, since the layers of an
+    offloaded cache move between devices.
     """
 
     def __init__(

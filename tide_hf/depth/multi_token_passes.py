@@ -54,9 +54,6 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
     Three passes: all tokens, a few of them again in one pass over the cache, and single ones. Models with a recurrent
     state, which never verify drafts, run the first alone. In reduced precision, rounding may route a token to another
     expert, so the median token of the multi-token pass has to agree there, and one of the single tokens.
-
-    Raises:
-        UnsupportedModelError: The logits differ, or `check_parity` fails.
     """
     if structure.is_recurrent:
         check_parity(model, structure)

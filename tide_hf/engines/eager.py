@@ -19,6 +19,7 @@ from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, last_slot, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import is_loaded
 from ..speculation.attachment import Attachment
+from ..speculation.call import Call
 from ..speculation.policy import CostTable
 from ..speculation.prefill import prefill
 from ..speculation.ranks import ranks_of
@@ -42,30 +43,28 @@ class EagerEngine:
         self,
         model: Any,
         attachment: Attachment,
-        input_ids: Tensor,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
+        call: Call,
         *,
         name: str = EAGER,
         fills_block_lazily: bool = True,
     ) -> None:
         self.model, self.attachment, self.name = model, attachment, name
-        self.input_ids, self.config, self.model_kwargs = input_ids, generation_config, model_kwargs
-        cache, structure = model_kwargs[CACHE], attachment.structure
+        self.input_ids, self.config, self.model_kwargs = call.input_ids, call.generation_config, call.model_kwargs
+        cache, structure = self.model_kwargs[CACHE], attachment.structure
         text_config = model.config.get_text_config()
         self.ranks = ranks_of(model)
         # The block's K/V are in the cache that the model is passed, which it must not replace.
-        routers = None if may_replace_cache(text_config, input_ids.shape[1]) else attachment.routers
-        is_lazy = fills_block_lazily and input_ids.shape[0] == 1
+        routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
+        is_lazy = fills_block_lazily and self.input_ids.shape[0] == 1
         self.block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
         self.run = self.block or LayerRun(structure, cache)
-        self.is_returned = cache_is_returned(generation_config, cache)
-        self.temperature = float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0
+        self.is_returned = cache_is_returned(self.config, cache)
+        self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
         self.slots: CacheSlots | None = None  # after prefill
         self.positions: Tensor | None = None  # (rows) of the next tokens; (kinds, rows) for mRoPE
         self.types: dict[str, Tensor] = {}  # token types of generated tokens
-        self.rows = list(range(input_ids.shape[0]))  # the call's row of each row that is left
+        self.rows = list(range(self.input_ids.shape[0]))  # the call's row of each row that is left
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self._fed: list[int] = []  # the exit layer at which each token since the last rollback was fed
         self._block_steps, self._draft_layers = 0, 0

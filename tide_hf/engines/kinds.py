@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..base_model.inputs import is_absent, names_of_prompt_inputs
 from ..base_model.structure import CACHE, has_windows
 from ..common.choices import EAGER
 from ..speculation.attachment import Attachment
+from ..speculation.call import Call
 from ..speculation.engine import Engine, EngineKind
 from ..speculation.ranks import ranks_of
 from .eager import EagerEngine
@@ -65,24 +65,17 @@ class CompiledKind:
                 lines.enter_context(steps.warm_up.shown())
             yield
 
-    def engine(
-        self,
-        model: Any,
-        attachment: Attachment,
-        input_ids: Tensor,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-    ) -> Engine:
+    def engine(self, model: Any, attachment: Attachment, call: Call) -> Engine:
         """The engine of one call: static where the call can run on steps, else eager."""
-        call = (model, attachment, input_ids, generation_config, model_kwargs)
         steps = self.steps.get(model.device.type)
         reason = f"there are no steps for {model.device.type!r}"
         if steps is not None:
-            reason = steps.refused or why_eager(model, input_ids.shape[0], model_kwargs) or ""
+            reason = steps.refused or why_eager(model, call.input_ids.shape[0], call.model_kwargs) or ""
             if not reason:
-                return StaticEngine(EagerEngine(*call, name="compiled", fills_block_lazily=False), steps)
+                eager = EagerEngine(model, attachment, call, name="compiled", fills_block_lazily=False)
+                return StaticEngine(eager, steps)
         self.log_eager(reason)
-        return EagerEngine(*call)
+        return EagerEngine(model, attachment, call)
 
     def log_eager(self, reason: str) -> None:
         """Log that a call runs eagerly, as a warning the first time for each reason."""

@@ -100,17 +100,10 @@ class AcceptanceRule:
         top_tokens: list[list[int]] | None,
         depth: int,
     ) -> list[list[int]]:
-        """Choose tokens for each row, position by position, until one differs from its draft.
+        """Choose tokens for each row that still decodes, position by position, until one differs from its draft.
 
-        Args:
-            batch: The rows that still decode.
-            logits: (rows, width, vocabulary) of the full-depth pass; may be `None` unless `needs_logits`.
-            drafts: The draft of each row.
-            top_tokens: The top-1 token at each position of each row; `None` with `needs_logits`.
-            depth: Layers of a full-depth pass.
-
-        Returns:
-            The new tokens of each row: the accepted drafts and one more.
+        The full-depth pass, of `depth` layers, gives (rows, width, vocabulary) logits with `needs_logits`, otherwise
+        the top-1 token at each position of each row. Returns each row's new tokens: accepted drafts and one more.
         """
         before = [len(row.tokens) for row in batch]
         if self.together:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .call import Call
 from .policy import CostTable
 
 UNREAD = -1  # stands for a draft token that is still on the device
@@ -56,15 +57,10 @@ class Drafter(Protocol):
 
 
 class DraftEngine(Protocol):
-    """The part of an engine that a drafter uses: decoding by a draft head, one token a row at a time.
+    """The part of an engine that a drafter uses: decoding by a draft head, one token a row at a time."""
 
-    Attributes:
-        temperature: Of the call's sampling; 0 for greedy decoding.
-        reads_drafts: Whether the host reads each draft token. If not, `draft_unread` replaces `draft`.
-    """
-
-    temperature: float
-    reads_drafts: bool
+    temperature: float  # of the call's sampling; 0 for greedy decoding
+    reads_drafts: bool  # whether the host reads each draft token; if not, `draft_unread` replaces `draft`
 
     @property
     def block_layer(self) -> int | None:
@@ -153,10 +149,8 @@ class EngineKind(Protocol):
     def showing_warm_up(self) -> AbstractContextManager[None]:
         """Show on a terminal that it warms up, while it does."""
 
-    def engine(
-        self, model: Any, attachment: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> Engine:
-        """The engine of one call on an attached model, with the inputs, (rows, length), that `generate` prepared."""
+    def engine(self, model: Any, attachment: Any, call: Call) -> Engine:
+        """The engine of one call on an attached model."""
 
     def log_eager(self, reason: str) -> None:
         """Log that a call which asked for this engine runs eagerly, as a warning at the first of each reason."""

@@ -27,13 +27,9 @@ from .rows import by_step
 
 
 class SpeculativeDecoder:
-    """Decodes the sequences of one call.
+    """Decodes the sequences of one call: `engine` runs the passes, `rule` chooses tokens from logits and ends rows.
 
-    Args:
-        engine: Runs the passes.
-        rule: Chooses tokens from logits, and ends rows.
-        stats: Counts of the call; updated.
-        drops_stopped: Whether rows that have ended leave the batch.
+    `stats` are updated. With `drops_stopped`, rows that have ended leave the batch.
     """
 
     def __init__(self, engine: Engine, rule: AcceptanceRule, stats: ExitStats, drops_stopped: bool) -> None:
