@@ -17,7 +17,6 @@ from tide_hf.speculation.policy import (
     Option,
     choose,
     choose_continuation,
-    expected_tokens,
     worth_another_draft,
 )
 
@@ -48,12 +47,6 @@ def head(*rows, exit_layer=4) -> Option:
     return Option(f"exit layer {exit_layer}", rows, exit_layer)
 
 
-def test_expected_tokens():
-    assert expected_tokens(0.0, 5) == 1.0
-    assert expected_tokens(1.0, 5) == 6.0
-    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
-
-
 def test_the_first_measurement_of_a_width_is_dropped():
     table = CostTable(30)
     table.record(PLAIN, 1000.0)
@@ -66,9 +59,7 @@ def test_the_first_measurement_of_a_width_is_dropped():
 @pytest.mark.parametrize(
     ("measured", "width", "expected"),
     [
-        ({}, 2, 11.0),
         ({}, 4, 13.0),
-        ({4: 25.0}, 4, 25.0),
         ({4: 25.0}, 2, 15.0),
         ({4: 25.0}, 8, 29.0),
         ({16: 80.0, 8: 24.0, 4: 16.0}, 6, 20.0),  # between its neighbours, in whatever order these were measured
@@ -130,6 +121,7 @@ def test_a_choice_has_the_expected_cost_of_its_tokens():
     assert choice.num_draft_tokens == 7
     assert choice.ms_per_token == pytest.approx((12.0 + 7 * 1.0) / 16)
     assert choose([ngrams((1.0, 7))], table).ms_per_token == pytest.approx(12.0 / 8)
+    assert choose([ngrams((0.5, 2))], costs({3: 10.0})).ms_per_token == pytest.approx(10.0 / 1.75)
 
 
 @pytest.mark.parametrize(
