@@ -178,15 +178,6 @@ def test_a_model_that_training_left_without_a_cache_gets_one(mode, llama_tokens)
         model.generate(prompt(), **OPTIONS, use_cache=False, tide_strict=True)
 
 
-def test_return_sequences_are_sampled_independently():
-    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
-    options = {**OPTIONS, "do_sample": True, "num_return_sequences": 3}
-    result = model.generate(prompt(rows=2), **options)
-    assert result.shape == (6, PROMPT + NEW)
-    assert torch.equal(result[0, :PROMPT], result[2, :PROMPT])
-    assert not torch.equal(result[0], result[1])
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_default_drafter_drafts_row_by_row(family):
     """By n-grams of a repeating prompt, and by exit heads."""

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.errors import UnsupportedModelError
 from tide_hf.depth import linear_gate
+from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.weight_layouts import PlainWeight, PrepackedWeight
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -51,27 +52,23 @@ def test_steps_run_hooks_that_come_and_go(engine, place):
     assert torch.equal(answer(model), plain)
 
 
-def zero_a_row(weight):
-    weight.data[7] = 0
-
-
-def zero_a_column(weight):
-    weight.data[:, 7] = 0
-
-
-def replace(weight):
-    weight.data = weight.data.neg()
-
-
-def write_through_numpy(weight):
-    weight.detach().numpy()[7] = 0
+WRITES = {
+    "a row": lambda weight: weight.data[7].zero_(),
+    "a column": lambda weight: weight.data[:, 7].zero_(),
+    "all of it": lambda weight: setattr(weight, "data", weight.data.neg()),
+    "through numpy": lambda weight: weight.detach().numpy()[7].fill(0),
+}
 
 
 @pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
-@pytest.mark.parametrize("write", [zero_a_row, zero_a_column, replace, write_through_numpy])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_stored_weights_follow_writes_that_pytorch_does_not_count(monkeypatch, layout, write):
     monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
-    monkeypatch.setattr("tide_hf.kernels.cpu.weight_layouts.load_op", lambda *_: stored_product)
+
+    def product(state, stored, bias):
+        return torch.nn.functional.linear(state, torch.cat(stored), bias)
+
+    monkeypatch.setattr(weight_layouts, "load_op", lambda *_: product)
     model, other = tiny_model("llama"), tiny_model("llama")
     TIDEModelForCausalLM.attach(model)
     before = answer(model)
@@ -80,10 +77,6 @@ def test_stored_weights_follow_writes_that_pytorch_does_not_count(monkeypatch, l
         for layer in one.model.layers:
             write(layer.self_attn.o_proj.weight)
     assert torch.equal(answer(model), answer(other))
-
-
-def stored_product(input, stored, bias):
-    return torch.nn.functional.linear(input, torch.cat(stored), bias)
 
 
 def test_a_vocabulary_that_has_shrunk_is_refused():
@@ -104,10 +97,7 @@ def test_a_vocabulary_that_has_shrunk_is_refused():
         (lambda layers: layers.__delitem__(3), r"without what was model\.layers\.3\."),
         (lambda layers: layers.__delitem__(0), r"without what was model\.layers\.0\."),
         (lambda layers: layers.__delitem__(slice(1, 3)), r"without what was model\.layers\.1, model\.layers\.2\."),
-        (
-            lambda layers: layers.__setitem__(2, copy.deepcopy(layers[2])),
-            r"without what was model\.layers\.2\.",
-        ),
+        (lambda layers: layers.__setitem__(2, copy.deepcopy(layers[2])), r"without what was model\.layers\.2\."),
         (lambda layers: layers.append(layers[0]), r"5 layers, added or moved\."),
     ],
     ids=["last", "first", "two", "replaced", "added"],

@@ -1,14 +1,12 @@
 """`generate` of an attached model: its options in every mode, pipelines, streamers, and what it refuses."""
 
 import copy
-import threading
 
 import pytest
 import torch
-from families import VOCAB, prompt, tiny_model
+from families import prompt, tiny_model
 from modes import MODES, OPTIONS, attached
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import LogitsProcessor, pipeline
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
@@ -101,47 +99,37 @@ def test_an_unknown_mode_or_engine_is_refused_by_the_name_that_the_user_wrote(na
         TIDEModelForCausalLM.attach(model).generate(prompt(), **{f"tide_{name}": "fast"}, **OPTIONS)
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    vocab = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2", unk_token="w0")
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_pipelines_and_streamers_give_what_generate_gives(mode, caplog):
-    tokenizer, model = word_tokenizer(), attached(exit_threshold=0.5)
-    expected = tokenizer.decode(
-        model.generate(tokenizer("w5 w6 w7", return_tensors="pt").input_ids, tide_mode=mode, **OPTIONS)[0]
-    )
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    text = generator("w5 w6 w7", tide_mode=mode, **OPTIONS)[0]["generated_text"]
+def test_a_pipeline_gives_what_generate_gives(mode, tiny_llama, tiny_tokenizer, caplog):
+    model = tiny_llama()
+    TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1]), exit_threshold=0.5)
+    tokens = model.generate(**tiny_tokenizer("tide", return_tensors="pt"), tide_mode=mode, **OPTIONS)[0]
+    generator = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer)
+    text = generator("tide", tide_mode=mode, **OPTIONS)[0]["generated_text"]
+    assert text == tiny_tokenizer.decode(tokens, skip_special_tokens=True)
     assert "not supported" not in caplog.text
-    assert text.replace(" ", "") == expected.replace(" ", "")
-    streamer = TextIteratorStreamer(tokenizer, timeout=60)
-    ids = tokenizer("w5 w6 w7", return_tensors="pt").input_ids
-    thread = threading.Thread(
-        target=model.generate, args=(ids,), kwargs={"tide_mode": mode, "streamer": streamer, **OPTIONS}
-    )
-    thread.start()
-    streamed = "".join(streamer)
-    thread.join()
-    assert streamed.replace(" ", "") == expected.replace(" ", "")
+
+
+class Recorder(list):
+    """A streamer that is its tokens, as they come, and then an "end"."""
+
+    def put(self, value):
+        self.append(value.flatten().tolist())
+
+    def end(self):
+        self.append("end")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_streamer_gets_one_token_at_a_time(mode):
-    class Recorder(TextStreamer):
-        def __init__(self):
-            self.sizes, self.ended = [], False
-
-        def put(self, value):
-            self.sizes.append(value.numel())
-
-        def end(self):
-            self.ended = True
-
+def test_a_streamer_gets_the_prompt_and_one_token_at_a_time(mode):
     model, streamer = attached(exit_threshold=0.5), Recorder()
-    model.generate(prompt(), tide_mode=mode, streamer=streamer, **OPTIONS)
-    assert streamer.sizes == [9] + [1] * 10
-    assert streamer.ended
+    (tokens,) = model.generate(prompt(), tide_mode=mode, streamer=streamer, **OPTIONS).tolist()
+    assert streamer == [tokens[:9], *([token] for token in tokens[9:]), "end"]
+
+
+def test_a_streamer_for_batches_gets_the_steps_of_plain_decoding():
+    model, plain, ours = tiny_model("llama"), Recorder(), Recorder()
+    model.generate(prompt(2), streamer=plain, **OPTIONS)
+    TIDEModelForCausalLM.attach(model).generate(prompt(2), streamer=ours, **OPTIONS)
+    assert ours == plain
+    assert "streamer with a batch of 2" in model.last_exit_stats.fallback_reason

@@ -6,11 +6,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import prompt, tiny_model
-from transformers import (
-    GenerationConfig,
-    LlamaForCausalLM,
-    SynthIDTextWatermarkingConfig,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, SynthIDTextWatermarkingConfig
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
@@ -171,21 +167,12 @@ def test_an_option_is_honoured_and_decodes_as_listed(name, options, fate, tiny_t
         assert stats is None
     elif fate == PLAIN:
         assert stats.fallback_reason is not None
+        with pytest.raises(UnsupportedOptionError, match=r"^tide_mode='self_speculative'.*: got .*\. Expected "):
+            model.generate(tokens, tide_strict=True, **options)
+        assert model.last_exit_stats is None
     else:
         assert stats.fallback_reason is None
         assert stats.drafted > 0
-
-
-@pytest.mark.parametrize("options", [options for _, options, fate in FATES if fate == PLAIN])
-def test_strict_raises_instead(options):
-    options = {**GREEDY, **options}
-    tokens = prompt(options.pop("rows", 1))
-    model = TIDEModelForCausalLM.attach(tiny_model("llama"), strict=True)
-    with pytest.raises(UnsupportedOptionError, match=r"^tide_mode='self_speculative'.*: got .*\. Expected "):
-        model.generate(tokens, **options)
-    assert model.last_exit_stats is None
-    model.generate(tokens, tide_strict=False, **options)
-    assert model.last_exit_stats.fallback_reason is not None
 
 
 def test_a_fallback_is_warned_of_once_and_stands_in_the_statistics(caplog):
@@ -217,26 +204,6 @@ def test_failed_calls_and_other_decoding_loops_leave_no_statistics():
     assert model.last_exit_stats is None
 
 
-class BatchStreamer(list):
-    """Takes the tokens of a batch, which transformers' own streamers do not."""
-
-    put = list.append
-
-    def end(self):
-        self.append("end")
-
-
-def test_a_streamer_for_batches_gets_the_same_steps():
-    found = []
-    for model in (tiny_model("llama"), TIDEModelForCausalLM.attach(tiny_model("llama"))):
-        streamer = BatchStreamer()
-        model.generate(prompt(2), streamer=streamer, **GREEDY)
-        found.append(streamer)
-    assert len(found[0]) == NEW + 2
-    assert all(map(torch.equal, found[0][:-1], found[1][:-1]))
-    assert "streamer with a batch of 2" in model.last_exit_stats.fallback_reason
-
-
 class OwnLoop(LlamaForCausalLM):
     """A model with a decoding loop of its own."""
 
@@ -253,24 +220,22 @@ class OwnState(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    ("own_class", "name"), [(OwnLoop, "_sample"), (OwnState, "_update_model_kwargs_for_generation")]
+    ("make", "reason"),
+    [
+        (lambda: OwnLoop(tiny_model("llama").config).eval(), "got OwnLoop with its own _sample"),
+        (lambda: OwnState(tiny_model("llama").config).eval(), "its own _update_model_kwargs_for_generation"),
+        (lambda: tiny_model("mamba"), "recurrent state"),
+    ],
+    ids=["own loop", "own state", "recurrent"],
 )
-def test_a_models_own_code_for_each_token_runs(own_class, name):
-    plain = own_class(tiny_model("llama").config).eval()
+def test_models_that_cannot_draft_decode_plainly(make, reason, caplog):
+    plain = make()
     expected = plain.generate(prompt(), **GREEDY)
-    model = TIDEModelForCausalLM.attach(plain)
-    updates = getattr(model, "updates", 0)
-    assert torch.equal(model.generate(prompt(), **GREEDY), expected)
-    assert model.last_exit_stats.fallback_reason.endswith(f"got {own_class.__name__} with its own {name}")
-    assert getattr(model, "updates", 0) == 2 * updates
-    with pytest.raises(UnsupportedModelError, match=f"its own {name}"):
-        model.generate(prompt(), tide_strict=True, **GREEDY)
-
-
-def test_a_recurrent_model_decodes_plainly(caplog):
-    expected = tiny_model("mamba").generate(prompt(), **GREEDY)
-    model = TIDEModelForCausalLM.attach(tiny_model("mamba"))
+    model, updates = TIDEModelForCausalLM.attach(plain), getattr(plain, "updates", 0)
     for _ in range(2):
         assert torch.equal(model.generate(prompt(), **GREEDY), expected)
-    assert "recurrent state" in model.last_exit_stats.fallback_reason
+    assert reason in model.last_exit_stats.fallback_reason
     assert [record.levelname for record in caplog.records if "plain decoding" in record.message] == ["WARNING"]
+    assert getattr(model, "updates", 0) == 3 * updates
+    with pytest.raises(UnsupportedModelError, match=reason):
+        model.generate(prompt(), tide_strict=True, **GREEDY)

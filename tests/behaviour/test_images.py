@@ -85,13 +85,9 @@ def test_a_model_of_neither_kind_is_refused_in_transformers_own_words(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated")  # by transformers 5.17 itself
 def test_cross_attention_to_images_is_left_to_post_hoc():
-    vision = {
-        **SEEING["gemma3"]["vision_config"],
-        "num_global_layers": 1,
-        "attention_heads": 2,
-        "vision_output_dim": 32,
-    }
-    vision |= {"intermediate_layers_indices": [0], "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    vision = {"num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32, "max_num_tiles": 1}
+    vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
+    vision |= SEEING["gemma3"]["vision_config"]
     text = {**SEEING["llava"]["text_config"], "model_type": "mllama_text_model", "cross_attention_layers": [1]}
     torch.manual_seed(0)
     config = AutoConfig.for_model("mllama", text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)

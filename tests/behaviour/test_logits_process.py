@@ -48,21 +48,14 @@ def test_routers_may_be_a_path(tmp_path):
         TIDELogitsProcessor(model, tmp_path / "none")
 
 
-def test_an_attached_model_is_refused():
-    model = tiny_model("llama")
-    routers = random_routers(model)
-    TIDEModelForCausalLM.attach(model, routers)
-    with pytest.raises(UnsupportedModelError, match="is for models without TIDE: got a model that TIDE is attached to"):
-        TIDELogitsProcessor(model, routers)
-    TIDELogitsProcessor(TIDEModelForCausalLM.detach(model), routers).close()
-
-
 def test_unusable_arguments_are_refused():
     model = tiny_model("llama")
     with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         TIDELogitsProcessor(model, random_routers(model), exit_threshold="high")
     with pytest.raises(BaseModelMismatchError):
         TIDELogitsProcessor(tiny_model("llama", seed=4), random_routers(model))
+    with pytest.raises(UnsupportedModelError, match="is for models without TIDE: got a model that TIDE is attached to"):
+        TIDELogitsProcessor(TIDEModelForCausalLM.attach(tiny_model("llama")), random_routers(model))
     with TIDELogitsProcessor(model, random_routers(model)) as processor:
         cache = model(input_ids=prompt(2), use_cache=True)[CACHE]
         model(input_ids=prompt(2)[:, :1], **{CACHE: cache})

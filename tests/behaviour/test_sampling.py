@@ -18,9 +18,6 @@ PROMPT = torch.tensor([[1, 3, 2, 4]])
 class BadDrafter:
     """Drafts the same two tokens every round; the first of them is likely now and then."""
 
-    def __init__(self, *_):
-        pass
-
     def draft(self, rows, limits):
         return [Draft().add([2, 1][:limit], "script") for limit in limits]
 
@@ -35,7 +32,7 @@ def model():
     with torch.no_grad():
         model.lm_head.weight.mul_(0.05)  # flatter, so that many sequences are likely
     TIDEModelForCausalLM.attach(model)
-    model._tide.make_drafter = BadDrafter
+    model._tide.make_drafter = lambda *_: BadDrafter()
     return model
 
 

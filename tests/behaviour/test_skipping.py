@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import ATTENTION, LAYERS, RECURRENT, prompt, tiny_model
 from on_steps import FEW
-from skipping_calls import OPTIONS, attached
+from skipping_calls import OPTIONS, attached, frozen_after_exits
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
@@ -54,35 +54,8 @@ def test_a_decode_step_executes_exactly_the_exit_layers(family, exit_layer):
     assert model.last_exit_stats.exits_per_layer == {exit_layer: steps}
 
 
-def teacher_forced_logits(model, tokens, exit_layer_of_token, routers):
-    """The oracle: one pass over all tokens in which deeper layers return their input for exited ones."""
-    structure, handles = find_structure(model), []
-
-    def freeze(layer_idx):
-        def hook(_module, args, kwargs, output):
-            before = args[0] if args else kwargs["hidden_states"]
-            exited = (exit_layer_of_token <= layer_idx)[:, :, None]
-            state = torch.where(exited, before, output[0] if isinstance(output, tuple) else output)
-            if layer_idx == LAYERS - 1:
-                for exit_layer in routers.exit_layers:
-                    rows = (exit_layer_of_token == exit_layer)[:, :, None]
-                    state = torch.where(rows, routers[exit_layer].head(state), state)
-            return (state, *output[1:]) if isinstance(output, tuple) else state
-
-        return hook
-
-    for layer_idx, layer in enumerate(structure.layers):
-        handles.append(layer.register_forward_hook(freeze(layer_idx), with_kwargs=True))
-    try:
-        with torch.no_grad():
-            return model(input_ids=tokens).logits
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @pytest.mark.parametrize(("rows", "family"), [(1, "llama"), *((3, family) for family in ATTENTION)])
-def test_logits_equal_the_teacher_forced_oracle(family, rows):
+def test_logits_equal_those_of_one_pass_with_frozen_states(family, rows):
     """Rows of a batch leave at layers of their own, as the routers say."""
     model = attached(family, [1, 2, 3])
     result = model.generate(
@@ -96,8 +69,9 @@ def test_logits_equal_the_teacher_forced_oracle(family, rows):
     fed = result.sequences[:, :-1]
     depth = torch.full(fed.shape, LAYERS)
     depth[:, prompt_length - 1 :] = per_token
-    oracle = teacher_forced_logits(model, fed, depth, routers)[:, prompt_length - 1 :]
-    torch.testing.assert_close(torch.stack(result.logits, dim=1), oracle, atol=1e-5, rtol=1e-4)
+    with frozen_after_exits(model, routers, depth):
+        expected = model(input_ids=fed).logits[:, prompt_length - 1 :]
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "family"), [*((1, family) for family in ATTENTION), *((3, family) for family in FEW)])

@@ -64,18 +64,16 @@ def test_a_criterion_may_return_a_column(rows):
 def test_a_streamer_gets_a_token_after_the_criteria():
     """So that a criterion that looks at what was streamed ends both alike."""
 
+    class Streamer(list):
+        put = list.append
+
+        def end(self):
+            pass
+
     def options():
-        streamed = []
-
-        class Streamer:
-            def put(self, tokens):
-                streamed.append(tokens)
-
-            def end(self):
-                pass
-
-        stops = Stops(lambda ids: torch.full((len(ids),), len(streamed) >= 6))
-        return {"streamer": Streamer(), "stopping_criteria": [stops]}
+        streamer = Streamer()
+        stops = Stops(lambda ids: torch.full((len(ids),), len(streamer) >= 6))
+        return {"streamer": streamer, "stopping_criteria": [stops]}
 
     expected, found = both(options)
     assert expected.shape[1] < PROMPT + 20

@@ -9,8 +9,6 @@ import pytest
 import torch
 from repository import ROOT
 
-from tide_hf.speculation.ranks import ALONE, ranks_of
-
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_processes_that_share_a_model_decide_alike(tiny_llama, tmp_path):
@@ -26,9 +24,3 @@ def test_processes_that_share_a_model_decide_alike(tiny_llama, tmp_path):
     assert first["tokens"][0] == first["tokens"][1] == first["plain"]
     assert first["tokens"][2] != first["plain"]
     assert first["drafted"][0][0] > 0
-
-
-def test_a_single_process_agrees_with_itself(tiny_llama):
-    assert ranks_of(tiny_llama()) is ALONE
-    assert ALONE.agree(1.5) == 1.5
-    assert not ALONE.many

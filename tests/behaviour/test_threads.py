@@ -14,20 +14,12 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.engines.steps import graphs
 
 
-def test_two_threads_generate_in_different_modes_at_once():
+def test_threads_generate_in_different_modes_at_once():
     model = attached("llama", [1], exit_threshold=0.0)
     modes = ("early_exit", "self_speculative", "post_hoc") * 2
     expected = {mode: model.generate(prompt(), tide_mode=mode, **OPTIONS) for mode in set(modes)}
-    results = [None] * len(modes)
-
-    def work(index):
-        results[index] = model.generate(prompt(), tide_mode=modes[index], **OPTIONS)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(modes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(modes)) as pool:
+        results = list(pool.map(lambda mode: model.generate(prompt(), tide_mode=mode, **OPTIONS), modes))
     assert all(torch.equal(result, expected[mode]) for result, mode in zip(results, modes, strict=True))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import ATTENTION, LAYERS, VOCAB, tiny_model
-from skipping_calls import attached
+from skipping_calls import attached, frozen_after_exits
 from transformers import DynamicCache
 
 from tide_hf.base_model.structure import CACHE, find_structure
@@ -34,49 +34,21 @@ def median_score(model, tokens):
     return float(scores.flatten().sort().values[tokens.numel() // 2 - 1 :][:2].mean())
 
 
-class Reference:
-    """Runs all layers on all tokens, and restores the hidden states of exited tokens after each."""
-
-    def __init__(self, model, routers, threshold):
-        self.structure, self.routers, self.threshold = find_structure(model), routers, threshold
-        self.unembed = Unembed(model, self.structure)
-        self.exits = None
-        for layer_idx, layer in enumerate(self.structure.layers):
-            layer.register_forward_hook(
-                lambda _m, args, kwargs, output, i=layer_idx: self.after(i, args, kwargs, output), with_kwargs=True
-            )
-
-    def after(self, layer_idx, args, kwargs, output):
-        before = args[0] if args else kwargs["hidden_states"]
-        state = output[0] if self.structure.returns_tuple else output
-        if layer_idx == 0:
-            self.exits = torch.full(state.shape[:2], LAYERS)
-        state = torch.where((self.exits <= layer_idx)[..., None], before, state)
-        if layer_idx + 1 in EXIT_LAYERS:
-            scores = self.routers[layer_idx + 1].router(self.unembed.normalize(state))
-            self.exits[(scores >= self.threshold) & (self.exits == LAYERS)] = layer_idx + 1
-        if layer_idx + 1 == LAYERS:
-            for exit_layer in EXIT_LAYERS:
-                translated = self.routers[exit_layer].head(state)
-                state = torch.where((self.exits == exit_layer)[..., None], translated, state)
-        return (state, *output[1:]) if self.structure.returns_tuple else state
-
-
 @pytest.mark.parametrize(("family", "rows"), [*((family, 3) for family in ATTENTION), ("llama", 1)])
 def test_logits_and_cache_equal_the_reference(family, rows):
     tokens, model, plain = prompt(rows), attached(family, EXIT_LAYERS), tiny_model(family)
     threshold = median_score(model, tokens)
     output = model.generate(tokens, **OPTIONS, exits_in_prompt=True, exit_threshold=threshold)
-    reference, cache = Reference(plain, model._tide.routers, threshold), DynamicCache(config=plain.config)
-    with torch.no_grad():
+    cache = DynamicCache(config=plain.config)
+    with frozen_after_exits(plain, model._tide.routers, threshold=threshold) as exits:
         expected = plain(input_ids=tokens, **{CACHE: cache}).logits[:, -1]
-    assert len(reference.exits.unique()) > 1  # some exit, and some do not or later
+    assert len(exits[0].unique()) > 1  # some exit, and some do not or later
     torch.testing.assert_close(output.logits[0], expected.float(), rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(output[CACHE].layers, cache.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-5, atol=1e-5)
-    assert model.last_exit_stats.per_token == reference.exits[:, -1:].tolist()
-    remaining = [int((reference.exits > layer_idx).sum()) for layer_idx in range(LAYERS)]
+    assert model.last_exit_stats.per_token == exits[0][:, -1:].tolist()
+    remaining = [int((exits[0] > layer_idx).sum()) for layer_idx in range(LAYERS)]
     if find_structure(model).mlps:
         skipped = sum(tokens.numel() - count for count in remaining if count)
         assert model.last_exit_stats.mlp_tokens_skipped == skipped

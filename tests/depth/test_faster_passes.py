@@ -8,8 +8,7 @@ from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.depth import linear_gate
 from tide_hf.depth.linear_gate import LinearGate, SingleLayoutGate, faster_passes
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, UpcastWeight, clearly_faster_layout
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, UpcastWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 IDS = torch.arange(60).view(3, 20)
@@ -62,17 +61,6 @@ def test_weights_stay_as_they_are_where_that_has_no_gain_or_no_room(tiny_llama, 
         assert not forwards(model)
     with faster_passes(find_structure(model := tiny_llama().half())):  # for which no room is needed
         assert forwards(model)
-
-
-@pytest.mark.parametrize(
-    ("layout", "seconds", "gains"),
-    [(PrepackedWeight, 1.9, True), (UpcastWeight, 1.9, True), (PrepackedWeight, 2.1, False), (None, 0.0, False)],
-)
-def test_only_a_clear_gain_counts(monkeypatch, layout, seconds, gains):
-    dtype = torch.bfloat16 if layout else torch.float64  # which has no other layout
-    monkeypatch.setattr(weight_layouts, "can_pack", lambda _: layout is PrepackedWeight)
-    monkeypatch.setattr(weight_layouts, "_seconds_of", lambda layout, *_: 3.0 if layout is None else seconds)
-    assert clearly_faster_layout(dtype) is (layout if gains else None)
 
 
 def test_calibration_runs_them(tiny_llama, tiny_tokenizer, monkeypatch):

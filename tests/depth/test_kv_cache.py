@@ -122,13 +122,10 @@ def test_an_interrupted_early_exit_crops_all_layers_to_one_length():
     assert [layer.get_seq_length() for layer in cache.layers] == [PROMPT] * len(cache.layers)
 
 
-class Indexed(DynamicLayer):
-    """Holds more than K/V, as some layers of transformers do."""
-
-
 def with_indexed_layer(config):
+    """A layer of another class may hold more than K/V, as some of transformers do."""
     cache = DynamicCache(config=config)
-    cache.layers[1] = Indexed()
+    cache.layers[1] = type("Indexed", (DynamicLayer,), {})()
     return {CACHE: cache}
 
 

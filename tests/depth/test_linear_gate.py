@@ -32,10 +32,6 @@ def _packed_is_faster(monkeypatch):
     set_fastest_layouts(monkeypatch, DTYPES)
 
 
-class Subclass(torch.Tensor):
-    """A subclass of a user's, or of a tracer's."""
-
-
 @pytest.fixture
 def attached(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
@@ -109,20 +105,6 @@ def test_models_that_share_a_weight_share_its_copy(attached):
     assert linear.forward.converted == other.forward.converted != {}
     linear.forward.release()
     assert torch.equal(other(state), linear(state))
-
-
-def test_only_calls_that_may_be_traced_dispatch_the_op(attached, monkeypatch):
-    linear, state, op = make_linear(32, 32, bias=True), torch.randn(5, 32), torch.ops.tide_hf.linear
-    expected, run, by_op = linear(state), weight_layouts._one_linear, []
-    monkeypatch.setattr(op, "default", lambda *args: by_op.append(args) or run(*args), raising=False)
-    linear(state)
-    assert not by_op
-    with Recording():
-        assert torch.equal(linear(state), expected)
-    linear(state.as_subclass(Subclass))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(linear(state), expected)
-    assert len(by_op) == 3
 
 
 @pytest.mark.parametrize("layout", range(len(WEIGHT_LAYOUTS)))

@@ -80,21 +80,6 @@ def test_the_probe_finds_passes_of_some_widths_with_other_logits(widths):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "expected"),
-    [
-        ("llama", torch.float32, [8, 4, 1]),
-        ("gemma3_text", torch.bfloat16, [16, 4, 1]),  # beyond a small window
-        ("jamba", torch.float32, [4]),  # drafts are never verified
-    ],
-)
-def test_the_probe_takes_a_few_short_passes(family, dtype, expected):
-    model, widths = tiny_model(family).to(dtype), []
-    model.register_forward_pre_hook(lambda _m, _a, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True)
-    check_widths(model, find_structure(model))
-    assert widths == expected
-
-
-@pytest.mark.parametrize(
     ("family", "layers_crop"), [("deepseek_v32", True), ("deepseek_v32", False), ("minimax_m3_vl_text", True)]
 )
 def test_a_static_cache_rolls_back_an_attention_index(family, layers_crop, monkeypatch):

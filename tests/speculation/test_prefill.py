@@ -47,20 +47,8 @@ def passes_of(model, call):
     return shapes, result
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pass_tokens", "groups"),
-    [
-        ([9, 7, 8], 0, [[1], [2], [0]]),
-        ([48, 70, 116, 51, 54, 238, 49, 41], 40, [[7, 0, 6, 3, 4], [1], [2], [5]]),
-        ([10, 10, 30, 30], 40, [[0, 1, 2, 3]]),  # another pass costs what it would save
-    ],
-)
-def test_groups_have_their_rows_by_length_and_the_longest_last(lengths, pass_tokens, groups):
-    assert groups_by_length(lengths, pass_tokens) == groups
-
-
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(0, 200))
-def test_no_other_groups_cost_less(lengths, pass_tokens):
+def test_no_other_groups_cost_less_and_the_longest_is_last(lengths, pass_tokens):
     def cost(groups):
         return sum(pass_tokens + len(group) * max(group) for group in groups)
 
@@ -72,7 +60,9 @@ def test_no_other_groups_cost_less(lengths, pass_tokens):
 
     groups = groups_by_length(lengths, pass_tokens)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-    assert cost([[lengths[row] for row in group] for group in groups]) == min(map(cost, partitions(sorted(lengths))))
+    sizes = [[lengths[row] for row in group] for group in groups]
+    assert [length for group in sizes for length in group] == sorted(lengths)
+    assert cost(sizes) == min(map(cost, partitions(sorted(lengths))))
 
 
 @pytest.mark.usefixtures("passes_are_cheap")

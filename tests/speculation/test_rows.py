@@ -63,6 +63,5 @@ def test_it_ends_rows_in_other_modes(mode, prompts):
     whole = tokens_of(model, prompts)
     result = tokens_of(model, prompts, stopping_criteria=[limits])
     assert result == [row[:limit] + [0] * (NEW - limit) for row, limit in zip(whole, LIMITS, strict=True)]
-    assert [seen[:limit] for seen, limit in zip(limits.seen, LIMITS, strict=True)] == [
-        row[:limit] for row, limit in zip(whole, LIMITS, strict=True)
-    ]
+    for seen, row, limit in zip(limits.seen, whole, LIMITS, strict=True):
+        assert seen[:limit] == row[:limit]

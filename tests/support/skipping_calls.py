@@ -1,9 +1,13 @@
-"""Tiny models attached in `early_exit`."""
+"""Tiny models attached in `early_exit`, and a pass over all layers that gives what they should give."""
+
+from contextlib import contextmanager
 
 import torch
-from families import tiny_model
+from families import LAYERS, tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
@@ -16,3 +20,39 @@ def attached(family: str, exit_layers: list[int], strategy: str = "propagate", *
         torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
         torch.nn.init.normal_(routers[exit_layer].router.up.weight)
     return TIDEModelForCausalLM.attach(model, routers, mode="early_exit", **options)
+
+
+@contextmanager
+def frozen_after_exits(model, routers, exits=None, threshold=None):
+    """In passes of the base model, all layers run on all tokens; those after a token's exit return its state unchanged.
+
+    Tokens exit at the layers `exits`, or else where their score reaches `threshold`. Yields a list of the exit layers.
+    """
+    structure, found = find_structure(model), [exits]
+    unembed = Unembed(model, structure)
+
+    def freeze(layer_idx, before, state):
+        if layer_idx == 0 and threshold is not None:
+            found[0] = torch.full(state.shape[:2], LAYERS)
+        state = torch.where((found[0] <= layer_idx)[..., None], before, state)
+        if threshold is not None and layer_idx + 1 in routers.exit_layers:
+            scores = routers[layer_idx + 1].router(unembed.normalize(state))
+            found[0][(scores >= threshold) & (found[0] == LAYERS)] = layer_idx + 1
+        for exit_layer in routers.exit_layers if layer_idx + 1 == LAYERS else ():
+            state = torch.where((found[0] == exit_layer)[..., None], routers[exit_layer].head(state), state)
+        return state
+
+    def hook_of(layer_idx):
+        def hook(_module, args, kwargs, output):
+            before = args[0] if args else kwargs["hidden_states"]
+            is_tuple = isinstance(output, tuple)
+            state = freeze(layer_idx, before, output[0] if is_tuple else output)
+            return (state, *output[1:]) if is_tuple else state
+
+        return hook
+
+    handles = [layer.register_forward_hook(hook_of(i), with_kwargs=True) for i, layer in enumerate(structure.layers)]
+    with torch.no_grad():
+        yield found
+    for handle in handles:
+        handle.remove()
