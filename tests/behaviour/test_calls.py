@@ -39,13 +39,6 @@ def llama_tokens():
     return tiny_model("llama").generate(prompt(), **OPTIONS)
 
 
-def drafting(model, expected, kind="wrong at the last position", **settings):
-    """Attach, and draft by script."""
-    TIDEModelForCausalLM.attach(model)
-    use_drafter(model, kind, expected, **settings)
-    return model
-
-
 def early_eos(model, inputs):
     """Options with a token that ends some rows early and others not."""
     plain = new_tokens(model.generate(**inputs, **OPTIONS))
@@ -72,7 +65,8 @@ def test_sliding_window_layers_are_rolled_back_by_any_transformers(layer_class, 
     monkeypatch.setattr(kv_cache, "SLIDING_LAYER", layer_class)
     model = tiny_model("gemma2")
     expected = model.generate(prompt(), **OPTIONS)
-    result = drafting(model, new_tokens(expected), "random").generate(prompt(), **RETURNED)
+    use_drafter(TIDEModelForCausalLM.attach(model), "random", new_tokens(expected))
+    result = model.generate(prompt(), **RETURNED)
     assert torch.equal(result.sequences, expected)
     kinds = {type(layer) for layer in result[CACHE].layers}
     assert DynamicSlidingWindowLayer in kinds
@@ -147,7 +141,8 @@ def test_eos_inside_a_draft_ends_the_output(llama_tokens):
     options = {**RETURNED, "eos_token_id": eos}
     plain = model.generate(prompt(), **options).sequences
     assert plain.shape[1] < PROMPT + NEW
-    result = drafting(model, [expected], "right", width=7).generate(prompt(), **options)
+    use_drafter(TIDEModelForCausalLM.attach(model), "right", [expected], width=7)
+    result = model.generate(prompt(), **options)
     assert torch.equal(result.sequences, plain)
     assert result[CACHE].get_seq_length() == plain.shape[1] - 1
 

@@ -17,6 +17,7 @@ SAMPLING = {"do_sample": True, "top_k": 50}
 RETURNED = {"return_dict_in_generate": True}
 BEAMS = {"num_beams": 2}
 ROWS = {"rows": 2}  # of the prompt; no option
+WATERMARK = SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)
 ASSISTED = {"prompt_lookup_num_tokens": 2}
 
 # What TIDE does with a call that has the option: it drafts; transformers' own loop decodes, for a stated reason; or the
@@ -71,11 +72,7 @@ FATES = [
     ("sequence_bias", {"sequence_bias": [[[5], 10.0]]}, DRAFTS),
     ("token_healing", {"token_healing": True}, REFUSED),  # this tokenizer is no BPE with merges
     ("guidance_scale", {"guidance_scale": 1.5}, DRAFTS),
-    (
-        "watermarking_config",
-        {**SAMPLING, "watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)},
-        DRAFTS,
-    ),
+    ("watermarking_config", {**SAMPLING, "watermarking_config": WATERMARK}, DRAFTS),
     # Output
     ("num_return_sequences", {**SAMPLING, "num_return_sequences": 2}, DRAWS_OTHERWISE),
     ("output_attentions", {**RETURNED, "output_attentions": True}, PLAIN),

@@ -7,7 +7,7 @@ import torch
 from block_heads import routers_for
 from drafters import use_drafter, use_heads
 from families import ATTENTION, SDPA, tiny_model
-from on_steps import COPYING, WINDOWED, prompts, steps_of, use_steps
+from on_steps import COPYING, OPTIONS, WINDOWED, prompts, steps_of, use_steps
 from torch.profiler import ProfilerActivity, profile
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -25,7 +25,7 @@ def _memory_of_tests_before():
     torch.cuda.empty_cache()
 
 
-GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = {**OPTIONS, "max_new_tokens": 24}
 
 
 def prompt(rows=1):

@@ -145,9 +145,7 @@ def test_saving_an_attached_model_writes_its_weights(offload, tmp_path):
     model = offload(tiny_model("llama"), tmp_path)
     TIDEModelForCausalLM.attach(model, routers_for(model))
     model.save_pretrained(tmp_path / "saved")
-    assert "tide" not in (tmp_path / "saved" / "config.json").read_text().lower()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert loaded.config.architectures == ["LlamaForCausalLM"]
     assert sorted(loaded.state_dict()) == sorted(tiny_model("llama").state_dict())
     assert torch.equal(loaded.generate(prompt(), **OPTIONS), expected)
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)

@@ -32,17 +32,13 @@ def bitsandbytes(with_head, **options):
     return BitsAndBytesConfig(**options, llm_int8_skip_modules=NONE if with_head else None)
 
 
-def nf4(with_head):
-    return bitsandbytes(with_head, load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
-
 # Only weights are quantised: a pass over several tokens differs from passes over one by float32 rounding.
 WEIGHT_ONLY = {
     "torchao int8": lambda with_head: torchao("Int8WeightOnlyConfig", with_head),
     "torchao int4": lambda with_head: torchao("IntxWeightOnlyConfig", with_head, weight_dtype=torch.int4),
     "quanto int8": lambda with_head: quanto("int8", with_head),
     "quanto int4": lambda with_head: quanto("int4", with_head),
-    "bitsandbytes nf4": nf4,
+    "bitsandbytes nf4": lambda with_head: bitsandbytes(with_head, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
 }
 # The states are quantised as well, so that rounding can move one by a whole step.
 WITH_STATES = {

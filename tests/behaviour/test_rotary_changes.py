@@ -6,7 +6,7 @@ The length counts positions, whatever columns `input_ids` has.
 import pytest
 import torch
 from drafters import use_drafter
-from families import tiny_model
+from families import longrope, tiny_model
 from on_steps import prompts
 from transformers import DynamicCache
 
@@ -19,14 +19,7 @@ OPTIONS = {"max_new_tokens": 28, "do_sample": False, "eos_token_id": None, "pad_
 SHORT = {**OPTIONS, "max_new_tokens": 8}
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": LIMIT,
-    },
+    "longrope": longrope(LIMIT),
 }
 
 

@@ -20,25 +20,21 @@ def layer_calls(model):
     """Count the decoder layers' own forward: how often entered and how often run to the end, by position."""
     layers = find_structure(model).layers
     counts = {"entered": Counter(), "finished": Counter()}
-    position = {id(layer): index for index, layer in enumerate(layers)}
-    natives = {layer_class: layer_class.forward for layer_class in {type(layer) for layer in layers}}
+    position = {layer: index for index, layer in enumerate(layers)}
 
     def counting(native):
         def forward(self, *args, **kwargs):
-            counts["entered"][position[id(self)]] += 1
+            counts["entered"][position[self]] += 1
             output = native(self, *args, **kwargs)
-            counts["finished"][position[id(self)]] += 1
+            counts["finished"][position[self]] += 1
             return output
 
         return forward
 
-    for layer_class, native in natives.items():
-        layer_class.forward = counting(native)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for layer_class in {type(layer) for layer in layers}:
+            patch.setattr(layer_class, "forward", counting(layer_class.forward))
         yield counts
-    finally:
-        for layer_class, native in natives.items():
-            layer_class.forward = native
 
 
 @pytest.mark.parametrize(("exit_layer", "family"), [(3, "llama"), *((1, family) for family in ATTENTION)])

@@ -104,19 +104,14 @@ def test_drafts_end_where_learned_positions_do(family, name, engine):
     assert torch.equal(found, expected)
 
 
-def test_token_ids_may_have_32_bits():
-    model, ids = tiny_model("llama"), prompts(length=PROMPT)["input_ids"].int()
-    expected = model.generate(ids, **OPTIONS)
-    ATTACH["eager"](model)
-    found = model.generate(ids, **OPTIONS)
-    assert found.dtype == expected.dtype
-    assert torch.equal(found, expected)
-
-
-def test_rows_have_token_types_of_their_own():
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_have_token_types_of_their_own_and_ids_may_have_32_bits(dtype):
     model, batch = tiny_model("gpt2"), prompts(2, length=PROMPT)
     batch["token_type_ids"] = torch.tensor([[0], [7]]).expand(-1, PROMPT)
+    batch["input_ids"] = batch["input_ids"].to(dtype)
     expected = model.generate(**batch, **OPTIONS)
     ATTACH["eager"](model)
     use_drafter(model, "mixed", expected[:, PROMPT:].tolist())
-    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    found = model.generate(**batch, **OPTIONS)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)

@@ -41,10 +41,7 @@ def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog
 
         return run
 
-    def tracing(*args, **kwargs):
-        return alone_in(make_fx(*args, **kwargs))
-
-    monkeypatch.setattr(graphs, "make_fx", tracing)
+    monkeypatch.setattr(graphs, "make_fx", lambda *args, **kwargs: alone_in(make_fx(*args, **kwargs)))
     expected = tiny_llama().generate(prompt(), **OPTIONS)
     modes = ("self_speculative", "early_exit", "early_exit") if shared else ("self_speculative",) * 2 + ("early_exit",)
     models = [tiny_llama() for _ in range(1 if shared else 3)] * (3 if shared else 1)

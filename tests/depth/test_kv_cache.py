@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_heads import routers_for
 from drafters import use_drafter, use_heads
-from families import _COMMON, FAMILIES, VOCAB, random_model, tiny_model
+from families import _COMMON, FAMILIES, VOCAB, longrope, random_model, tiny_model
 from on_steps import ATTACH
 from on_steps import prompts as padded_prompts
 from transformers import (
@@ -181,11 +181,7 @@ def test_the_last_tokens_of_a_prompt_whose_rest_is_in_a_long_cache(engine):
     assert model.last_exit_stats.engine == engine
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-
-
-@pytest.mark.parametrize("settings", [{}, {"rope_parameters": LONGROPE}])
+@pytest.mark.parametrize("settings", [{}, {"rope_parameters": longrope(8)}])
 def test_a_model_that_replaces_the_cache_in_prefill(settings):
     """Phi-3 does beyond its original context: the cache that it was passed stays empty."""
     model = tiny_model("phi3", original_max_position_embeddings=8, **settings)

@@ -64,15 +64,13 @@ def drafter(prompts, prior=None, engine=None, milliseconds=CHEAP, **acceptances)
     return one
 
 
-def test_n_grams_draft_from_the_text_of_each_row_and_learn():
+def test_n_grams_draft_from_the_text_of_each_row():
     one = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4])
     first, *others = one.draft([0, 1, 2], [4, 3, 2])
     assert first.pieces == [Piece("5-gram", 4)]
     assert [draft.tokens for draft in (first, *others)] == [[1, 2, 3, 1], [], [7, 8]]  # also past the text's end
     assert [draft.tokens for draft in one.draft([2, 0], [2, 0])] == [[7, 8], []]
-    before = one.acceptances.probability("5-gram")
     one.observe(0, first, [7], 0)
-    assert one.acceptances.probability("5-gram") < before
     assert one.indexes[0].tokens[-1] == 7
 
 

@@ -1,7 +1,6 @@
 """The drafting policy: measured costs and acceptances in, a decision out."""
 
 import math
-import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,15 +78,6 @@ def test_a_pass_costs_what_the_step_it_is_padded_to_costs():
     assert table.resized().verify(3) == table.resized().verify(8)
     assert not worth_another_draft([1.0], 1.0, 7, 0, table, ms_per_token=10.0)
     assert choose([ngrams((0.3, 2))], table).num_draft_tokens == 1  # two tokens would take the step of eight
-
-
-def test_one_bad_measurement_does_not_settle_a_width():
-    table = costs()
-    record(table, 2, 0.0, times=1)
-    record(table, 2, 90.0, times=1)
-    assert table.verify(2) == pytest.approx((90.0 + 11.0) / 2)  # as if the prior had been measured as well
-    record(table, 2, 12.0, times=5)
-    assert table.verify(2) == 12.0
 
 
 SURE, NOTHING = (0.9, 15), (0.0, 0)
@@ -204,17 +194,16 @@ def test_unused_costs_are_forgotten_so_that_they_are_tried_again():
 def test_threads_may_share_a_table():
     table, interval = CostTable(num_layers=30), sys.getswitchinterval()
 
-    def use(seed):
-        numbers = random.Random(seed)
-        for _ in range(1000):
+    def use(stride):
+        for number in range(1000):
             table.record(PLAIN, 1.0)
-            table.record((numbers.choice(["verify", "draft"]), numbers.randrange(2, 400)), 2.0)
-            table.verify(numbers.randrange(1, 400))
+            table.record((("verify", "draft")[number % 2], 2 + stride * number % 397), 2.0)
+            table.verify(1 + stride * number % 397)
             table.resized()
 
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(3) as threads:
-            assert list(threads.map(use, range(3))) == [None] * 3
+            assert list(threads.map(use, (3, 5, 7))) == [None] * 3
     finally:
         sys.setswitchinterval(interval)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from block_heads import routers_for
 from drafters import use_heads
-from families import ATTENTION, LAYERS, VOCAB, slow_but, tiny_model
+from families import ATTENTION, LAYERS, VOCAB, longrope, slow_but, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from on_steps import FEW, attach_captured, attach_compiled, attach_eagerly
@@ -39,12 +39,8 @@ def batch(lengths=LENGTHS, padding="left", seed=0):
 def passes_of(model, call):
     """The shapes of the passes, those of prefill first, and what `call` returns."""
     shapes = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: shapes.append(tuple(args[0].shape)))
-    try:
-        result = call()
-    finally:
-        hook.remove()
-    return shapes, result
+    with model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: shapes.append(tuple(args[0].shape))):
+        return shapes, call()
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(0, 200))
@@ -132,12 +128,6 @@ def kwargs_of(model, inputs):
     return {"attention_mask": inputs["attention_mask"], "position_ids": positions, CACHE: cache}
 
 
-def fill(model, kwargs):
-    states = torch.zeros(5, 2, 1, 8)
-    for layer in range(4):
-        kwargs[CACHE].update(states, states, layer)
-
-
 ROPE = {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 19}}  # of some layers
 ONE_PASS = {
     "padded on the right": lambda model, kwargs: kwargs.update(kwargs_of(model, batch(padding="right"))),
@@ -152,7 +142,7 @@ ONE_PASS = {
 ALL_ROWS = {  # equal prompts as well
     "the same positions for all": lambda model, kwargs: kwargs.update(position_ids=torch.arange(20)[None]),
     "no cache": lambda model, kwargs: kwargs.update({CACHE: None}),
-    "a cache with tokens": fill,
+    "a cache with tokens": lambda model, kwargs: model(batch()["input_ids"], **{CACHE: kwargs[CACHE]}),
     "an offloaded cache": lambda model, kwargs: setattr(kwargs[CACHE], "offloading", True),
     "a static cache": lambda model, kwargs: kwargs.update({CACHE: StaticCache(model.config, 32)}),
     "token types": lambda model, kwargs: kwargs.update(token_type_ids=torch.zeros(5, 20, dtype=torch.long)),
@@ -253,13 +243,9 @@ def test_a_prompt_reuses_the_k_v_of_the_last_text_that_it_shares():
     assert answer(model, prefix, FIRST)[1] == 0
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 30}
-LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "other"),
-    [("mistral", {}, [*FIRST[:10], 90]), ("llama", {"rope_parameters": LONGROPE}, [*FIRST[:10], *FIRST, 90])],
+    [("mistral", {}, [*FIRST[:10], 90]), ("llama", {"rope_parameters": longrope(30)}, [*FIRST[:10], *FIRST, 90])],
     ids=["a sliding window", "rotary embeddings that change"],
 )
 def test_a_prefix_whose_k_v_would_be_others_is_read_again(family, settings, other):

@@ -208,6 +208,12 @@ def random_model(
     return model
 
 
+def longrope(limit: int) -> dict[str, object]:
+    """Rotary embeddings that change once a text is longer than `limit`."""
+    factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": limit, **factors}
+
+
 def prompt(rows: int = 1) -> torch.Tensor:
     """Nine tokens a row, the same in every call."""
     return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
