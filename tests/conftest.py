@@ -7,7 +7,6 @@ import io
 import os
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from shutil import copytree
 
 # Set before the libraries that read them are imported. The telemetry switches are removed because kernels sends an
 # illegal header if one of them is set.
@@ -44,8 +43,6 @@ from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
 from tide_hf.kernels.cpu.weight_layouts import _fastest_layout  # noqa: E402
 from tide_hf.kernels.ops import KERNELS_REPO  # noqa: E402
 
-CHAT_TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}<answer>"
-
 
 def pytest_configure(config):
     """Share the cores between the workers; without this each would use all of them."""
@@ -57,33 +54,28 @@ def pytest_configure(config):
 
 
 @pytest.fixture
-def one_thread():
-    """Tiny models compute faster on one thread, and the same as processes that have one each."""
+def threads_restored():
+    """A test may set the number of threads."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def _layouts_are_measured_again():
-    """A test does not see which weight layout another has measured, or declared, to be the fastest."""
-    _fastest_layout.cache_clear()
+@pytest.fixture
+def one_thread(threads_restored):
+    """Tiny models compute faster on one thread, and the same as processes that have one each."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _the_machine_is_not_busy(monkeypatch):
-    """Commands do not warn of a busy machine, whatever else runs on it."""
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+def _same_start_for_every_test():
+    """No weight layout is measured, the machine is not busy, and kernels are neither found in a cache nor left in one.
 
-
-@pytest.fixture(autouse=True)
-def _no_cached_kernels():
-    """Tests neither see kernels that other processes have compiled nor leave any.
-
-    The patch is not `monkeypatch`'s, which a test may undo: loading their ops twice would abort the process.
+    The patches are not `monkeypatch`'s, which a test may undo: loading the kernels' ops twice would abort the process.
     """
+    _fastest_layout.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
         patch.setattr(kernels, "cached_path", lambda *_: Path(os.devnull) / "kernels")
         yield
 
@@ -170,7 +162,7 @@ def tiny_tokenizer():
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<eos>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}<answer>"
     return fast
 
 
@@ -180,36 +172,25 @@ def parts(tiny_llama, tiny_tokenizer):
     return tiny_llama(), tiny_tokenizer
 
 
-@pytest.fixture(scope="session")
-def saved_tiny_model(tmp_path_factory, tiny_llama, tiny_tokenizer):
-    """The folder that `tiny_model_folder` copies."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tiny_llama().save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def tiny_model_folder(tmp_path, saved_tiny_model):
+def tiny_model_folder(tmp_path, tiny_llama, tiny_tokenizer):
     """A folder with a small random Llama and its tokenizer, which a test may change."""
-    return copytree(saved_tiny_model, tmp_path / "tiny-llama")
+    for part in (tiny_llama(), tiny_tokenizer):
+        part.save_pretrained(tmp_path / "tiny-llama")
+    return tmp_path / "tiny-llama"
 
 
 @pytest.fixture
 def model_hub(tmp_path, monkeypatch):
     """A Hub on this machine for the clients in this process, which have an empty cache and no token."""
     with loopback_hub() as hub:
-        for name, value in {
-            "huggingface_hub.constants.ENDPOINT": hub.address,
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": hub.address
-            + "/{repo_id}/resolve/{revision}/{filename}",
-            "huggingface_hub.hf_api.api.endpoint": hub.address,
-            "huggingface_hub.constants.HF_HUB_CACHE": str(tmp_path / "cache"),
-            "huggingface_hub.constants.HF_HUB_OFFLINE": False,
-            "huggingface_hub.constants.HF_TOKEN_PATH": str(tmp_path / "token"),
-            "transformers.dynamic_module_utils.HF_MODULES_CACHE": str(tmp_path / "modules"),
-        }.items():
-            monkeypatch.setattr(name, value)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        constants = {"ENDPOINT": hub.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+        constants |= {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "token")}
+        for name, value in constants.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", hub.address)
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield hub
@@ -238,9 +219,8 @@ def on_hub(model_hub, hub_routers, tmp_path):
 @pytest.fixture
 def routers_folder(tmp_path, tiny_llama):
     """A folder with routers for the model of `tiny_model_folder`."""
-    record = {"exit_layers": {"2": {"agreement": 0.6}}}
-    routers = TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=record)
-    routers.save_pretrained(tmp_path / "routers")
+    calibration = {"exit_layers": {"2": {"agreement": 0.6}}}
+    TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=calibration).save_pretrained(tmp_path / "routers")
     return tmp_path / "routers"
 
 

@@ -30,11 +30,12 @@ def test_a_table_of_plain_decoding_transformers_and_ours(tiny_model_folder, rout
 
 def test_json_has_the_figures_of_prompts_from_a_file(tiny_model_folder, tmp_path, capsys, monkeypatch):
     engines, attach = [], TIDEModelForCausalLM.attach
-    monkeypatch.setattr(
-        TIDEModelForCausalLM,
-        "attach",
-        lambda *args, engine, **options: engines.append(engine) or attach(*args, **options),
-    )
+
+    def spied(*args, engine, **options):
+        engines.append(engine)
+        return attach(*args, **options)
+
+    monkeypatch.setattr(TIDEModelForCausalLM, "attach", spied)
     (tmp_path / "prompts.jsonl").write_text('{"text": "abcabc"}\n{"prompt": "hello"}\n')
     command = ["benchmark", str(tiny_model_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--json", "--raw"]
     assert main([*command, *QUICK, "--dtype", "float32", "--engine", "compiled"]) == 0
@@ -64,7 +65,7 @@ def test_a_lossless_mode_whose_tokens_differ_gets_no_speed_up():
     other = Result(DecodingMethod("self_speculative", None), [PromptResult([run], equal=False)], speedup=None)
     console = Console(file=io.StringIO(), width=80)
     console.print(comparison_table([plain, other], num_layers=4))
-    row = next(line for line in console.file.getvalue().splitlines() if "self_speculative" in line)
+    (row,) = (line for line in console.file.getvalue().splitlines() if "self_speculative" in line)
     assert "differs" in row
     assert "0 of 1" in row
     assert any("no speed-up is given" in note for note in notes([plain, other], 2, 1))

@@ -3,6 +3,7 @@
 import io
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from families import tiny_model
@@ -91,21 +92,9 @@ def command(tiny_model_folder, monkeypatch):
 @pytest.fixture
 def typing(monkeypatch):
     """A function that types lines into this process's terminal; an exception among them is raised."""
-
-    def make(*lines):
-        left = [*lines, EOFError()]
-
-        def read(prompt):
-            line = left.pop(0)
-            if isinstance(line, BaseException):
-                raise line
-            return line
-
-        monkeypatch.setattr("sys.stdin", io.StringIO())
-        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-        monkeypatch.setattr("builtins.input", read)
-
-    return make
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    return lambda *lines: monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError()]))
 
 
 def test_over_a_pipe_each_line_is_a_message(command, pipe_in, capsys):
@@ -168,11 +157,11 @@ def test_the_engine_is_warmed_up_before_the_first_message_and_a_notice_says_so(
     command, routers_folder, pipe_in, monkeypatch, capsys, arguments, times
 ):
     warmed_up = []
-    monkeypatch.setattr(
-        TIDEGenerationMixin,
-        "tide_warm_up",
-        lambda model: warmed_up.append((model._tide.engine, WARMING_UP in capsys.readouterr().err)),
-    )
+
+    def warm_up(model):
+        warmed_up.append((model._tide.engine, WARMING_UP in capsys.readouterr().err))
+
+    monkeypatch.setattr(TIDEGenerationMixin, "tide_warm_up", warm_up)
     pipe_in(b"/quit\n")
     assert main([*command, "--routers", str(routers_folder), *arguments]) == 0
     assert warmed_up == [("compiled", True)] * times

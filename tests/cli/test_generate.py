@@ -59,14 +59,10 @@ def test_raw_does_not_use_the_chat_template(generate, tiny_model_folder):
     assert generate("hello").out == text
 
 
-def test_mode_threshold_dtype_and_threads_are_used(generate, routers_folder):
-    threads = torch.get_num_threads()
+def test_mode_threshold_dtype_and_threads_are_used(generate, routers_folder, threads_restored):
     options = ["--routers", routers_folder, "--mode", "early_exit", "--dtype", "bfloat16", "--threads", "1"]
-    try:
-        captured = generate("hello", *options, "--exit-threshold", "0", "--device", "cpu")
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
+    captured = generate("hello", *options, "--exit-threshold", "0", "--device", "cpu")
+    assert torch.get_num_threads() == 1
     assert f"exit layer 2: {NEW_TOKENS - 1}" in captured.err
     record = json.loads(generate("hello", *options, "--json").out)
     assert (record["mode"], record["exit_threshold"]) == ("early_exit", 0.9)
@@ -86,17 +82,12 @@ def test_a_folder_that_gives_no_prompt_is_explained(tiny_model_folder, refused, 
     refused(command, "there is no prompt")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("prompts.txt", "one\n\ntwo\nlines\n"),
-        ("prompts.jsonl", '{"text": "one"}\n{"prompt": "two\\nlines"}\n'),
-        ("prompts.json", '["one", "two\\nlines"]'),
-    ],
-)
-def test_prompts_are_read_from_files(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    assert read_prompts(tmp_path / name) == ["one", "two\nlines"]
+def test_prompts_are_read_from_files(tmp_path):
+    rows = '{"text": "one"}\n{"prompt": "two\\nlines"}\n'
+    for suffix, content in {"txt": "one\n\ntwo\nlines\n", "jsonl": rows, "json": '["one", "two\\nlines"]'}.items():
+        file = tmp_path / f"prompts.{suffix}"
+        file.write_text(content)
+        assert read_prompts(file) == ["one", "two\nlines"]
 
 
 def test_the_engine_is_warmed_up_by_the_call_and_answers_the_same(generate, tiny_model_folder, monkeypatch):

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDERouters
 from tide_hf.cli.demo_model import DEFAULT_MODEL
-from tide_hf.cli.inspect import _kernel_lines
 from tide_hf.cli.main import main
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.hub.load import shipped_routers
@@ -39,14 +38,6 @@ def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(tiny_tok
     assert "post_hoc         yes" in out
     assert "routers: none" in out
     assert "fused kernels: none, plain PyTorch runs (CPU, float32): the model is on cpu" in out
-
-
-def test_the_kernels_in_use_are_named():
-    ops = {"norm_route": "cuda", "draft_top1": "triton"}
-    fact = {"gpu": "NVIDIA L4", "dtype": "bfloat16", "variant": "torch-cuda", "reason": "", "ops": ops}
-    head, *lines = _kernel_lines(fact)
-    assert head == "fused kernels: build torch-cuda (NVIDIA L4, bfloat16)"
-    assert [line.split() for line in lines] == [["norm_route", "cuda"], ["draft_top1", "triton"]]
 
 
 def test_older_calibration_records_are_shown(tiny_model_folder, tmp_path, capsys):

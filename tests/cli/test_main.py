@@ -1,13 +1,14 @@
-"""`main`: exit statuses, errors on standard error, and what happens to the standard streams."""
+"""`main`: exit statuses, errors on standard error, the standard streams, and the warning of a busy machine."""
 
 import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-import torch
 from repository import ROOT
 from transformers.utils import logging as transformers_logging
 
@@ -20,15 +21,8 @@ def places(tmp_path, tiny_model_folder, routers_folder, tiny_llama, monkeypatch)
     """Files and folders that stand for the upper-case words of a command line; the Hub is out of reach."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tide_hf.cli.benchmark.CLONE", tmp_path)  # so that no suite can begin
-    contents = {
-        "FILE": b"a",
-        "EMPTY": b"",
-        "EMPTY.txt": b"",
-        "BINARY": b"\xff\xfe\x00",
-        "TEXT.txt": b"rivers run\n\nto the sea",
-        "ROWS.jsonl": b'{"question": "a"}',
-        "BROKEN.jsonl": b"{",
-    }
+    contents = {"FILE": b"a", "EMPTY": b"", "EMPTY.txt": b"", "BINARY": b"\xff\xfe\x00", "BROKEN.jsonl": b"{"}
+    contents |= {"TEXT.txt": b"rivers run\n\nto the sea", "ROWS.jsonl": b'{"question": "a"}'}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     tide_hf.TIDERouters.for_model(tiny_llama(num_hidden_layers=5), exit_layers=[2]).save_pretrained(tmp_path / "OTHER")
@@ -62,8 +56,6 @@ def places(tmp_path, tiny_model_folder, routers_folder, tiny_llama, monkeypatch)
         ("benchmark MODEL --suite decode --mode all --repeats 1", "with --suite: got --mode, --repeats"),
         ("benchmark MODEL --suite decode --json --raw --prompt a", "got --prompt, --raw, --json"),
         ("benchmark MODEL --suite decode", "the suites are not there"),
-        ("benchmark MODEL --mode early_exit", "there are no routers for the model"),
-        ("benchmark MODEL --prompt LONG", "the text is too long for the model"),
         ("calibrate MODEL --output-dir FILE", "the output cannot be written"),
         ("calibrate no/such/model --output-dir OUT", "no base model at no/such/model"),
         ("calibrate MODEL --output-dir OUT --exit-layers 9", "exit layer out of range"),
@@ -96,10 +88,7 @@ def test_debug_logs_and_shows_the_traceback(tmp_path):
 
 @pytest.mark.parametrize("function", ["main.import_module", "demo.load"])
 def test_an_interrupt_ends_quietly(monkeypatch, capsys, function):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"tide_hf.cli.{function}", interrupt)
+    monkeypatch.setattr(f"tide_hf.cli.{function}", Mock(side_effect=KeyboardInterrupt))
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -144,30 +133,42 @@ def test_demo_prints_answers_and_table_and_the_figures_as_json(tiny_model_folder
     shown = ("abcabcabc", "hello", "full depth (4 layers)", "generate", "early_exit", "exit_threshold 0.9")
     assert [part for part in shown if part not in captured.err] == []
     record = json.loads(captured.out)
-    assert record["prompts"] == ["abcabcabc", "hello"]
-    assert record["dtype"] == "float32"
+    assert (record["prompts"], record["dtype"]) == (["abcabcabc", "hello"], "float32")
     assert [row["name"] for row in record["results"]] == ["generate", "self_speculative", "early_exit", "post_hoc"]
     assert record["results"][1]["num_equal"] == 2
-    assert all(len(prompt["seconds"]) == 1 for row in record["results"] for prompt in row["prompts"])
     # Standard error is not a terminal, so there are neither progress bars nor colours.
     assert not transformers_logging.is_progress_bar_enabled()
     assert "Measuring" not in captured.err
     assert "\x1b" not in captured.err
 
 
-def test_demo_runs_the_modes_that_can_run_or_one_at_a_threshold(tiny_model_folder, routers_folder, capsys):
+def test_demo_runs_the_modes_that_can_run_or_one_at_a_threshold(
+    tiny_model_folder, routers_folder, threads_restored, capsys
+):
     command = ["demo", str(tiny_model_folder), *QUICK]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "routers  none" in out
     assert "self_speculative" in out
     assert "post_hoc: " not in out
-    threads = torch.get_num_threads()
     options = ["--routers", str(routers_folder), "--mode", "early_exit", "--exit-threshold", "0", "--threads", "1"]
-    try:
-        assert main([*command, *options]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert main([*command, *options]) == 0
     out = capsys.readouterr().out
     assert [part for part in ("exit layer 2: 7", "exit_threshold 0;", "1 thread, device") if part not in out] == []
     assert "self_speculative" not in out
+
+
+@pytest.mark.parametrize(("load", "threads", "warned"), [(2.1, 2, 1), (2.0, 2, 0), (9.0, 1, 0), (None, 2, 0)])
+@pytest.mark.parametrize("line", ["generate no/model hello --device cpu", "benchmark MODEL --suite decode"])
+def test_a_load_above_the_number_of_cores_causes_a_warning(
+    monkeypatch, caplog, threads_restored, line, load, threads, warned
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("tide_hf.cli.benchmark.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    if load is None:  # as on Windows
+        monkeypatch.delattr("os.getloadavg")
+    else:
+        monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    main([*line.split(), "--threads", str(threads)])
+    assert ["load average is 2.1 on 2 cores" in message for message in caplog.messages] == [True] * warned

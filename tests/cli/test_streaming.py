@@ -15,12 +15,11 @@ from tide_hf.evaluation.benchmark import DecodingMethod, Run, timed_run
 
 
 def run_of(depths):
-    """A run whose tokens have these depths."""
     return Run(1.0, list(range(len(depths))), ExitStats("self_speculative", 4, per_token=[depths]))
 
 
-def terminal(**options):
-    return Console(file=io.StringIO(), force_terminal=True, **({"color_system": None, "width": 80} | options))
+def terminal(color_system=None, width=80, **options):
+    return Console(file=io.StringIO(), force_terminal=True, color_system=color_system, width=width, **options)
 
 
 def stream(tokens, tokenizer, console):
@@ -54,10 +53,8 @@ def test_control_characters_do_not_reach_a_terminal(tiny_tokenizer):
     text = "a\x1b[2Jb\x07\tc\n:smile: [red]d"
     tokens = tiny_tokenizer(text)["input_ids"]
     written = stream(tokens, tiny_tokenizer, terminal())
-    assert "\x1b[2J" not in written
-    assert "\x07" not in written
-    assert "\N{REPLACEMENT CHARACTER}[2Jb" in written
-    assert ":smile: [red]d" in written
+    assert [text for text in ("\x1b[2J", "\x07") if text in written] == []
+    assert [text for text in ("\N{REPLACEMENT CHARACTER}[2Jb", ":smile: [red]d") if text not in written] == []
     assert stream(tokens, tiny_tokenizer, Console(file=io.StringIO(), width=80)) == text + "\n"
 
 
@@ -69,11 +66,3 @@ def test_a_long_answer_scrolls_and_is_complete_in_the_end(tiny_tokenizer):
     assert capture.get().split("\n")[:5] == [f"line {number}" for number in range(25, 30)]
     last = stream(tiny_tokenizer(text)["input_ids"], tiny_tokenizer, console).rpartition("line 0\n")[2]
     assert [f"line {number}" in last for number in range(1, 30)] == [True] * 29
-
-
-def test_figures_leave_the_warm_up_out():
-    console, run = Console(file=io.StringIO(), width=160), run_of([4] * 8)
-    run.stats.engine, run.stats.warm_up_s = "compiled", 0.5
-    streaming.print_figures(run, console)
-    assert "self_speculative: 8 tokens, 16.0 tokens/s" in console.file.getvalue()
-    assert "; 0.5 s before that to warm up engine='compiled'" in console.file.getvalue()

@@ -9,7 +9,7 @@ from router_folders import edit_config
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import adapters, bench, disagreement, items, measuring, published, questions, runner
+from examples.benchmarks import adapters, disagreement, items, published, questions, runner
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, quality
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -60,44 +60,34 @@ def test_decode_compares_the_methods_that_can_run_and_names_the_others(run, monk
         names = [one["name"].split(",")[0].split(" ")[0] for one in results]
         assert names[:5] == ["generate", "prompt_lookup_num_tokens=10", "static", "softmax", "fixed"]
         assert names[5:] == ["self_speculative", "self_speculative", "assistant_early_exit=2"]
-    in_batch = [one["name"] for one in record["batches"]["2"]]
-    assert in_batch[-2:] == ["self_speculative, n-grams only", "self_speculative, heads only"]
-    assert all(len(prompt["seconds"]) == 3 for one in record["first_token"] for prompt in one["prompts"])
     tables = SUITES["decode"].tables(record)
     assert "| tide-inference 0.2.1 | not installed | - |" in tables["approximate"]
     assert "static skipping, 3 layers" in tables["approximate"]
-    assert "static skipping" not in tables["speed"]
     longest = list(record["prompt_lengths"])[1]  # cut to what the model has positions for
     assert 6 < int(longest) < 10**6
     assert tables["first_token"].startswith(f"| first token behind | 6 tokens | {longest} tokens |")
     assert "| generate | 1.00 | 1.00 |" in tables["first_token"]
     assert all(check.passed for check in SUITES["decode"].checks(record))
-    for fact in ("cpu", "commit", "dtype", "torch_threads", "versions", "prompts_sha256", "settings", "seconds"):
-        assert fact in record
+    assert record.keys() >= {"cpu", "commit", "dtype", "torch_threads", "versions", "prompts_sha256", "settings"}
 
 
 def test_decode_samples_at_the_temperature_of_the_config(run, monkeypatch, one_thread):
     compared, compare = [], decode.compare
-    monkeypatch.setattr(
-        decode, "compare", lambda methods, *args, **_: compared.extend(methods) or compare(methods, *args, **_)
-    )
+    monkeypatch.setattr(decode, "compare", lambda ways, *args, **_: compared.extend(ways) or compare(ways, *args, **_))
     settings = {"ways": ["generate", "self_speculative"], "slow_ways": [], "batches": [], "first_token": False}
     settings |= {"categories": ["chat"], "prompts": 1, "repeats": 2, "max_new_tokens": 6, "sampling_repeats": 0}
     plain, ours = run("decode", settings=settings | {"temperature": 0.7})["categories"]["chat"]
     assert ours["num_equal"] == len(plain["prompts"]) == 1
-    assert [one.name for one in compared] == ["generate", "self_speculative"]
     assert all((one.options["do_sample"], one.options["temperature"]) == (True, 0.7) for one in compared)
 
 
 def test_published_measures_what_the_paper_did(run, monkeypatch, one_thread):
     monkeypatch.setitem(sys.modules, "TIDE", None)
     record = run("published")
-    assert [one["num_layers"] for one in record["prefill_exits"]] == [4, 4]
     assert set(record["throughput"]["1"]["equal"]) == {"base model", "ours, early_exit", "ours, self_speculative"}
     assert [row["who"] for row in record["decode_exits"]] == ["base model", "ours", "ours"]
     assert record["decode_exits"][1]["exit_rate"] == 0.0  # a threshold of 1 is off, as published
     tables = SUITES["published"].tables(record)
-    assert "DeepSeek R1 Distill 8B" in tables["prefill_latency"]
     assert all("not installed" in tables[name] for name in ("prefill_exits", "throughput", "calibration"))
 
 
@@ -105,22 +95,18 @@ def test_the_published_code_runs_if_it_is_installed(run, tmp_path, one_thread):
     pytest.importorskip("TIDE")
     texts = [f"{number} times the tide came in, and {number} times it went out again; " * 2 for number in range(9)]
     (tmp_path / "texts.txt").write_text("\n\n".join(texts))
-    settings = TINY["published"] | {"max_length": 128}
-    record = run("published", "--text", tmp_path / "texts.txt", settings=settings)
+    record = run("published", "--text", tmp_path / "texts.txt", settings=TINY["published"] | {"max_length": 128})
     assert record["left_out"] == {}
     found = record["prefill_exits"][1]["published"]["0.5"]  # of the random model, with four layers
     assert found["behind_the_last_layer"] == pytest.approx(sum(found["by_position"].values()))
-    assert record["convergence"][1]["published_positions"] == [3]
 
 
 def test_quality_compares_exit_rules(run, one_thread):
     record = run("quality")
-    names = [row["name"].split(" ")[0] for row in record["rows"]]
-    assert names == ["base", "routers", "confidence", "fixed", "static"]
+    assert [row["name"].split(" ")[0] for row in record["rows"]] == ["base", "routers", "confidence", "fixed", "static"]
     assert record["rows"][0]["ratio"]["value"] == pytest.approx(1)
     assert (record["num_choices"], record["num_questions"]) == (5, 3)
-    table = SUITES["quality"].tables(record)["quality"]
-    assert len(table.splitlines()) == 2 + 5
+    assert SUITES["quality"].tables(record)["quality"].count("\n") == 1 + 5
 
 
 def test_overhead_measures_every_kind_of_scaling(run, one_thread):
@@ -137,21 +123,15 @@ def test_static_skipping_keeps_the_first_the_last_and_evenly_spaced_layers():
     assert adapters.kept_layers(8, 8) == list(range(8))
     model = random_llama(4, 64, 50)
     fewer = adapters.without_layers(model, 2)
-    assert [id(p) for p in fewer.model.layers[1].parameters()] == [id(p) for p in model.model.layers[3].parameters()]
+    assert fewer.model.layers[1].mlp.up_proj.weight is model.model.layers[3].mlp.up_proj.weight
     assert (fewer.config.num_hidden_layers, model.config.num_hidden_layers) == (2, 4)
     assert fewer.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
-
-
-def test_methods_that_need_routers_are_left_out_without_them():
-    made, left_out = adapters.make_methods(bench.Bench(random_llama(4, 64, 50), None, None), ["fixed", "generate"])
-    assert (list(made), left_out) == (["generate"], {"fixed": "no routers"})
 
 
 def test_questions_are_deterministic_and_enough():
     assert len({row["question"] for row in items.maths_questions(400)}) == 400
     assert items.maths_questions(5)[0] == items.maths_questions(400)[0]
     chosen = items.multiple_choice(1000)
-    assert len(chosen) >= 200
     assert chosen[:3] == items.multiple_choice(3)
     assert all(len(set(item.endings)) == 4 for item in chosen)
 
@@ -160,9 +140,7 @@ def test_questions_are_deterministic_and_enough():
     ("answer", "expected", "right"),
     [
         ("so 3 + 4 = 7. It is $1,070.50 then.", "1070.5", True),
-        ("It is -5", "5", False),
         ("It is \N{MINUS SIGN}5", "-5", True),
-        ("4--5", "-5", True),
         ("5%-10%", "10", True),
         ("no idea", "5", False),
     ],
@@ -177,10 +155,8 @@ def test_answers_and_their_depths_do_not_depend_on_the_batch(tiny_llama, tiny_to
     assert plain[1] == [4.0] * 3
     TIDEModelForCausalLM.attach(model, random_routers(model, [1]))
     options = {"max_new_tokens": 6, "tide_mode": "early_exit", "exit_threshold": 0.0}
-    alone, together = (
-        questions.answer_questions(model, tiny_tokenizer, asked, batch_size=size, **options) for size in (1, 3)
-    )
-    assert alone == together
+    alone = questions.answer_questions(model, tiny_tokenizer, asked, batch_size=1, **options)
+    assert alone == questions.answer_questions(model, tiny_tokenizer, asked, batch_size=3, **options)
     assert all(1 < depth < 4 for depth in alone[1])  # the prompt's pass, of which comes the first token, runs whole
 
 
@@ -194,21 +170,10 @@ def test_the_likeliest_ending_is_the_choice():
     assert quality.picked_right(scores, 2.0, chosen).tolist() == [False, False]
 
 
-def test_interleaved_runs_are_compared_in_pairs():
-    assert measuring.paired_speedups([2.0, 4.0], [1.0, 8.0]) == [2.0, 0.5]
-    assert measuring.spread(range(11)) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in "ab"}
-    seconds = measuring.interleaved(calls, 2, torch.device("cpu"))
-    assert order == list("ababab")
-    assert [len(found) for found in seconds.values()] == [2, 2]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "the config cannot be read"),
-        ("[]", "the config says what no suite knows: got list"),
         ('{"speed": {}}', "got speed"),
         ('{"decode": {"runs": 3}}', "got runs for decode"),
         ('{"decode": {"categories": ["songs"]}}', "no prompt has: got songs. Expected chat, maths"),

