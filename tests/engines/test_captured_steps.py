@@ -6,6 +6,7 @@ tokens are the base model's is in tests/behaviour/test_lossless.py.
 
 from functools import partial
 
+import pytest
 import torch
 from drafters import use_drafter, use_heads
 from on_steps import (
@@ -54,30 +55,20 @@ def test_steps_serve_all_lengths_that_fit_into_the_buffers(tiny_llama):
     assert first == second  # larger buffers launch no more kernels
 
 
-def test_the_compiled_step_is_captured(tiny_llama):
-    replays = []
+def no_compiler(_graph, _inputs):
+    raise RuntimeError("no compiler")
 
-    def watched(function, *args):
-        replays.append(function)
-        return as_it_is(function, *args)
 
-    attach_to = partial(attach, make_replay=watched, compile_graph=as_traced)
+@pytest.mark.parametrize("compile_graph", [as_traced, no_compiler])
+def test_a_step_is_captured_compiled_or_if_that_fails_uncompiled(tiny_llama, caplog, compile_graph):
+    caplog.set_level("INFO", logger="tide_hf")
+    attach_to = partial(attach, make_replay=as_it_is, compile_graph=compile_graph)
     steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(pads=2), attach_to, ("right",))
     assert steps.refused is None
-    assert len(replays) == steps.warm_up.num_made > 0
-    assert steps.compiler.graphs.num_compiled > 0
-
-
-def test_a_step_that_cannot_be_compiled_is_captured_uncompiled(tiny_llama, caplog):
-    def no_compiler(_graph, _inputs):
-        raise RuntimeError("no compiler")
-
-    caplog.set_level("INFO", logger="tide_hf")
-    attach_to = partial(attach, make_replay=as_it_is, compile_graph=no_compiler)
-    steps = check_drafts(tiny_llama(num_hidden_layers=LAYERS), prompts(), attach_to, ("right",))
-    assert steps.refused is None
     assert steps.replays > 0
-    assert "a step is captured uncompiled: no compiler" in caplog.text
+    is_compiled = compile_graph is as_traced
+    assert (steps.compiler.graphs.num_compiled > 0) == is_compiled
+    assert ("a step is captured uncompiled: no compiler" in caplog.text) != is_compiled
 
 
 def test_steps_follow_a_changed_model_and_are_released(tiny_llama):

@@ -12,7 +12,6 @@ from on_steps import LAYERS, OPTIONS, steps_of
 from on_steps import attach_compiled as attach
 from on_steps import prompts as short_prompts
 
-from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps import step_compiler
 from tide_hf.kernels.cpu.attention import MIN_QUERIES
@@ -81,17 +80,6 @@ def test_graphs_for_rows_and_lengths(tiny_llama, monkeypatch, shapes, counts, mo
     if most is not None:
         monkeypatch.setattr(step_compiler, "MAX_PREFILL_GRAPHS", most)
     assert check(tiny_llama(), [prompts(*shape) for shape in shapes])[1] == counts
-
-
-def test_compiled_by_inductor(tiny_llama):
-    model, batches = tiny_llama(num_hidden_layers=2), [prompts(9), prompts(14)]
-    expected = [model.generate(**batch, **ONE) for batch in batches]
-    TIDEModelForCausalLM.attach(model, engine="compiled", pack_weights=False)
-    for batch, tokens in zip(batches, expected, strict=True):
-        assert torch.equal(model.generate(**batch, **ONE), tokens)
-    prefill = steps_of(model).prompts
-    assert prefill.num_compiled == 2  # the layers, for the second prompt
-    assert not prefill.refused
 
 
 def test_weights_may_change_between_calls(tiny_llama):

@@ -26,10 +26,11 @@ from on_steps import (
     steps_of,
 )
 from on_steps import attach_compiled as attach
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.engines.steps import graphs, step_compiler
-from tide_hf.engines.steps.graphs import traced
+from tide_hf.engines.steps.graphs import OperationLog, compile_graph
 from tide_hf.engines.steps.step_compiler import StepCompiler
 
 
@@ -65,27 +66,22 @@ def test_a_head_drafts_on_after_tokens_of_another_source(tiny_llama):
     torch.testing.assert_close(scores, others, atol=1e-4, rtol=0)
 
 
-def test_layers_of_a_kind_are_traced_and_compiled_once(tiny_llama, monkeypatch):
-    compiled, times = [], []
-    for module in (graphs, step_compiler):
-        monkeypatch.setattr(
-            module, "traced", lambda *args, dynamic=False: times.append(dynamic) or traced(*args, dynamic=dynamic)
-        )
+def test_layers_of_a_kind_are_compiled_once(tiny_llama):
+    compiled = []
 
-    def compile_graph(graph, _inputs):
+    def as_traced(graph, _inputs):
         compiled.append(any(node.target is torch.ops.tide_hf.layer.default for node in graph.graph.nodes))
         return graph
 
     model = tiny_llama(num_hidden_layers=6)
     expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach(model, compile_graph=compile_graph)
+    steps = attach(model, compile_graph=as_traced)
     use_drafter(model, "right", new_tokens(expected), width=3)
     model.generate(**prompts(), **OPTIONS)
     widths = {size for _, kind, size in steps._steps}
     # A layer, and what is before and around layers; and a layer that reads the prompt.
     assert len(compiled) == 3 * len(widths) + 1
     assert compiled.count(True) == len(widths)
-    assert times.count(False) == 2 * len(widths)  # a layer, and what is around them all
     assert model.last_exit_stats.warm_up_s == steps.warm_up.seconds > 0
 
 
@@ -103,14 +99,18 @@ def test_layers_with_other_constants_or_shapes_share_no_graph(tiny_llama):
 def test_compiled_by_inductor(family):
     model = tiny_model(family, num_hidden_layers=2)
     routers = TIDERouters.for_model(model, exit_layers=[1], exit_strategy="linear")
-    expected = model.generate(**prompts(), **OPTIONS)
+    batches = [prompts(length=length) for length in (9, 14)]
+    expected = [model.generate(**batch, **OPTIONS) for batch in batches]
     TIDEModelForCausalLM.attach(model, routers, engine="compiled", pack_weights=True)
     use_heads(model, 1)
-    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert model.last_exit_stats.drafted > 0
+    for batch, tokens in zip(batches, expected, strict=True):
+        assert torch.equal(model.generate(**batch, **OPTIONS), tokens)
+        assert model.last_exit_stats.drafted > 0
     steps = steps_of(model)
     assert steps.refused is None
     assert steps.replays > 0
+    assert steps.prompts.num_compiled == 2  # the layers, for the second prompt
+    assert not steps.prompts.refused
 
 
 @pytest.mark.parametrize("reason", ["asks for a value", "leaves out a layer"])
@@ -180,3 +180,38 @@ def test_grouped_query_heads_attend_without_copies_of_kv(tiny_llama, attach_to):
     assert heads.found == {model.config.num_key_value_heads}
     configs = model.config, routers.block.head.layer.self_attn.config
     assert {config._attn_implementation for config in configs} == {"sdpa"}
+
+
+def test_logs_are_equal_for_functions_that_compute_the_same():
+    one, other = torch.rand(3), torch.rand(3)
+
+    def key(function, *inputs):
+        with OperationLog(list(inputs)) as log:
+            function(*inputs)
+        return log.key
+
+    assert key(lambda x: x + one, other) == key(lambda x: x + other, one)
+    expected = key(lambda x: x * 2.0 + one, other)
+    for function in (
+        lambda x: x * 2.5 + one,
+        lambda x: x * 2.0 + x,
+        lambda x: x * 2.0 - one,
+        lambda x: x * 2.0 + one[:1],
+        lambda x: x * 2.0 + one.double(),
+        lambda x: one * 2.0 + x,
+    ):
+        assert key(function, other) != expected
+
+
+def test_compiled_graphs_are_for_one_shape_and_found_on_disk():
+    inputs = [torch.randn(3, 517)]
+    graph = make_fx(lambda tensor: (tensor.sin() + 1).cos(), tracing_mode="fake")(*inputs)
+    torch._dynamo.utils.counters.clear()
+    first, (code,) = run_and_get_code(lambda: compile_graph(copy.deepcopy(graph), inputs)(*inputs))
+    second = compile_graph(copy.deepcopy(graph), inputs)(*inputs)
+    torch.testing.assert_close([first, second], [graph(*inputs)] * 2)
+    assert "empty_strided_cpu((3, 517)" in code
+    assert ".size()" not in code
+    counted = torch._dynamo.utils.counters["inductor"]
+    assert counted["fxgraph_cache_bypass"] == 0
+    assert counted["fxgraph_cache_hit"] >= 1

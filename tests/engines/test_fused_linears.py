@@ -11,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import linear_gate
 from tide_hf.engines.steps.fused_linears import FUSED, LINEAR, call_kernels, fuse_linears
-from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.cpp_kernels import load_op
 from tide_hf.kernels.cpu.weight_layouts import (
     MAX_QUANTIZED_ROWS,
@@ -74,17 +73,6 @@ def test_changed_weights_are_fused_again(tiny_llama, change):
     after = model.generate(**prompts(), **OPTIONS)
     assert not torch.equal(after, before)
     assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS))
-
-
-def test_release_frees_the_fused_copy(tiny_llama):
-    model = tiny_llama(num_hidden_layers=LAYERS)
-    attach_packed(model)
-    model.generate(**prompts(), **OPTIONS)
-    weights = [getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qkv"]
-    key = weight_layouts._key_of(weights, PrepackedWeight)
-    assert weight_layouts._known[key].is_of(*weights)
-    model.tide_release()
-    assert key not in weight_layouts._known
 
 
 @pytest.mark.parametrize("may_copy", [True, False])

@@ -47,23 +47,13 @@ def test_answers_prepare_no_steps_after_it(attach, tiny_llama):
     assert steps.replays > 0
 
 
-def test_prefill_is_compiled_for_prompts_of_all_lengths(tiny_llama):
+@pytest.mark.parametrize(
+    ("lengths", "passes"), [((30,), 1), ((200,), 1), ((100, 99, 20, 20, 50), 3), ((100, 99, 98, 97, 96), 1)]
+)
+def test_prefill_is_compiled_for_prompts_and_for_batches_in_one_pass_and_in_groups(tiny_llama, lengths, passes):
     model = tiny_llama()
     steps = attach_compiled(model)
-    model.tide_warm_up(max_length=1024)
-    read = steps.prompts.num_compiled
-    before = steps.warm_up.num_made
-    for length in (4, 30, 200):
-        model.generate(**prompts(1, length=length), **OPTIONS)
-    assert steps.prompts.num_compiled > read
-    assert steps.warm_up.num_made == before
-
-
-@pytest.mark.parametrize(("lengths", "passes"), [((100, 99, 20, 20, 50), 3), ((100, 99, 98, 97, 96), 1)])
-def test_prefill_is_compiled_for_batches_in_one_pass_and_in_groups(tiny_llama, lengths, passes):
-    model = tiny_llama()
-    steps = attach_compiled(model)
-    model.tide_warm_up(5)
+    model.tide_warm_up(len(lengths), max_length=1024)
     assert steps.refused is None
     read, before = steps.prompts.num_compiled, steps.warm_up.num_made
     model.generate(**left_padded([[token] * length for token, length in enumerate(lengths, start=5)]), **OPTIONS)
@@ -150,19 +140,17 @@ def test_the_progress_line_counts_and_ends_with_the_outer_call(terminal):
     assert terminal.getvalue() == shown
 
 
-def test_a_line_that_is_due_is_drawn_at_once_and_ends_with_an_error(terminal):
-    warm_up = WarmUp("Compiling kernels", "kernels")
-    with pytest.raises(KeyError, match="Compiling kernels: 0 kernels"), warm_up.shown(is_due=True):
-        raise KeyError(terminal.getvalue())
-    assert terminal.getvalue().endswith("\n")
-
-
-@pytest.mark.parametrize("reason", ["no terminal", "disabled"])
-def test_the_line_is_drawn_only_on_a_terminal_and_unless_disabled(terminal, monkeypatch, reason):
-    if reason == "no terminal":
-        terminal.isatty = lambda: False
-    else:
-        monkeypatch.setattr(logging, "_tqdm_active", False)
-    with WarmUp("Capturing steps", "steps").shown(is_due=True):
-        pass
-    assert terminal.getvalue() == ""
+@pytest.mark.parametrize(
+    ("is_terminal", "is_enabled", "line"),
+    [(True, True, "\rCompiling kernels: 0 kernels"), (False, True, ""), (True, False, "")],
+)
+def test_a_line_that_is_due_is_drawn_at_once_on_a_terminal_unless_disabled(
+    terminal, monkeypatch, is_terminal, is_enabled, line
+):
+    terminal.isatty = lambda: is_terminal
+    monkeypatch.setattr(logging, "_tqdm_active", is_enabled)
+    with pytest.raises(KeyError), WarmUp("Compiling kernels", "kernels").shown(is_due=True):
+        raise KeyError(shown := terminal.getvalue())
+    assert shown.startswith(line)
+    assert terminal.getvalue().endswith("\n") == bool(line)
+    assert bool(shown) == bool(line)

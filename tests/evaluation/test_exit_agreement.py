@@ -20,7 +20,7 @@ def metric(tmp_path_factory):
     return evaluate.load(EXIT_AGREEMENT, cache_dir=str(tmp_path_factory.mktemp("evaluate")))
 
 
-def test_agreement_by_hand(metric):
+def test_agreement_and_depth_by_hand(metric):
     found = metric.compute(predictions=PREDICTIONS, references=REFERENCES)
     assert found["agreement"] == pytest.approx(5 / 6)
     assert found["agreement_interval"] == list(clopper_pearson(5, 6, 0.95))
@@ -32,9 +32,6 @@ def test_agreement_by_hand(metric):
     assert found["same_start"] == pytest.approx((2 / 4 + 1) / 2)
     assert (found["num_answers"], found["num_tokens"]) == (2, 6)
     assert "depth_fraction" not in found
-
-
-def test_depth_by_hand_of_answers_that_are_added_one_by_one(metric):
     for prediction, reference in zip(PREDICTIONS, REFERENCES, strict=True):
         metric.add(prediction=prediction, reference=reference)
     found = metric.compute(exit_layers=LAYERS, num_layers=8, confidence=0.8)

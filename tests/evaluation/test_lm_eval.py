@@ -14,7 +14,7 @@ from tide_hf.evaluation import exit_logits
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tide_hf.evaluation.lm_eval.model import TIDELM, RowStops  # noqa: E402
+from tide_hf.evaluation.lm_eval.model import TIDELM  # noqa: E402
 
 ROWS = [{"question": f"{n} plus {n} is", "choices": ["even", "odd", "or"], "answer": n % 2} for n in range(6)]
 TASKS = {
@@ -153,14 +153,6 @@ def test_likelihoods_need_recompute_and_exits_need_routers(places, tiny_llama, t
     evaluate(places, "tide_hf", ["write"], routers=routers, tide_mode="early_exit")
     with pytest.raises(UnsupportedOptionError, match="tide_mode='post_hoc' needs routers"):
         TIDELM(tiny_llama(), tide_mode="post_hoc", tokenizer=tiny_tokenizer)
-
-
-def test_a_row_stops_by_itself(tiny_tokenizer):
-    stops = RowStops(tiny_tokenizer, ["Q", "\n\n"], start=2)
-    rows = [tiny_tokenizer(text)["input_ids"] for text in ("Q:abQ", "Q:abc", "ab\n\nc", "ab\nc\n")]
-    assert stops(torch.tensor(rows), None).tolist() == [True, False, True, False]
-    assert stops(torch.tensor(rows[:1])[:, :4], None).tolist() == [False]
-    assert not RowStops(tiny_tokenizer, [], start=2)(torch.tensor(rows), None).any()
 
 
 def test_without_lm_eval_the_error_says_what_to_install(monkeypatch):

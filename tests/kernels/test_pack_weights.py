@@ -1,7 +1,6 @@
 """The option pack_weights: which of a model's weights are packed, and when."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.depth import linear_gate
-from tide_hf.depth.linear_gate import LinearGate, linear_gates
+from tide_hf.depth.linear_gate import linear_gates
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 PROMPT = torch.arange(8)[None]
@@ -43,24 +42,6 @@ def test_the_block_head_and_the_draft_vocabulary_are_packed(tiny_llama):
     assert not any(linear.forward.converted for linear in linears[:-1])
     TIDEModelForCausalLM.detach(model)
     assert not any("forward" in linear.__dict__ for linear in linears[:-1])
-
-
-@pytest.mark.parametrize("tide_mode", ["self_speculative", "early_exit"])
-def test_a_layer_chooses_once_a_call_for_each_number_of_rows(tiny_llama, monkeypatch, tide_mode):
-    asked, prepare = Counter(), LinearGate.prepare
-
-    def counting(gate, rows, layouts):
-        asked[gate, rows] += 1
-        return prepare(gate, rows, layouts)
-
-    monkeypatch.setattr(LinearGate, "prepare", counting)
-    model = tiny_llama()
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
-    for _ in range(2):
-        model.generate(PROMPT, tide_mode=tide_mode, **OPTIONS)
-        assert {gate for gate, _ in asked} >= set(linear_gates(model._tide.structure))
-        assert set(asked.values()) == {1}
-        asked.clear()  # weights may be others in the next call
 
 
 def test_auto_packs_nothing_where_memory_is_short(tiny_llama, monkeypatch):

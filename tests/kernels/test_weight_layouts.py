@@ -60,9 +60,8 @@ def test_threads_share_the_rows_of_all_weights(threads):
     torch.testing.assert_close(expected, functional.linear(state, torch.cat(weights)), atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [3, 150])
-def test_plain_weights_need_no_aligned_address(rows):
-    weight, state = torch.randn(64 * 33 + 3)[3:].view(64, 33), torch.randn(rows, 2, 33)
+def test_plain_weights_are_not_copied_and_need_no_aligned_address():
+    weight, state = torch.randn(64 * 33 + 3)[3:].view(64, 33), torch.randn(150, 2, 33)
     layout = PlainWeight(weight)
     torch.testing.assert_close(layout.apply(state, None), functional.linear(state, weight), atol=1e-4, rtol=1e-5)
     assert layout._plain[0].data_ptr() == weight.data_ptr()
@@ -94,23 +93,6 @@ def test_weights_at_one_address_are_told_apart(layout, part):
         torch.testing.assert_close(found, functional.linear(state, one), atol=1e-4, rtol=1e-5)
     del converted
     assert weight_layouts._key_of([weight], layout) not in weight_layouts._known
-
-
-@needs_onednn
-def test_the_fastest_layout_is_measured_once_for_each_number_of_rows(monkeypatch):
-    measured, measure = [], weight_layouts._measure
-    monkeypatch.setattr(weight_layouts, "_measured", {})
-    monkeypatch.setattr(weight_layouts, "_measure", lambda *given: measured.append(given) or measure(*given))
-
-    def choose(dtype, *numbers):
-        measured.clear()
-        chosen = {fastest_layout(dtype, rows, WEIGHT_LAYOUTS) for rows in numbers}
-        assert chosen <= {None, *WEIGHT_LAYOUTS}
-        return {rows for _, _, rows in measured}
-
-    assert choose(torch.float32, 0, 1, 3) == {1, 2}
-    assert choose(torch.float32, 2, 3, 15) == {8}
-    assert choose(torch.float64, 4) == set()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-from axes import Axes
 from families import tiny_model
 from huggingface_hub import ModelCard
 from records import ROW, made_up_record, record
@@ -12,7 +11,7 @@ from repository import SHIPPED
 
 from tide_hf import TIDERouters
 from tide_hf.common.errors import ConfigurationError, MissingPackageError
-from tide_hf.routers.card import PLOTS, save_plots, write_model_card
+from tide_hf.routers.card import save_plots, write_model_card
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +137,3 @@ def test_an_older_record_gives_the_plots_that_it_can(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=r"got no matplotlib\. Expected .*pip install tide-hf\[plots\]"):
         save_plots(record, tmp_path / "plots")
-
-
-def test_what_the_plots_show():
-    record = made_up_record()
-    drawn = {name: Axes() for name in PLOTS}
-    for name, (draw, _) in PLOTS.items():
-        draw(drawn[name], record)
-    layers = record["exit_layers"]
-    labels, heights = drawn["exit_depth"].drawn("bar")[0]
-    assert labels == ["4", "12", "none"]
-    assert sum(heights) == pytest.approx(100)
-    assert drawn["agreement"].drawn("plot") == [([4, 12], [100 * layers[n]["agreement"] for n in ("4", "12")])]
-    curve, *_ = drawn["reliability"].drawn("plot")
-    assert list(zip(*curve, strict=True)) == [(score, share) for score, share, _ in layers["4"]["reliability"]]
-    _, others = drawn["risk"].drawn("plot")
-    assert others[1] == [100 * row["disagreement"] for row in record["threshold"]["table"] if not row["certified"]]
