@@ -1,6 +1,5 @@
 """``tide-hf completion``: the script works in the shell that it is for."""
 
-import shutil
 import subprocess
 import sys
 
@@ -20,7 +19,6 @@ COMPLETE = (
     ("words", "expected"),
     [
         (["tide-hf", "chat", "--max"], ["--max-new-tokens"]),
-        (["tide-hf", "benchmark", "--mode", ""], ["all", "self_speculative", "early_exit", "post_hoc"]),
         (["tide-hf", "generate", "--prompt-file", "que"], ["questions.txt"]),
     ],
 )
@@ -34,12 +32,6 @@ def test_bash_completes(tmp_path, capsys, words, expected):
     assert [line.strip() for line in done.stdout.splitlines()] == expected
 
 
-def test_zsh_reads_the_script_and_a_missing_shtab_is_named(capsys, monkeypatch, refused):
-    pytest.importorskip("shtab")
-    assert main(["completion", "zsh"]) == 0
-    script = capsys.readouterr().out
-    assert script.startswith("#compdef tide-hf")
-    if shutil.which("zsh"):
-        subprocess.run(["zsh", "-n", "/dev/stdin"], input=script, text=True, check=True)
+def test_a_missing_shtab_is_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "shtab", None)
     refused(["completion", "bash"], "pip install tide-hf[completion]")

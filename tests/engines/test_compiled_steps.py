@@ -13,7 +13,6 @@ import torch
 from block_heads import routers_for
 from drafters import ScriptedDrafter, use_drafter, use_heads
 from families import VOCAB, tiny_model
-from key_heads import KeyHeads
 from on_steps import (
     LAYERS,
     NEW,
@@ -26,6 +25,7 @@ from on_steps import (
     steps_of,
 )
 from on_steps import attach_compiled as attach
+from recorded import KeyHeads
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 

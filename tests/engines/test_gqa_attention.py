@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from families import SDPA, VOCAB, tiny_model
-from key_heads import KeyHeads
+from recorded import KeyHeads
 
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.gqa_attention import NAME, gqa_attention

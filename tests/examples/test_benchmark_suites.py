@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from router_folders import edit_config
+from hub_repositories import edit_config
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
+from hub_repositories import OPTIONS, PROMPT, edit_config, plain_answer
 from loopback_hub import TOKEN
-from plain_calls import OPTIONS, PROMPT, plain_answer
 from repository import ROOT
-from router_folders import edit_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tide_hf import TIDEModelForCausalLM

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hub_repositories import OPTIONS, PROMPT, plain_answer
 from huggingface_hub import ModelCard
 from loopback_hub import TOKEN
-from plain_calls import OPTIONS, PROMPT, plain_answer
 from repository import ROOT, SNIPPETS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from hub_repositories import edit_config
 from loopback_hub import TOKEN
-from router_folders import edit_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters

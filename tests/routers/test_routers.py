@@ -8,7 +8,7 @@ import pytest
 import torch
 from block_heads import routers_for
 from families import tiny_model
-from router_folders import edit_config
+from hub_repositories import edit_config
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 

@@ -46,9 +46,7 @@ class HeadDrafter:
     On engines whose draft tokens the host does not read, none is read before it is verified.
     """
 
-    def __init__(
-        self, prompts: list[list[int]], engine, exit_layer: int | Sequence[int], width: int, every: int = 1
-    ) -> None:
+    def __init__(self, prompts, engine, exit_layer: int | Sequence[int], width: int, every: int = 1) -> None:
         self.engine, self.width, self.every, self.rounds = engine, width, every, 0
         self.exit_layers = [exit_layer] if isinstance(exit_layer, int) else exit_layer
         self.texts = [list(prompt) for prompt in prompts]

@@ -5,8 +5,6 @@ from families import tiny_model
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 
 MODES = ("self_speculative", "early_exit", "post_hoc")
-
-
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
 

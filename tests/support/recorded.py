@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on the CPU: a function's operations run again on the same tensors, without its Python."""
+"""Operations noted as they run. Recorded, they run again without their Python: what a CUDA graph does, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from torch.utils._pytree import tree_leaves
 from tide_hf.engines.steps.capture import HostReads, Replay, restorer
 
 COPIES = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Recording(TorchDispatchMode):
-    """Notes operations, what they were called with and what they returned.
-
-    Attributes:
-        copies_from_host: Whether a tensor was made of numbers that the host had: CUDA refuses to capture the copy.
-    """
+    """Notes operations, what they were called with and what they returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple] = []
         self.found: Any = None
-        self.copies_from_host = False
+        self.copies_from_host = False  # of numbers, into a tensor: CUDA refuses to capture the copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -96,3 +93,17 @@ def _writes_new(func: Any) -> bool:
 
 def _is_view(func: Any) -> bool:
     return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+
+
+class KeyHeads(TorchDispatchMode):
+    """Notes how many heads of K attention under a mask is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_masked = func.overloadpacket is KERNEL and kwargs.get("attn_mask") is not None
+        if is_masked or func.name().startswith(("tide_hf::attend_filled", "tide_hf::decode_attention")):
+            self.found.add(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
