@@ -158,7 +158,7 @@ class Pipeline:
     def _fit_each_layer(
         self, description: str, kind: str, fit: Callable[[int], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Fit the `"head"` or `"router"` of each exit layer, one unit each; return what `fit` tells, by layer."""
+        """Fit the `"head"` or `"router"` of each exit layer, one unit each; return the results of `fit` by layer."""
         parts = {layer: getattr(self.routers[layer], kind) for layer in self.routers.exit_layers}
         layers, names = list(parts), [f"{kind}s/{layer:04d}" for layer in parts]
 

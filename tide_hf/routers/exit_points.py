@@ -32,7 +32,7 @@ class ExitRouter(nn.Module):
 
 
 class ExitHead(nn.Module):
-    """Maps an early hidden state to one for the base model's final norm and output head.
+    """Maps the hidden state at an exit layer to one for the base model's final norm and output head.
 
     `"identity"` returns it unchanged (the published system). `"linear"` is `h + A h + b`, with A of full rank
     (`rank=None`) or of rank r (as in Tuned Lens, arXiv 2303.08112).
