@@ -106,9 +106,7 @@ class TIDEGenerationMixin:
     def _tide_speculate(self, call: Call, engine_name: str, make_drafter: DrafterFactory) -> tuple[Any, ExitStats]:
         """Decode in `self_speculative`."""
         attachment = self._tide
-        is_returned = cache_is_returned(call.generation_config, call.model_kwargs[CACHE])
-        engine = attachment.engines[engine_name].engine(self, attachment, call)
-        decoder = _decoder_of(self, call, engine, is_returned)
+        decoder = _decoder_of(self, call, attachment.engines[engine_name].engine(self, attachment, call))
         with attachment.running(engine_name):
             prompts = call.input_ids.tolist()
             result = decoder.decode(lambda own: make_drafter(attachment, prompts, own))
@@ -222,16 +220,17 @@ def _new_attached(base_class: type) -> Any:
     return object.__new__(attached_class(base_class))
 
 
-def _decoder_of(model: Any, call: Call, engine: Engine, cache_is_returned: bool) -> SpeculativeDecoder:
+def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
     """Compose the decoder of one `self_speculative` call."""
     structure, config = model._tide.structure, model.config.get_text_config()
     stay_level = counts_slots(config, call.generation_config.max_length)
-    rule = AcceptanceRule(call, ranks_of(model), cache_is_returned, stay_level)
+    padding_is_returned = cache_is_returned(call.generation_config, call.model_kwargs[CACHE])
+    rule = AcceptanceRule(call, ranks_of(model), padding_is_returned, stay_level)
     # Rows that are stopped leave the batch, unless nothing pads them, their padding is returned, others need them (also
     # for their length, which rotary embeddings may depend on), or the rows have adapters of their own.
     drops_stopped = not (
         not rule.stopping.pads
-        or cache_is_returned
+        or padding_is_returned
         or rule.together
         or "longrope" in rope_limits(config)
         or has_adapters_by_row(model, structure)

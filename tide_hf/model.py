@@ -1,4 +1,4 @@
-"""``TIDEModelForCausalLM``: load a base model with TIDE, attach to one at hand, detach again."""
+"""``TIDEModelForCausalLM``: load a base model with TIDE, attach TIDE to a loaded one, detach it again."""
 
 from __future__ import annotations
 

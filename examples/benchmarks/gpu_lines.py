@@ -245,4 +245,4 @@ def _steps(bench: Bench) -> dict[str, Any]:
     steps = bench.model._tide.engines["compiled"].steps[bench.model.device.type]
     refused = [steps.refused] if steps.refused else []
     made = steps.warm_up
-    return {"steps": made.num_made, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}
+    return {"steps": made.num_prepared, "capture_s": made.seconds, "bytes": made.bytes, "refused": refused}

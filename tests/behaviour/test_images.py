@@ -63,9 +63,9 @@ def test_calls_with_and_without_images_share_steps(engine):
     expected = [model.generate(**batch, **OPTIONS) for batch in (inputs, text)]
     steps = ATTACH[engine](model)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected[0])
-    made = steps.warm_up.num_made
+    made = steps.warm_up.num_prepared
     assert torch.equal(model.generate(**text, **OPTIONS), expected[1])
-    assert steps.warm_up.num_made == made > 0
+    assert steps.warm_up.num_prepared == made > 0
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])

@@ -145,7 +145,7 @@ def check_engine(stats, case, steps, replays_before):
         if case.engine == "compiled":
             assert not steps.prompts.refused
         else:  # replays did not run the step's Python code
-            assert steps.make_replay.function_calls == steps.warm_up.num_made
+            assert steps.make_replay.function_calls == steps.warm_up.num_prepared
 
 
 def check_heads(case):

@@ -99,12 +99,12 @@ def test_steps_survive_eager_calls_and_are_released(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
     steps = attach_with("linear", model, 3)
     model.generate(**prompts(), **OPTIONS)
-    made, weights = steps.warm_up.num_made, [model.model.layers[0].mlp.up_proj.weight]
+    made, weights = steps.warm_up.num_prepared, [model.model.layers[0].mlp.up_proj.weight]
     key = weight_layouts._key_of(weights, QuantizedWeight)
     assert any(set(key) <= set(known) for known in weight_layouts._known)
     model.generate(**prompts(), **OPTIONS, tide_engine="eager")
     model.generate(**prompts(), **OPTIONS)
-    assert steps.warm_up.num_made == made
+    assert steps.warm_up.num_prepared == made
     model.tide_release()
     assert not any(gate.converted for gate in linear_gates(model._tide.structure))
     assert not any(set(key) <= set(known) for known in weight_layouts._known)

@@ -37,7 +37,7 @@ def test_a_round_reads_once_and_a_draft_step_never(tiny_llama, monkeypatch):
     assert steps.replays == stats.rounds + stats.drafted
     assert stats.layers_executed == LAYERS + LAYERS * stats.rounds + stats.drafted
     kinds = [kind for kind, _ in recorded]  # costs leave out the passes that make steps ready
-    assert steps.warm_up.num_made >= 2
+    assert steps.warm_up.num_prepared >= 2
     assert 0 < kinds.count("draft") < stats.rounds
     assert kinds.count("verify") < stats.rounds
 
@@ -48,9 +48,9 @@ def test_steps_serve_all_lengths_that_fit_into_the_buffers(tiny_llama):
     use_drafter(model, "wrong", [[0] * NEW], width=0)
     for length in (4, 90):
         model.generate(torch.arange(3, 3 + length)[None], **OPTIONS)
-    assert steps.warm_up.num_made == 1
+    assert steps.warm_up.num_prepared == 1
     model.generate(torch.arange(3, 253)[None], **OPTIONS)
-    assert steps.warm_up.num_made == 2
+    assert steps.warm_up.num_prepared == 2
     first, second = (recording.launches for recording in steps.make_replay.recordings)
     assert first == second  # larger buffers launch no more kernels
 
@@ -81,9 +81,9 @@ def test_steps_follow_a_changed_model_and_are_released(tiny_llama):
     model.generate(**prompts(), **OPTIONS)
     with torch.no_grad():
         model.lm_head.weight.neg_()  # in place: graphs read the weights where they are
-    before = steps.warm_up.num_made
+    before = steps.warm_up.num_prepared
     changed = model.generate(**prompts(), **OPTIONS)
-    assert steps.warm_up.num_made == before
+    assert steps.warm_up.num_prepared == before
     model.tide_release()
     assert not steps._buffers
     assert torch.equal(model.generate(**prompts(), **OPTIONS), changed)

@@ -147,13 +147,13 @@ def test_copies_and_released_models_compile_again(tiny_llama):
     model.generate(**prompts(), **OPTIONS)
     other = copy.deepcopy(model)
     assert steps_of(other) is not steps
-    assert steps_of(other).warm_up.num_made == 0
-    assert pickle.loads(pickle.dumps(steps)).warm_up.num_made == 0
+    assert steps_of(other).warm_up.num_prepared == 0
+    assert pickle.loads(pickle.dumps(steps)).warm_up.num_prepared == 0
     assert torch.equal(other.generate(**prompts(), **OPTIONS), expected)
-    made = steps.warm_up.num_made
+    made = steps.warm_up.num_prepared
     model.tide_release()
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert steps.warm_up.num_made == 2 * made
+    assert steps.warm_up.num_prepared == 2 * made
 
 
 def test_inference_mode_and_other_calls_share_steps(tiny_llama):
@@ -163,9 +163,9 @@ def test_inference_mode_and_other_calls_share_steps(tiny_llama):
     use_heads(model, 3)
     with torch.inference_mode():
         assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    made = steps.warm_up.num_made
+    made = steps.warm_up.num_prepared
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
-    assert steps.warm_up.num_made == made > 0
+    assert steps.warm_up.num_prepared == made > 0
     assert steps.refused is None
 
 

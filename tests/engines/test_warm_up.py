@@ -39,10 +39,10 @@ def test_answers_prepare_no_steps_after_it(attach, tiny_llama):
     made = {(buffers.rows, kind, size) for buffers, kind, size in steps._steps}
     verify = {("verify", width) for width in WIDTHS}
     assert made == {(rows, *step) for rows in (1, 2, 4) for step in (*verify, ("draft", 1))}
-    before = steps.warm_up.num_made
+    before = steps.warm_up.num_prepared
     for batch, answer in zip(batches, expected, strict=True):
         assert torch.equal(model.generate(**batch, **options), answer)
-    assert steps.warm_up.num_made == before
+    assert steps.warm_up.num_prepared == before
     assert model.last_exit_stats.warm_up_s == 0.0
     assert steps.replays > 0
 
@@ -55,10 +55,10 @@ def test_prefill_is_compiled_for_prompts_and_for_batches_in_one_pass_and_in_grou
     steps = attach_compiled(model)
     model.tide_warm_up(len(lengths), max_length=1024)
     assert steps.refused is None
-    read, before = steps.prompts.num_compiled, steps.warm_up.num_made
+    read, before = steps.prompts.num_compiled, steps.warm_up.num_prepared
     model.generate(**left_padded([[token] * length for token, length in enumerate(lengths, start=5)]), **OPTIONS)
     assert steps.prompts.num_compiled == read + passes * 4
-    assert steps.warm_up.num_made == before
+    assert steps.warm_up.num_prepared == before
 
 
 @pytest.mark.parametrize(

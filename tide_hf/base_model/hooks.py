@@ -9,11 +9,11 @@ from typing import Any
 from .structure import DecoderStructure
 
 
-def hook_layers(structure: DecoderStructure, exit_layers: Iterable[int], keep: Callable[[int, Any], None]) -> ExitStack:
-    """Call `keep(exit_layer, output)` whenever one of these layers has run, until the returned stack is closed."""
+def hook_layers(structure: DecoderStructure, exit_layers: Iterable[int], call: Callable[[int, Any], None]) -> ExitStack:
+    """Call `call(exit_layer, output)` whenever one of these layers has run, until the returned stack is closed."""
     hooks = ExitStack()
     for exit_layer in exit_layers:
         layer = structure.layers[exit_layer - 1]
-        handle = layer.register_forward_hook(lambda _module, _args, output, number=exit_layer: keep(number, output))
+        handle = layer.register_forward_hook(lambda _module, _args, output, number=exit_layer: call(number, output))
         hooks.enter_context(handle)
     return hooks

@@ -93,7 +93,7 @@ def calibrate(
             hidden state is close to the final one (the published rule); `"kl"`, the exit head's distribution is close
             to the full model's. The threshold is always certified on agreement.
         exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
-            drafts from one layer and the previous final state (see [`block_head.BlockHead`]), which takes longer.
+            drafts from a layer's state and the last hidden state before (see [`block_head.BlockHead`]); takes longer.
         exit_layers: Numbers of executed layers after which a token may exit; by default every fourth is tried and the
             useful ones are kept (see [`threshold.useful_exit_layers`]).
         start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further

@@ -126,10 +126,7 @@ def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, 
 
 
 def tolerance_rows(decisions: Decisions, confidence: float) -> list[dict[str, Any]]:
-    """What each of `TOLERANCES` buys at `confidence`, each promise by itself.
-
-    Threshold, disagreement and interval are `None` where no threshold could be certified.
-    """
+    """Threshold and exits for each of `TOLERANCES`, each certified by itself; `None` where that was not possible."""
     rows = []
     for tolerance in TOLERANCES:
         choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)

@@ -32,10 +32,15 @@ def check_share(name: str, value: object, *, usual: float) -> None:
         raise _invalid(name, value, "a number between 0 and 1", usual)
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is a positive integer, and not a bool."""
+    return type(value) is int and value >= 1
+
+
 def check_counts(**counts: object) -> None:
     """Refuse counts that are not positive integers."""
     for name, value in counts.items():
-        if type(value) is not int or value < 1:
+        if not is_count(value):
             raise _invalid(name, value, "a whole number of at least 1", 60)
 
 

@@ -16,7 +16,6 @@ class TIDEError(Exception):
 
     Attributes:
         problem: The problem with what was found, without the rest of the message.
-        got: As given.
     """
 
     def __init__(self, problem: str, *, got: object = None, expected: str | None = None, do: str | None = None) -> None:

@@ -58,9 +58,9 @@ class RowMap:
         """Map one value per row to one per sequence."""
         return [found[row] for row in self.own]
 
-    def keep(self, going: Sequence[int]) -> None:
-        """Keep these sequences alone."""
-        self.own = [self.own[number] for number in going]
+    def select(self, sequences: Sequence[int]) -> None:
+        """Drop all other sequences."""
+        self.own = [self.own[number] for number in sequences]
 
 
 class StaticEngine:
@@ -93,7 +93,7 @@ class StaticEngine:
         self._drafted: list[list[int]] = []
         self._logits: Any = None
         self._results: list[list[int]] | None = None
-        self._made_before = 0  # number of steps prepared before this round
+        self._prepared_before = 0  # number of steps prepared before this round
 
     @property
     def layers_executed(self) -> int:
@@ -175,7 +175,7 @@ class StaticEngine:
         buffers.load(cache, length, mask, eager.block.prev_hidden_state if eager.block is not None else None)
         self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
-        self._made_before = self.steps.warm_up.num_made
+        self._prepared_before = self.steps.warm_up.num_prepared
         return self
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
@@ -248,14 +248,14 @@ class StaticEngine:
         milliseconds = self._without_drafts((perf_counter() - self._started) * 1000)
         if self._is_warm:
             self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
-        self._made_before = self.steps.warm_up.num_made
+        self._prepared_before = self.steps.warm_up.num_prepared
 
     def select(self, rows: list[int]) -> None:
         """Drop finished sequences: move to smaller buffers if there are some, else ignore their rows."""
         if self._buffers is None:
             self.eager.select(rows)
             return
-        self._rows.keep(rows)
+        self._rows.select(rows)
         self.last_tokens = [self.last_tokens[row] for row in rows]
         self._positions = [self._positions[row] for row in rows]
         self._added = [self._added[row] for row in rows]
@@ -279,7 +279,7 @@ class StaticEngine:
     @property
     def _is_warm(self) -> bool:
         """Whether no step was prepared in this round, so that its time is that of its passes."""
-        return self.steps.warm_up.num_made == self._made_before
+        return self.steps.warm_up.num_prepared == self._prepared_before
 
     def _read(self) -> list[list[int]]:
         """The results of this round for each sequence; reading them is its one host synchronisation."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..common.choices import is_count
 from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
 from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
@@ -33,8 +34,8 @@ class WarmUp:
     """
 
     def __init__(self, description: str, unit: str) -> None:
-        self.description, self.unit = description, unit  # of the line; the unit in the plural
-        self.num_made, self.seconds, self.bytes = 0, 0.0, 0  # bytes of device memory
+        self.description, self.unit = description, unit  # shown in the line; the unit is a plural noun
+        self.num_prepared, self.seconds, self.bytes = 0, 0.0, 0  # bytes of device memory
         self._line: Any = None
         self._shown = 0
 
@@ -54,7 +55,9 @@ class WarmUp:
 
     def add(self, number: int, seconds: float, num_bytes: int = 0) -> None:
         """Add what was prepared."""
-        self.num_made, self.seconds, self.bytes = self.num_made + number, self.seconds + seconds, self.bytes + num_bytes
+        self.num_prepared += number
+        self.seconds += seconds
+        self.bytes += num_bytes
         if number:
             self._draw()
 
@@ -62,7 +65,7 @@ class WarmUp:
         if self._line is None:
             layout = "{desc}: {n_fmt} {unit}{postfix}"
             self._line = logging.tqdm(desc=self.description, unit=self.unit, bar_format=layout, disable=None)
-        self._line.n = self.num_made
+        self._line.n = self.num_prepared
         memory = f", {self.bytes / 1e6:.0f} MB" if self.bytes else ""
         self._line.set_postfix_str(f"{self.seconds:.1f} s{memory}")
 
@@ -140,18 +143,14 @@ def checked_rows(rows: Any, max_length: Any) -> list[int]:
     """Check that `rows` and `max_length` are positive integers; return the batch sizes in descending order."""
     numbers = list(rows) if isinstance(rows, Iterable) else [rows]
     expected = "a whole number of at least 1"
-    if not _is_count(max_length):
+    if not is_count(max_length):
         do = "Pass max_length=1024, say."
         raise ConfigurationError("max_length makes no sense", got=short(max_length), expected=expected, do=do)
-    if not numbers or not all(map(_is_count, numbers)):
+    if not numbers or not all(map(is_count, numbers)):
         expected += ", or several of them"
         do = "Pass rows=1 for single sequences, or rows=(1, 2, 4, 8), say, for batches as well."
         raise ConfigurationError("rows makes no sense", got=short(rows), expected=expected, do=do)
     return sorted(set(numbers), reverse=True)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
 
 
 def _run(

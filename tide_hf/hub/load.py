@@ -48,7 +48,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
-    if kwargs.get("local_files_only"):  # which transformers does not pass on to the search for an adapter
+    if kwargs.get("local_files_only"):  # transformers would search for adapters online all the same
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
         try:

@@ -44,7 +44,7 @@ class Replay:
     pool: Any = None  # memory pool that graphs share
     refused: str | None = None  # why there is no graph; `None` if there is one, or none was requested
     may_do_later: bool = False  # whether capture failed for a temporary reason, such as lack of memory
-    kept: Any = None  # objects to keep alive
+    references: Any = None  # to objects that must stay alive
 
 
 class HostReads(TorchDispatchMode):
@@ -188,9 +188,8 @@ def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> N
 def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
     """Make a model's forward capturable, with the same results but for rounding, for a step of so many tokens.
 
-    Experts run as in `generate` on GPUs when it decodes, with a copy of their weights for each token. For more tokens
-    than the widest pass of a single row, that is done only where their other implementation needs the host, as grouped
-    products do outside bfloat16.
+    Mixtures of experts run as when `generate` decodes on GPUs, with a copy of expert weights for each token. Steps of
+    more than `WIDEST` tokens do so only outside bfloat16, where grouped products, the alternative, need the host.
     """
     with ExitStack() as changes:
         if not HAS_CAPTURABLE_MASKS:

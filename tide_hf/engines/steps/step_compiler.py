@@ -145,7 +145,7 @@ class StepCompiler:
             with torch.inference_mode(False), torch.no_grad():
                 return compiled(*constants)
 
-        return Replay(run, kept=(regions, quantized))
+        return Replay(run, references=(regions, quantized))
 
     def _record(self, function: Callable[[], Any]) -> list[Region | None]:
         regions: list[Region | None] = []

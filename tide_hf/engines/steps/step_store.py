@@ -180,7 +180,7 @@ class StepStore:
         seconds, used = perf_counter() - start, reserved_bytes(buffers.device) - before
         self.warm_up.add(1, seconds, used)
         where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"
-        logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_made, where, seconds, used / 1e6)
+        logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_prepared, where, seconds, used / 1e6)
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
@@ -206,12 +206,12 @@ class CompiledSteps(StepStore):
         """Free buffers and graphs."""
         super().release()
         self.compiler: StepCompiler
-        self._kept: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
+        self._converted: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
         self.prompts = CompiledPrefill(self.compiler.graphs, self.warm_up)
 
     def refresh(self, parts: Callable[[], ModelParts]) -> None:
         """As `StepStore.refresh`; also drops graphs whose converted weights have changed."""
-        if any(gate.converted.get(layout) is not kept for (gate, layout), kept in self._kept.items()):
+        if any(gate.converted.get(layout) is not found for (gate, layout), found in self._converted.items()):
             self.release()
         super().refresh(parts)
 
@@ -219,12 +219,12 @@ class CompiledSteps(StepStore):
         parts, graphs = buffers.parts, self.compiler.graphs
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
-        if not self._kept:  # checked once, since the copies made then have taken memory
+        if not self._converted:  # checked once, since the copies made then have taken memory
             graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
         with gqa_attention(parts.model, block), allowed_layouts(layouts):
             replay = self.compiler.compile(function, buffers.state())
-        self._kept = {(gate, layout): kept for gate in gates for layout, kept in gate.converted.items()}
+        self._converted = {(gate, layout): found for gate in gates for layout, found in gate.converted.items()}
         return replay
 
 
@@ -263,7 +263,7 @@ class CapturedSteps(StepStore):
                     logger.info("a step is captured uncompiled: %s", compiled.refused)
                 function = compiled.run
             replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
-        self._pool, replay.kept = replay.pool, compiled
+        self._pool, replay.references = replay.pool, compiled
         return replay
 
 

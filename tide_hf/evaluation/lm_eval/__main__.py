@@ -1,4 +1,4 @@
-"""lm-eval's own command, with the model `tide_hf` registered by the package that this belongs to."""
+"""lm-eval's own command; importing this package has registered the model `tide_hf`."""
 
 from lm_eval.__main__ import cli_evaluate
 
