@@ -1,4 +1,4 @@
-"""Token-informed depth for Hugging Face causal language models."""
+"""Token-informed depth (TIDE): self-speculative decoding and early exit for Hugging Face causal language models."""
 
 from __future__ import annotations
 

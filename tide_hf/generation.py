@@ -34,10 +34,10 @@ OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *OPTIONS_OF_EXITS)
 
 
 class TIDEGenerationMixin:
-    """Mixed in front of a model's class while TIDE is attached.
+    """Base class placed in front of a model's own class while TIDE is attached.
 
     Attributes:
-        last_exit_stats: Counts of the last call; `None` before the first, and after one without TIDE, as beam search.
+        last_exit_stats: Counts of the last call; `None` before the first call, or if TIDE did not run (beam search).
     """
 
     config: Any
@@ -71,7 +71,7 @@ class TIDEGenerationMixin:
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
-        if generation_config.is_assistant:  # another model's drafter: full depth, and none of our statistics
+        if generation_config.is_assistant:  # drafts for another model: full depth, no statistics
             return super()._sample(input_ids, **call.options)  # type: ignore[misc]
         attachment = self._tide
         mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
@@ -88,7 +88,7 @@ class TIDEGenerationMixin:
                 raise
             return self._tide_fall_back(error, call)
         generation_config.max_length = call.max_length
-        for name in ("tokenizer", "assistant_tokenizer"):  # which the stopping criteria have by now
+        for name in ("tokenizer", "assistant_tokenizer"):  # already passed to the stopping criteria
             model_kwargs.pop(name, None)
         leave_uncompiled(generation_config)
         if mode != "self_speculative" and engine != EAGER:
@@ -138,7 +138,7 @@ class TIDEGenerationMixin:
         return result
 
     def _tide_fall_back(self, error: TIDEError, call: Call) -> Any:
-        """Decode by the loop of the model's own class, at full depth, where `self_speculative` does not support it."""
+        """Decode at full depth by the model's own loop, since `self_speculative` does not support the model or call."""
         reason = self._tide.note_fallback(error)
         result = super()._sample(call.input_ids, **call.options)  # type: ignore[misc]
         depth, rows = self._tide.structure.num_layers, call.input_ids.shape[0]
@@ -160,16 +160,16 @@ class TIDEGenerationMixin:
         """Warm an engine up, so that no call waits for it: compile its steps, and on a GPU capture them.
 
         `"eager"` needs no warm-up, but on a CPU it is faster with kernels that are compiled once on each machine: here,
-        or in calls with `"compiled"`. Steps for longer calls, or other heads, are compiled in those calls.
+        or in calls with `"compiled"`. Calls that are longer, or draft with other heads, compile their own steps.
 
         Args:
-            rows: The batch size of later calls, or several. Calls with fewer rows share steps with those of less than
-                twice as many, so `(1, 2, 4, 8)` serves all batches of up to 8.
-            max_length: Most tokens of prompt and answer.
-            engine: Name of the engine; default: the one of calls that name none.
+            rows: The batch size of later calls, or several sizes. A smaller batch uses the steps of a batch of less
+                than twice its size, so `(1, 2, 4, 8)` serves all batches of up to 8.
+            max_length: Largest number of tokens of prompt and answer together.
+            engine: Name of the engine; default: the engine that TIDE was attached with.
 
         Returns:
-            Seconds that it took; 0 without anything to compile.
+            Seconds that the warm-up took; 0 if there was nothing to compile.
 
         Raises:
             ConfigurationError: An argument is not a positive integer, or there is no such engine.
@@ -183,7 +183,7 @@ class TIDEGenerationMixin:
         return warm_up(self, attachment, chosen, numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, by the run where deeper layers may have to catch up."""
+        """Call the model; a `RecomputeRun` wraps the call, since deeper layers may have to catch up."""
         run = active_run()
         if run is not None and not run.owns(kwargs):
             with active(None):
@@ -205,11 +205,11 @@ class TIDEGenerationMixin:
 
 
 def attached_class(base_class: Any) -> type:
-    """The class of an attached `base_class`: the mixin in front, under the base's own name."""
+    """Make the class of an attached model: the mixin, then `base_class`, with the name of `base_class`."""
 
     @wraps(base_class.__init__)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.__class__ = base_class  # a new model of this class, as of `type(model)(config)`, has nothing attached
+        self.__class__ = base_class  # a new model, made by `type(model)(config)`, has nothing attached
         base_class.__init__(self, *args, **kwargs)
 
     names = {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__, "__init__": init}
@@ -226,8 +226,8 @@ def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
     stay_level = counts_slots(config, call.generation_config.max_length)
     padding_is_returned = cache_is_returned(call.generation_config, call.model_kwargs[CACHE])
     rule = AcceptanceRule(call, ranks_of(model), padding_is_returned, stay_level)
-    # Rows that are stopped leave the batch, unless nothing pads them, their padding is returned, others need them (also
-    # for their length, which rotary embeddings may depend on), or the rows have adapters of their own.
+    # Stopped rows leave the batch, unless the call does not pad them, their padding is returned, other rows need them
+    # (or their length, which rotary embeddings may depend on), or each row has its own adapter.
     drops_stopped = not (
         not rule.stopping.pads
         or padding_is_returned
@@ -271,13 +271,13 @@ def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -
 
 
 def _new_tokens(result: Any, call: Call) -> Tensor:
-    """(rows, passes) of a result of `_sample`."""
+    """The new tokens, (rows, passes), in a result of `_sample`."""
     sequences = result if isinstance(result, Tensor) else result.sequences
     return sequences[:, call.input_ids.shape[1] :]
 
 
 def _depths(per_pass: list[list[int]], result: Any, call: Call) -> list[list[int]]:
-    """The layer that each new token of each row was read from, without the padding of rows that ended earlier."""
+    """For each row, the layer that each new token was read from; padding after the end of a row is left out."""
     eos = getattr(call.generation_config, "_eos_token_tensor", None)
     eos_tokens = set(eos.tolist()) if eos is not None else set()
     per_token = []

@@ -23,16 +23,16 @@ from .routers.routers import TIDERouters
 
 
 class TIDELogitsProcessor(LogitsProcessor):
-    """Replaces a token's scores by those of the earliest exit whose router agrees (arXiv 2603.21365, Algorithm 1).
+    """Replaces a token's scores by those of its earliest exit (arXiv 2603.21365, Algorithm 1).
 
-    All layers run; this shows which tokens early exits would give. Prefill leaves the base model's scores unchanged.
-    Since it replaces scores, it must come before processors that change them, as in
-    `generate(logits_processor=[tide])`. Hooks on the exit layers stay until `close()`; it is a context manager.
+    All layers run, so this saves no time, but shows which tokens early exit would give. Prefill scores are unchanged.
+    This processor must come before processors that adjust scores, as in `generate(logits_processor=[tide])`. It leaves
+    hooks on the exit layers until `close()`, or until the end of a `with` block.
 
     Args:
         model: The base model, not attached, or a `PeftModel` around it.
-        routers: Its routers: a folder, a Hub repository, [`TIDERouters`], or `"default"`, those that come with this
-            library.
+        routers: Routers of the model: a folder, a Hub repository, [`TIDERouters`], or `"default"`, the routers shipped
+            with this library.
         exit_threshold: Exit where `score >= exit_threshold`; default: the calibrated value.
 
     Raises:

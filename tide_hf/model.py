@@ -1,4 +1,4 @@
-"""``TIDEModelForCausalLM``: load a base model with TIDE, attach TIDE to a loaded one, detach it again."""
+"""``TIDEModelForCausalLM``: load a base model with TIDE, attach TIDE to a loaded model, detach TIDE again."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class _InstanceCheck(type):
 class TIDEModelForCausalLM(metaclass=_InstanceCheck):
     """Any causal language model of transformers, decoding with token-informed depth (arXiv 2603.21365).
 
-    A model with TIDE attached stays what it was: the same object, an instance of its own class, whose `generate`
-    decodes with exits. `isinstance(model, TIDEModelForCausalLM)` is true while it is attached.
+    A model with TIDE attached is still the same object and an instance of its own class, but its `generate` decodes
+    with TIDE. `isinstance(model, TIDEModelForCausalLM)` is true while TIDE is attached.
     """
 
     def __init__(self) -> None:
@@ -65,29 +65,29 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
 
         Args:
             base: Hub name or folder of the base model; or of routers, which name their base model.
-            routers: Routers made for it: a folder, a Hub repository, [`TIDERouters`], or `"default"`: those that come
-                with this library for this model. Without routers drafts come from n-grams of the context alone, and
-                only `self_speculative` can run.
+            routers: Routers made for the base model: a folder, a Hub repository, [`TIDERouters`], or `"default"`, the
+                routers shipped with this library for the model. Without routers, drafts come only from n-grams of the
+                context, and only `self_speculative` can run.
             mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
-            exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
+            exit_threshold: A token exits if a router's score is at least this value; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
             ignore_base_mismatch: Use routers that were made for another model of the same shape.
-            pack_weights: Prepack a copy of float32 and bfloat16 weights on a CPU, in oneDNN's own layout, in which
-                passes over several tokens (or rows) cost little more than one, and on some CPUs a pass over one costs
-                less; the faster layout is measured, and the copy made at its first use. `"auto"`: if it takes at most
-                a quarter of the memory that is free when TIDE is attached. `False` leaves linear layers as they are,
-                which excludes the compiled engine's kernels on stored weights as well.
-            use_kernels: Run fused kernels on the GPU: `"auto"` where they are available, `True` (or raise), `False`.
-                See `ops.load_kernels`. Decided when TIDE is attached: attach again after moving the model. On a CPU,
-                with `False` eager calls do not run the kernels that `tide_warm_up` compiles.
+            pack_weights: On a CPU, copy float32 and bfloat16 weights into oneDNN's prepacked layout, if it is measured
+                to be faster. A pass over several tokens (or rows) then costs little more than a pass over one token.
+                Weights are copied at first use. `"auto"`: only if the copies take at most a quarter of the memory that
+                is free when TIDE is attached. `False` leaves linear layers as they are, so the compiled engine's
+                kernels for plain weights do not run either.
+            use_kernels: Run fused kernels on the GPU: `"auto"` (if they are available), `True` (raise if they are not)
+                or `False`. See `ops.load_kernels`. Chosen when TIDE is attached: attach again after moving the model.
+                On a CPU, `False` keeps eager calls from running the kernels that `tide_warm_up` compiles.
             engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
                 and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
-                a GPU, each ready within seconds at its first use. Calls that these do not support run eagerly, and
-                the log says why. A call may name another (`tide_engine=`).
+                a GPU, each ready within seconds at its first use. Calls that these steps do not support run eagerly,
+                and the log says why. A call may name another engine (`tide_engine=`).
             strict: Raise where `self_speculative` does not support a call or a model: returned attention maps or hidden
-                states, caches that cannot be rolled back, recurrent states and so on. By default these decode
-                plainly, by transformers' own loop: the output is the same, the log says why at the first of a kind,
-                and `last_exit_stats.fallback_reason` each time. A call may override this (`tide_strict=`).
+                states, caches that cannot be rolled back, recurrent states and so on. By default, such calls decode
+                plainly, by transformers' own loop, with the same output. The log gives each reason once as a warning;
+                `last_exit_stats.fallback_reason` holds it. A call may override this (`tide_strict=`).
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
                 `proxies` are used for the routers as well.
@@ -98,10 +98,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         Raises:
             UnsupportedModelError: The model, or the model in this mode, is not supported.
             BaseModelMismatchError: The routers belong to another model.
-            RoutersFileError, RoutersNotFoundError: The routers cannot be read, or none come with this library.
+            RoutersFileError, RoutersNotFoundError: The routers cannot be read, or none are shipped for the model.
             ModelNotFoundError: There is no such base model, or the Hub cannot be reached.
             ConfigurationError: A setting makes no sense.
-            KernelError: `use_kernels=True`, and kernels cannot be had.
+            KernelError: `use_kernels=True`, and the kernels cannot be loaded.
         """
         check_choice("mode", mode, MODES)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
@@ -111,7 +111,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in FOR_BOTH if name in auto_model_kwargs}
         loaded: Routers = routers
-        if routers != DEFAULT_ROUTERS:  # which `attach` finds by the model's head
+        if routers != DEFAULT_ROUTERS:  # `attach` finds default routers by the model's head
             loaded = find_routers(routers, None, revision=routers_revision, **hub_kwargs)
         model = load_base_model(base, **auto_model_kwargs)
         if loaded is None and _is_attached(model):  # `base` is a repository of routers
@@ -142,11 +142,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         engine: str = "eager",
         strict: bool = False,
     ) -> Any:
-        """Attach TIDE to a model that is already loaded (and dispatched, where it is spread or offloaded).
+        """Attach TIDE to a loaded model. A model spread over devices or offloaded must be dispatched already.
 
         Args:
-            model: The base model, or a `PeftModel` or `torch.compile(model)` around it: TIDE is attached to the model
-                inside. It is changed in place; attaching again replaces the routers and settings.
+            model: The base model, or a `PeftModel` or `torch.compile(model)` around it. TIDE is attached to the base
+                model, in place; attaching again replaces the routers and settings.
             routers: As in `from_pretrained`.
             mode: As in `from_pretrained`.
             exit_threshold: As in `from_pretrained`.
@@ -213,10 +213,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
 
     @classmethod
     def detach(cls, model: Any) -> Any:
-        """Give a model its own class and forward back.
+        """Detach TIDE: restore the model's own class and `forward`.
 
         Args:
-            model: An attached model, or what is wrapped around one; one that is not attached is returned as it is.
+            model: An attached model, or a wrapper around it. A model that is not attached is returned unchanged.
 
         Returns:
             `model` itself, as it was before `attach`.

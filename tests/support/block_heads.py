@@ -1,4 +1,4 @@
-"""Routers with a block head, and the text that trains them."""
+"""Routers with a block head, and batches of documents to train it on."""
 
 import torch
 from drafters import use_heads
@@ -14,7 +14,7 @@ from tide_hf.routers.block_head import block_config_of
 from tide_hf.routers.routers import TIDERouters
 
 SLIDING = ("gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss")  # every second layer attends to the whole sequence
-WITHOUT = ("mistral", "llama4_text")  # no layer does, or none that another of its kind stands before
+WITHOUT = ("mistral", "llama4_text")  # at most one layer attends to the whole sequence
 WITH_BLOCK = [family for family in ATTENTION if family not in WITHOUT]
 
 

@@ -22,7 +22,7 @@ def texts(count):
 
 
 def small(model, tokenizer, dataset=None, **options):
-    """Calibrate with `OPTIONS` on one thread: tiny models compute faster on it, and the same as several processes."""
+    """Calibrate with `OPTIONS` on one thread: faster for tiny models, and with the results of several processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -44,7 +44,7 @@ def assert_same(first, second):
 
 
 class PackedHead(nn.Module):
-    """An output head in 8 bits that dequantises itself."""
+    """An output head that stores 8-bit weights and dequantises them at each call."""
 
     def __init__(self, weight):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Drafters with a script, to drive the self-speculative loop through every path."""
+"""Drafters that follow a script, to drive the self-speculative loop through every path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("right", "wrong", "random", "wrong at the last position")
 class ScriptedDrafter:
     """Drafts `width` tokens a round that repeat, contradict or ignore what plain decoding generates for each row.
 
-    `kind` is one of `KINDS`, or "mixed": another of them in each row and round.
+    `kind` is one of `KINDS`, or "mixed", where the kind changes with row and round.
     """
 
     def __init__(self, kind: str, continuations: list[list[int]], vocab_size: int, width: int = 3) -> None:
@@ -41,9 +41,9 @@ class ScriptedDrafter:
 
 
 class HeadDrafter:
-    """Drafts with the head at an exit layer, or at several in turn, `width` tokens in each `every`-th round.
+    """Drafts `width` tokens in each `every`-th round, with the head at one exit layer or at several in turn.
 
-    On engines whose draft tokens the host does not read, none is read before it is verified.
+    On engines whose draft tokens the host does not read, draft tokens are read only after they are verified.
     """
 
     def __init__(self, prompts, engine, exit_layer: int | Sequence[int], width: int, every: int = 1) -> None:
@@ -51,7 +51,7 @@ class HeadDrafter:
         self.exit_layers = [exit_layer] if isinstance(exit_layer, int) else exit_layer
         self.texts = [list(prompt) for prompt in prompts]
         self.drafted: list[tuple[list[int], list[int]]] = []  # (tokens of the row before, draft tokens) of each draft
-        self.scores: list[list[float]] = []  # exit scores of draft steps, where they are read
+        self.scores: list[list[float]] = []  # exit scores of draft steps, on engines that read drafts
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         self.rounds += 1
@@ -85,7 +85,7 @@ class HeadDrafter:
 
 
 class Alternating:
-    """Heads draft in every other round; in the others a script drafts, so that more than one token is accepted."""
+    """Drafts with heads and by script in alternate rounds, so that more than one token is accepted."""
 
     def __init__(self, heads: HeadDrafter, script: ScriptedDrafter) -> None:
         self.heads, self.script, self.rounds = heads, script, 0
@@ -101,7 +101,7 @@ class Alternating:
 
 
 def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:
-    """Let an attached model draft by script."""
+    """Let an attached model draft with a `ScriptedDrafter`."""
     vocab_size = model._tide.structure.vocab_size
     model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuations, vocab_size, width)
 
@@ -109,9 +109,9 @@ def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3
 def use_heads(
     model, exit_layer: int | Sequence[int], width=3, every=1, continuations=None, kind="right"
 ) -> list[HeadDrafter]:
-    """Let an attached model draft with heads; return their drafters, to which each call adds one.
+    """Let an attached model draft with heads; return a list to which each call of `generate` adds its drafter.
 
-    With `continuations`, which plain decoding generates, a script of some `kind` drafts in every other round.
+    With `continuations`, the tokens of plain decoding, a script of this `kind` drafts in every other round.
     """
     made: list[HeadDrafter] = []
 

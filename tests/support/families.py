@@ -32,7 +32,7 @@ _HYBRID = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _WINDOW = {"sliding_window": 8, "layer_types": _HYBRID}
 _TOKENS = {name: _COMMON[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
-_SEES = {  # with a vision model of next to no size
+_SEES = {  # config of a tiny vision model
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -54,7 +54,7 @@ _QWEN_SEES = {
 IMAGE_TOKEN = 90
 _MARKS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 93, "vision_start_token_id": 91, "vision_end_token_id": 92}
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # of experts
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # mixtures of experts
 
 FAMILIES: dict[str, dict] = {
     "llama": _COMMON,
@@ -104,7 +104,7 @@ FAMILIES: dict[str, dict] = {
     },
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4, **_TOKENS},
     "opt": {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 16},
-    # Text models inside models for text and images; what those do with images is in test_images.py.
+    # Models for text and images, here given text alone; tests with images are in test_images.py.
     "gemma3": {
         "text_config": {**_COMMON, **_WINDOW, "model_type": "gemma3_text", "query_pre_attn_scalar": 8},
         "vision_config": {**_SEES, "model_type": "siglip_vision_model"},
@@ -176,23 +176,23 @@ SPARSE: dict[str, dict] = {  # with sparse attention: a token attends to the key
 }
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
-SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # by default in transformers
+SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # SDPA is their default
 
 
 def slow_but(few, families=ATTENTION, *before):
-    """Families for `parametrize`, after the values `before`; all but a few are in the slow run only."""
+    """Parameters for `parametrize`: the values `before`, then a family; families not in `few` are marked slow."""
     return [pytest.param(*before, one, marks=() if one in few else pytest.mark.slow) for one in families]
 
 
 def tiny_model(family: str, seed: int = 0, attention: str = "eager", **overrides: object) -> PreTrainedModel:
-    """A random model whose head is its own and whose weights are large, so that its greedy text is varied."""
+    """A random model with untied embeddings and large weights, so that its greedy text is varied."""
     return random_model(family, FAMILIES[family], seed, attention, **overrides)
 
 
 def random_model(
     family: str, settings: dict, seed: int = 0, attention: str = "eager", **overrides: object
 ) -> PreTrainedModel:
-    """As `tiny_model`, of any settings; `overrides` go to the config of the text."""
+    """A model like `tiny_model`, but of any settings; `overrides` go to the text config."""
     torch.manual_seed(seed)
     own = {"tie_word_embeddings": False, **overrides}
     if "text_config" in settings:
@@ -209,16 +209,16 @@ def random_model(
 
 
 def longrope(limit: int) -> dict[str, object]:
-    """Rotary embeddings that change once a text is longer than `limit`."""
+    """Config of rotary embeddings that change once a text is longer than `limit`."""
     factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": limit, **factors}
 
 
 def prompt(rows: int = 1) -> torch.Tensor:
-    """Nine tokens a row, the same in every call."""
+    """A prompt of nine tokens per row, the same in every call."""
     return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
 
 
 def repeating_prompt(rows: int = 1, repeats: int = 3) -> torch.Tensor:
-    """Text that repeats itself, so that n-grams draft."""
+    """A prompt that repeats six tokens, so that n-grams draft."""
     return torch.randint(3, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(3)).repeat(1, repeats)

@@ -1,4 +1,4 @@
-"""Repositories of a Hub: the base model's answer without TIDE, and folders of routers that are edited."""
+"""Helpers for repositories on a Hub: the base model's answer without TIDE, and edits of a config file."""
 
 import json
 

@@ -12,7 +12,7 @@ from tide_hf.base_model.inputs import TYPES
 
 LENGTH = 24  # tokens of a prompt
 SIZE = 16  # of an image, in pixels
-MARKS = (91, 92)  # stand around an image
+MARKS = (91, 92)  # tokens before and after an image
 
 _TEXT = FAMILIES["llama"]
 _VISION = FAMILIES["gemma3"]["vision_config"]
@@ -89,21 +89,21 @@ SEEING: dict[str, dict] = {
         "pad_token_id": 0,
     },
 }
-GRIDDED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")  # are told how many patches an image has, and where it is
-TYPED = ("gemma3", "paligemma")  # are told which tokens are an image
+GRIDDED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")  # inputs tell the patch grid and the tokens of an image
+TYPED = ("gemma3", "paligemma")  # inputs tell which tokens are an image
 
 
 def seeing_model(family: str, **overrides: object) -> PreTrainedModel:
-    """A tiny random model."""
+    """A tiny random model that takes images."""
     model = random_model(family, SEEING[family], **overrides)
     for parameter in model.parameters():
-        if parameter.dim() > 1 and not parameter.any():  # gemma3 begins blind
+        if parameter.dim() > 1 and not parameter.any():  # gemma3's image projection is zero at first
             torch.nn.init.normal_(parameter)
     return model
 
 
 def image_prompts(family: str, rows: int = 1, seed: int = 0) -> dict[str, Any]:
-    """Prompts with an image each, padded to one length on the left, as a processor gives them."""
+    """Left-padded prompts with one image each, as a processor returns them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB - 10, (rows, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -130,7 +130,7 @@ def image_prompts(family: str, rows: int = 1, seed: int = 0) -> dict[str, Any]:
 
 
 def long_image_prompts(family: str, rows: int, more: int) -> dict[str, Any]:
-    """The same with so many tokens of text behind."""
+    """The prompts of `image_prompts`, followed by `more` tokens of text."""
     inputs = image_prompts(family, rows)
     text = torch.randint(3, VOCAB - 10, (rows, more), generator=torch.Generator().manual_seed(1))
     behind = {"input_ids": text, "attention_mask": torch.ones_like(text)}

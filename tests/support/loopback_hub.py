@@ -25,7 +25,7 @@ class Repo:
         return self.commits[self.refs.get(revision, revision)]
 
     def commit(self, files, ref="main", message="a commit"):
-        """Put `files` on top of those at `ref`."""
+        """Commit `files` on top of the files at `ref`; return the commit."""
         files = {**self.commits.get(self.refs.get(ref, self.refs.get("main")), {}), **files}
         self.messages.append(message)
         oid = hashlib.sha1(repr((len(self.messages), sorted(files.items()))).encode()).hexdigest()
@@ -34,9 +34,9 @@ class Repo:
 
 
 class LoopbackHub:
-    """Repositories, as in `repos["models", "org/name"]`, and the paths of all requests in order, in `asked`.
+    """A Hub: `repos["models", "org/name"]` is a repository, and `asked` has the paths of all requests in order.
 
-    `metadata_answer` is the response, with its status, to the metadata of any card.
+    `metadata_answer` is the response, and its HTTP status, to requests to validate the metadata of a card.
     """
 
     def __init__(self):
@@ -52,7 +52,7 @@ class LoopbackHub:
 
 @contextmanager
 def loopback_hub():
-    """Serve an empty Hub."""
+    """Serve a Hub that is empty at first."""
     hub = LoopbackHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.hub, hub.address = hub, f"http://127.0.0.1:{server.server_port}"

@@ -1,7 +1,7 @@
-"""What only a device shows: tensors on devices of their own, waits of the host, and weights that are elsewhere.
+"""Tests of what shows only on accelerators: tensors on several devices, waits of the host, and offloaded weights.
 
-`test_pretend_device.py` runs this in a process of its own. That the tokens are the base model's in every family,
-with every drafter and way of decoding is in tests/behaviour/test_lossless.py.
+`test_pretend_device.py` runs this module in a process of its own. tests/behaviour/test_lossless.py checks the tokens
+of every family, drafter and way of decoding.
 """
 
 import copy
@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_t
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
 FIT = {"samples": 24, "max_length": 12, "batch_size": 8, "exit_layers": [1, 2], "progress": False}
 APPROXIMATE = [("post_hoc", "propagate", 1), ("early_exit", "propagate", 1), ("early_exit", "recompute", 3)]
-APPROXIMATE += [("early_exit", "zero_pad", 3), ("early_exit", "prompt", 3)]  # prompts' tokens leave as well
+APPROXIMATE += [("early_exit", "zero_pad", 3), ("early_exit", "prompt", 3)]  # prompt tokens exit as well
 
 
 def there(batch, device=NAME):
@@ -39,7 +39,7 @@ def there(batch, device=NAME):
 
 
 def spread(model, *, cut=2, head=1):
-    """Over both devices: embeddings and the first layers on one, the rest on the other, and the LM head on either."""
+    """Spread a model: embeddings and the first `cut` layers on device 0, the LM head on `head`, the rest on 1."""
     devices = {f"model.layers.{layer}": int(layer >= cut) for layer in range(LAYERS)}
     devices |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": head}
     devices = {name: f"{NAME}:{device}" for name, device in devices.items()}
@@ -47,7 +47,7 @@ def spread(model, *, cut=2, head=1):
 
 
 def two(family, **overrides):
-    """The same model twice: on the CPU, and on the device."""
+    """The same model twice: on the CPU, and on a pretended device."""
     return tiny_model(family, **overrides), tiny_model(family, **overrides).to(NAME)
 
 
@@ -125,7 +125,7 @@ def test_prompts_with_images(family, rows):
 
 @pytest.mark.parametrize("mode", ["self_speculative", "early_exit"])
 def test_a_prompt_may_be_on_the_cpu(mode, tiny_tokenizer, capsys):
-    """As `generate` has it: it moves what the model reads, and leaves the answer where the prompt was."""
+    """As in transformers, `generate` moves inputs to the model's device, and the answer to the prompt's device."""
     plain, model = two("llama")
     routers = TIDERouters.for_model(plain, exit_layers=[2], exit_threshold=0.9)
     expected = answer(plain, prompts(), **GREEDY)

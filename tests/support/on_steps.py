@@ -1,4 +1,4 @@
-"""Engines without a compiler or a GPU: attached models with traced or recorded steps, and small calls."""
+"""Engines without a compiler or a GPU: attached models with traced or recorded steps, and small prompts."""
 
 import torch
 from drafters import use_drafter, use_heads
@@ -11,9 +11,9 @@ from tide_hf.engines.steps.step_store import CapturedSteps, CompiledSteps
 
 LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
-FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # with all that the others' layers do
-COPYING = ("falcon",)  # uncompiled layers index by a list, which is copied from the host
-UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # products of experts in float32
+FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # with all kinds of layers of all families
+COPYING = ("falcon",)  # uncompiled layers index with a list, which is copied from the host
+UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # float32 experts cannot be traced
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -44,28 +44,28 @@ def use_steps(model, steps):
 
 
 def attach_captured(model, routers=None, make_replay=None, compile_graph=None, **settings):
-    """Attach with steps as a GPU has them, which a recorder stands in for; return the steps."""
+    """Attach with steps as on a GPU, with a recorder in place of CUDA graphs; return the steps."""
     TIDEModelForCausalLM.attach(model, routers, engine="compiled", pack_weights=False, **settings)
     may_copy = model.config.model_type in COPYING
     return use_steps(model, CapturedSteps(make_replay or Recorder(may_copy), compile_graph))
 
 
 def as_traced(graph, _inputs):
-    """Stands in for Inductor."""
+    """Stand in for Inductor: return the traced graph as it is."""
     return graph
 
 
 def attach_compiled(model, routers=None, compile_graph=as_traced, **settings):
-    """Attach with steps as a CPU has them, which are traced and not compiled; return the steps."""
+    """Attach with steps as on a CPU, but traced and not compiled; return the steps."""
     attach_without_compiler(model, routers, engine="compiled", **settings)
     return use_steps(model, CompiledSteps(compile_graph))
 
 
-_attach = TIDEModelForCausalLM.attach  # which some tests replace
+_attach = TIDEModelForCausalLM.attach  # the original, since some tests replace this attribute
 
 
 def attach_without_compiler(model, *args, **settings):
-    """`TIDEModelForCausalLM.attach`, for tests that put this in its place."""
+    """A replacement for `TIDEModelForCausalLM.attach` that needs no compiler."""
     _attach(model, *args, **{"pack_weights": False, **settings})
     use_steps(model, CompiledSteps(as_traced))
     return model

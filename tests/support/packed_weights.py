@@ -20,11 +20,11 @@ DRAFT_ORDER = (QuantizedWeight, PrepackedWeight, None, PlainWeight)
 
 
 def set_fastest_layouts(monkeypatch, dtypes=(torch.float32,), order=DRAFT_ORDER, except_rows=None):
-    """Replace the measurements of layouts, whatever this machine is.
+    """Replace the measured times of layouts, so that tests do not depend on this machine.
 
     Args:
-        monkeypatch: pytest's.
-        dtypes: Of the weights.
+        monkeypatch: pytest's fixture.
+        dtypes: Dtypes of the weights.
         order: Layouts, the fastest first; `None` is PyTorch's linear.
         except_rows: A number of rows for which PyTorch's linear is the fastest.
     """

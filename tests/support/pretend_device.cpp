@@ -1,10 +1,10 @@
-// Two devices that are none: the host's memory and arithmetic behind the rules of accelerators.
+// Two pretended devices: the host's memory and arithmetic behind the rules of accelerators.
 //
-// - Tensors of two devices do not mix, but for numbers (of no dimensions), and indices as CUDA allows them.
+// - Tensors of two devices do not mix, except zero-dimensional tensors, and indices as CUDA allows them.
 // - There is no float64, as on Apple's GPUs.
-// - What a tensor holds is known to the host only where it asks, which is counted: on an accelerator it waits then.
+// - Reads of a tensor's values by the host are counted, since the host would then wait for an accelerator.
 //
-// PyTorch's own operations for the CPU do the work, on the same memory; pretend_device.py makes it known to Python.
+// PyTorch's own CPU operations do the work, on the same memory; pretend_device.py registers the devices in Python.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -79,7 +79,7 @@ bool is_here(const Tensor& tensor) { return tensor.device().type() == kType; }
 
 void check_dtype(at::ScalarType dtype) { TORCH_CHECK_TYPE(dtype != at::kDouble, "pretended devices have no float64"); }
 
-// A tensor of the device as the CPU sees it: the same memory.
+// A CPU tensor on the memory of a tensor of the device.
 Tensor on_host(const Tensor& tensor) {
   check_dtype(tensor.scalar_type());
   const auto storage = tensor.storage();
@@ -89,7 +89,7 @@ Tensor on_host(const Tensor& tensor) {
   return all.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
-// A new tensor of a device, which takes the memory of one that the CPU has made.
+// A new tensor of a device, which takes over the memory of the CPU tensor `made`.
 Tensor taken(const Tensor& made, c10::Device device) {
   check_dtype(made.scalar_type());
   c10::DataPtr data(made.storage().mutable_data(), new Tensor(made),
@@ -101,12 +101,12 @@ Tensor taken(const Tensor& made, c10::Device device) {
   return tensor;
 }
 
-// A call of an operation, whose arguments are to be on one device.
+// A call of an operation, whose arguments must be on one device.
 struct Call {
   const std::string& name;
   std::optional<c10::Device> device;
 
-  // An argument as the CPU gets it. What is to be resized and written (`out`) is made anew, and copied back later.
+  // The CPU tensor for an argument. An `out` argument gets a new tensor, which is copied back after the call.
   Tensor given(const Tensor& tensor, bool out = false) {
     if (!tensor.defined()) return tensor;
     const bool indexes = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
@@ -119,7 +119,7 @@ struct Call {
   }
 };
 
-// Whatever has no implementation below: done by the CPU.
+// Run an operation that has no implementation below on the CPU.
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack->size() - arguments.size();
@@ -284,5 +284,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 extern "C" void start() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
 
-// How often the host has asked for what a tensor holds.
+// How often the host has read values of a tensor.
 extern "C" int64_t times_waited() { return waits; }

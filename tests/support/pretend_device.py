@@ -1,6 +1,6 @@
-"""Devices for tests where there is no accelerator; see pretend_device.cpp. Importing this makes them known to PyTorch.
+"""Devices for tests without an accelerator; see pretend_device.cpp. Importing this module registers them with PyTorch.
 
-They change which accelerator the whole process has, so what uses them runs in a process of its own.
+They become the accelerator of the whole process, so tests that use them run in a process of their own.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _library.times_waited.restype = ctypes.c_int64
 
 
 def times_waited() -> int:
-    """How often the host has asked for what a tensor of such a device holds."""
+    """How often the host has read values from a tensor on a pretended device."""
     return _library.times_waited()
 
 
 def _module() -> ModuleType:
-    """What `torch.cuda` is to a GPU, as far as it is asked for."""
+    """A device module such as `torch.cuda`, with only the functions that PyTorch calls."""
     module = ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 2
     module.current_device = lambda: 0
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
-    module.get_rng_state = lambda device=None: torch.get_rng_state()  # the CPU draws
+    module.get_rng_state = lambda device=None: torch.get_rng_state()  # random numbers come from the CPU
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module

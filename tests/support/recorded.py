@@ -1,4 +1,4 @@
-"""Operations noted as they run. Recorded, they run again without their Python: what a CUDA graph does, on the CPU."""
+"""Operations recorded as they run, and replayed without their Python code: a stand-in on the CPU for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Recording(TorchDispatchMode):
-    """Notes operations, what they were called with and what they returned."""
+    """Records operations, with their arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple] = []
         self.found: Any = None
-        self.copies_from_host = False  # of numbers, into a tensor: CUDA refuses to capture the copy
+        self.copies_from_host = False  # whether a tensor was made of host numbers, which CUDA refuses to capture
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -32,7 +32,7 @@ class Recording(TorchDispatchMode):
 
     @property
     def launches(self) -> int:
-        """Operations that are no views: each would be a kernel or more."""
+        """Number of operations other than views: each would launch at least one kernel."""
         return sum(not _is_view(func) for func, *_ in self.calls)
 
     def replay(self) -> Any:
@@ -50,10 +50,10 @@ class Recorder:
     """Stands in for `capture.capture`.
 
     Args:
-        may_copy: Whether tensors may be made of numbers that the host has, which only compiled layers keep from it.
+        may_copy: Whether tensors may be made of numbers on the host, as some models do unless they are compiled.
 
     Attributes:
-        recordings: Of the steps that were made ready.
+        recordings: Recordings of the captured steps.
         function_calls: Times that a step's own code ran.
     """
 
@@ -66,7 +66,7 @@ class Recorder:
         put_back = restorer(state)
         recording, reads = Recording(), HostReads(device)
         is_tracing = transformers.masking_utils.is_tracing
-        transformers.masking_utils.is_tracing = lambda *_: True  # as while a stream is captured
+        transformers.masking_utils.is_tracing = lambda *_: True  # as during the capture of a stream
         try:
             with reads, recording:
                 recording.found = function()
@@ -83,7 +83,7 @@ class Recorder:
 
 
 def as_it_is(function: Any, state: list, device: Any, pool: Any) -> Replay:
-    """Stands in for `capture.capture`: the same function, whose Python runs every time."""
+    """Stand in for `capture.capture`: each replay runs the function itself, Python code included."""
     return Replay(function)
 
 
@@ -96,7 +96,7 @@ def _is_view(func: Any) -> bool:
 
 
 class KeyHeads(TorchDispatchMode):
-    """Notes how many heads of K attention under a mask is given."""
+    """Records the numbers of K heads that masked attention gets."""
 
     def __init__(self):
         super().__init__()

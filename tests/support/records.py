@@ -13,7 +13,7 @@ from tide_hf.calibration.threshold import Decisions, choose_threshold
 
 
 def made_up_decisions(num_documents=400, length=25):
-    """Scores that are the probability of agreement, so that they are calibrated."""
+    """Decisions whose scores are the probability of agreement, so that the scores are calibrated."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(num_documents * length, 2, generator=generator)
     scores[:, 1] = scores[:, 1] ** 0.1
@@ -42,7 +42,7 @@ def record(chosen=0.9):
         for t in (0.99, 0.95, 0.9, 0.8, 0.7)
     ]
     return {
-        "exit_layers": {"12": ROW, "4": ROW},  # sorted as text, as a file has them
+        "exit_layers": {"12": ROW, "4": ROW},  # keys in the order of text, as in a file
         "threshold": {"tolerance": 0.02, "confidence": 0.95, "chosen": chosen, "table": table},
         "data": "texts given by the caller",
         "num_documents": 15,

@@ -25,11 +25,11 @@ class Graph:
 
 
 class Cuda:
-    """The part of `torch.cuda` that captures, where nothing is captured: what runs then is counted.
+    """A stand-in for the capturing part of `torch.cuda`, which captures nothing and records its calls.
 
     Args:
-        refuses: What the end of a capture says; it then leaves its stream in place, as PyTorch's does.
-        times: That it says so.
+        refuses: Error message at the end of a capture, after which its stream stays current, as in PyTorch.
+        times: Number of captures that end with this error.
     """
 
     CUDAGraph = Graph
@@ -39,10 +39,10 @@ class Cuda:
     def __init__(self, refuses=None, times=1):
         self.refuses, self.times, self.outer = refuses, times, Stream()
         self.current, self.captured_on, self.pools = self.outer, [], []
-        self.cleared: list[int] = []  # captures that had ended whenever cuBLAS gave its working memory back
+        self.cleared: list[int] = []  # number of captures so far, at each release of cuBLAS workspaces
 
     def play(self, monkeypatch):
-        """Take the place of PyTorch's."""
+        """Replace `torch.cuda` in `capture`."""
         monkeypatch.setattr(capture.torch, "cuda", self)
         clear = "_cuda_clearCublasWorkspaces"
         monkeypatch.setattr(torch._C, clear, lambda: self.cleared.append(len(self.captured_on)), raising=False)

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"  # routers
+SHIPPED = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"  # shipped routers
 GUIDES = ROOT / "examples" / "guides"
-# In order: the snippets of a page use the names that those of earlier pages define.
+# In reading order: the snippets of a page use names that snippets of earlier pages define.
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", GUIDES / "calibration.md", GUIDES / "hub.md"]
 SNIPPETS = [
     snippet

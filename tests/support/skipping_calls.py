@@ -1,4 +1,4 @@
-"""Tiny models attached in `early_exit`, and a pass over all layers that gives what they should give."""
+"""Tiny models attached in `early_exit`, and a reference that gets the same results in passes over all layers."""
 
 from contextlib import contextmanager
 
@@ -24,7 +24,7 @@ def attached(family: str, exit_layers: list[int], strategy: str = "propagate", *
 
 @contextmanager
 def frozen_after_exits(model, routers, exits=None, threshold=None):
-    """In passes of the base model, all layers run on all tokens; those after a token's exit return its state unchanged.
+    """Let all layers of the base model run on all tokens, but return a token's state unchanged after its exit.
 
     Tokens exit at the layers `exits`, or else where their score reaches `threshold`. Yields a list of the exit layers.
     """

@@ -1,6 +1,6 @@
 """One of two processes that share a model; `test_tensor_parallel.py` starts them.
 
-Each of them is made to measure other times and to draw other random numbers.
+The two processes measure different times and draw different random numbers.
 """
 
 import json
@@ -26,7 +26,7 @@ now, ticks = 0.0, 0
 
 
 def perf_counter():
-    """On the first process every pass takes as long; on the second each takes longer than the one before."""
+    """A clock by which all passes take equally long in process 0, and each takes longer than the last in process 1."""
     global now, ticks  # noqa: PLW0603
     ticks += 1
     now += 0.01 * (1 + rank * ticks)
@@ -44,4 +44,4 @@ found = {"plain": plain.tolist(), "tokens": tokens, "drafted": drafted, "costs":
 with open(f"{sys.argv[2]}/{rank}.json", "w", encoding="utf-8") as file:
     json.dump(found, file)
 distributed.barrier()
-os._exit(0)  # on a busy machine one in ten aborted at its end, behind all that is tested: 'terminate called'
+os._exit(0)  # skips clean-up, which aborted one process in ten on a busy machine ('terminate called')

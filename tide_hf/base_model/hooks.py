@@ -1,4 +1,4 @@
-"""Forward hooks on decoder layers. Nothing else in this library registers one; `depth.gates` replaces forwards."""
+"""Forward hooks that read the outputs of decoder layers. `depth.gates`, which skips layers, replaces `forward`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .structure import DecoderStructure
 
 
 def hook_layers(structure: DecoderStructure, exit_layers: Iterable[int], call: Callable[[int, Any], None]) -> ExitStack:
-    """Call `call(exit_layer, output)` whenever one of these layers has run, until the returned stack is closed."""
+    """Call `call(exit_layer, output)` each time layer number `exit_layer` has run; close the returned stack to stop."""
     hooks = ExitStack()
     for exit_layer in exit_layers:
         layer = structure.layers[exit_layer - 1]

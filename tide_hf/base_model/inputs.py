@@ -1,4 +1,4 @@
-"""Inputs of prefill alone: images and other media, and their positions in the prompt."""
+"""Model inputs that only prefill needs: images and other media, and their positions in the prompt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..common.errors import UnsupportedOptionError
 
 MEDIA = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 TYPES = ("token_type_ids", "mm_token_type_ids")
-# Further inputs of multimodal models, which generated text does not need.
+# Further inputs of multimodal models: token types of the prompt, and the size and timing of its images and videos.
 POSITIONS = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
-# Inputs of models with cross-attention layers, whose K/V are those of the images.
+# Masks for models that read images by cross-attention: the K/V of such layers come from the images.
 CROSS_ATTENDED = ("cross_attention_mask", "image_attention_mask")
 
 
@@ -28,19 +28,19 @@ def names_of_prompt_inputs(model: Any) -> frozenset[str]:
 
 
 def is_absent(value: Any) -> bool:
-    """Whether an input is absent: `None`, or the empty outputs of media encoders without media."""
+    """Whether an input is absent: `None`, or the empty encoder output of a prompt without media."""
     return value is None or (isinstance(value, dict) and not value)
 
 
 def next_token_types(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Remove the prompt's token types from a call's inputs; return those of generated tokens, (rows or 1, 1)."""
+    """Remove the prompt's token types from `model_kwargs`; return those of generated tokens, (rows or 1, 1) each."""
     types = {name: model_kwargs.pop(name) for name in TYPES if model_kwargs.get(name) is not None}
     longer = model._update_model_kwargs_for_generation({}, types, False) if types else {}
     return {name: longer[name][:, -1:] for name in types}
 
 
 def check_no_cross_attention(user: str, model_kwargs: dict[str, Any]) -> None:
-    """Refuse images that the model reads by cross-attention, on behalf of the feature `user`."""
+    """Refuse images that the model reads by cross-attention. The error names the feature `user`."""
     found = next((name for name in CROSS_ATTENDED if model_kwargs.get(name) is not None), None)
     if found is not None:
         raise UnsupportedOptionError(

@@ -1,4 +1,4 @@
-"""Check on a probe that the structure found in a model, and its unembedding, reproduce its logits."""
+"""Check on a probe that the decoder structure found in a model reproduces the logits of the model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_parity(
 ) -> Tensor:
     """Check on a probe of `length` tokens that `structure` and [`Unembed`] reproduce the model's own logits.
 
-    So do the return types of layers, and the model runs on text alone. An empty `cache` takes the probe's K/V. Returns
-    the model's logits, (length, vocab_size).
+    Also check the return type of layers, and that the model runs on text alone. `cache`, if any, is empty and receives
+    the probe's K/V. Returns the model's logits, (length, vocab_size).
     """
     last: list[Any] = []
     with hook_layers(structure, [structure.num_layers], lambda _, output: last.append(output)):
@@ -42,20 +42,20 @@ def check_parity(
     scale = float(expected.abs().max())
     tolerance = 1e-5 if model.dtype == torch.float32 else 2e-2
     difference = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("nan")
-    if not difference <= tolerance * max(scale, 1.0):  # also where it is NaN
+    if not difference <= tolerance * max(scale, 1.0):  # true for NaN, too
         raise _no_parity(model, f"a difference of {difference:.3g}", f"at most {tolerance * max(scale, 1.0):.3g}")
     return expected
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None) -> Tensor:
-    """Return logits (end - start, vocab_size) of a pass over the tokens from `start` to `end` of the probe.
+    """Run the model on tokens `start` to `end` - 1 of the probe; return their logits, (end - start, vocab_size).
 
     The `cache`, if any, holds the tokens before `start`. Refuses a model that does not run on text alone.
     """
     positions = torch.arange(start, end, device=input_device(model))[None]
     tokens = positions % structure.vocab_size
-    # An explicit mask, since transformers warns if the probe contains the pad token.
+    # The mask is explicit, since transformers warns if the probe contains the pad token and no mask is passed.
     inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
     try:
         if cache is None:
@@ -66,9 +66,9 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
             inputs = model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
         with evaluating(model):
             return model(**inputs).logits[0].float()
-    except torch.OutOfMemoryError:  # not a property of the model
+    except torch.OutOfMemoryError:  # says nothing about the model
         raise
-    # The errors of models that require images or audio.
+    # Errors that models raise if they require images or audio.
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on text alone",

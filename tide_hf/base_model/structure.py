@@ -1,6 +1,6 @@
-"""Where a causal language model keeps its decoder layers, final norm and head, and at which lengths it changes.
+"""Where a causal language model keeps its decoder layers, final norm and head.
 
-How to add a model family is in CONTRIBUTING.md.
+Other functions find the lengths at which positions or attention change. CONTRIBUTING.md says how to add a family.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYOUTS = (
     Layout("gpt_neox.layers", "gpt_neox.final_layer_norm"),
     Layout("model.decoder.layers", "model.decoder.final_layer_norm", "model.decoder.project_out"),  # opt
     Layout("backbone.layers", "backbone.norm_f"),  # mamba
-    Layout("model.language_model.layers", "model.language_model.norm"),  # gemma3, qwen-vl, llava, ...: they see images
+    Layout("model.language_model.layers", "model.language_model.norm"),  # gemma3, qwen-vl, llava, ... (multimodal)
     Layout("model.text_model.layers", "model.text_model.norm"),  # idefics3, smolvlm
     Layout("language_model.model.layers", "language_model.model.norm"),  # llama4
 )
@@ -52,7 +52,7 @@ class DecoderStructure:
     """The parts of a base model that TIDE uses."""
 
     layers: tuple[nn.Module, ...]
-    mlps: tuple[nn.Module, ...]  # of the layers whose MLP is a module
+    mlps: tuple[nn.Module, ...]  # one for each layer whose MLP is a module
     norm: nn.Module | None  # the final norm
     projection: nn.Module | None  # between norm and head: OPT's `project_out`
     head: nn.Module  # without scaling or softcapping of the logits
@@ -102,7 +102,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
 
 
 def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a model whose decoder layers were removed, replaced, moved or added to. They may have been wrapped."""
+    """Refuse a model with decoder layers removed, replaced, moved or added. Wrapped layers are accepted."""
     known = structure.layers
     lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
     found = {path: tuple(layers) for path, layers in lists.items() if isinstance(layers, nn.ModuleList)}
@@ -154,7 +154,7 @@ def _device_of(module: Any) -> torch.device:
 
 
 def rope_limits(config: Any) -> dict[str, int]:
-    """The lengths from which rotary angles depend on the longest position of a pass, by RoPE type.
+    """For each RoPE type, the length beyond which rotary angles depend on the highest position of a pass.
 
     With `longrope` the angles change once, beyond that length; with `dynamic`, at every longer pass. The text config
     has RoPE parameters for all layers or per layer type.
@@ -178,18 +178,18 @@ def may_replace_cache(config: Any, prompt_length: int) -> bool:
 
 
 def counts_slots(config: Any, max_length: int) -> bool:
-    """Whether attention depends on the number of cache slots, masked ones included, as Llama 4's does beyond a length.
+    """Whether attention depends on the number of cache slots, including masked slots, as in long calls of Llama 4.
 
-    `max_length` is that of prompt and answer, padding included.
+    `max_length` counts the tokens of prompt and answer, including padding.
     """
     return bool(getattr(config, "attn_temperature_tuning", False)) and max_length > getattr(config, "floor_scale", 0)
 
 
 def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
-    """Refuse to draft where a model's rotary embedding changes with length.
+    """Refuse to draft if the model's rotary embedding changes within the answer.
 
-    The embedding depends on the longest position, which may be a rejected draft token's, so that tokens could differ
-    from plain decoding.
+    The embedding depends on the highest position of a pass, which may be that of a rejected draft token, so tokens
+    could differ from plain decoding.
     """
     for kind, limit in rope_limits(config).items():
         if limit >= max_length or (kind == "longrope" and prompt_length > limit):
@@ -205,14 +205,14 @@ def check_rope(config: Any, prompt_length: int, max_length: int) -> None:
 
 
 def last_position(config: Any) -> int | None:
-    """The number of learned or tabulated position embeddings; `None` without such a limit."""
+    """The number of learned or tabulated position embeddings; `None` for models without such a table."""
     if getattr(config, "rope_parameters", None):
         return None
     return getattr(config, "max_position_embeddings", None)
 
 
 def has_windows(config: Any) -> bool:
-    """Whether some layers have windowed attention, which counts cache slots, masked ones included."""
+    """Whether some layers have windowed attention, whose window counts cache slots, including masked slots."""
     kinds = set(getattr(config, "layer_types", None) or [])
     return bool(kinds - {"full_attention"}) or bool(getattr(config, "sliding_window", None))
 
@@ -234,7 +234,7 @@ def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:
 
 
 def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
-    """The parameter of a layer's forward that takes the cache, or [`UnsupportedModelError`] if there is none."""
+    """The parameter of a layer's forward that takes the cache; raises [`UnsupportedModelError`] if there is none."""
     parameters = inspect.signature(type(layer).forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in parameters:

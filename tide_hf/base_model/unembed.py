@@ -15,7 +15,7 @@ from .inputs import takes_media
 from .structure import DecoderStructure
 
 HASH_ROWS = 256
-SAMPLED_WEIGHTS = 16  # values of each tensor that enter a hash
+SAMPLED_WEIGHTS = 16  # about how many values of each tensor enter a hash
 # Multimodal models that apply the text config's logit scaling; others leave the logits unscaled.
 SCALING_MULTIMODAL = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
 
@@ -29,7 +29,7 @@ class Unembed:
             config = None
         self.structure = structure
         self.ops = ops
-        self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # the kernels' name and eps, by dtype
+        self._norms: dict[torch.dtype, tuple[str, float] | None] = {}  # the norm's kernel name and eps, by dtype
         self.divisor = getattr(config, "logits_scaling", None)  # granite
         self.factor = getattr(config, "logit_scale", None)  # cohere
         self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
@@ -40,12 +40,12 @@ class Unembed:
         return hidden_states if norm is None else norm(hidden_states)
 
     def head_input(self, hidden_states: Tensor) -> Tensor:
-        """Apply the final norm, and OPT's projection."""
+        """Apply the final norm, and the projection of OPT."""
         state, projection = self.normalize(hidden_states), self.structure.projection
         return state if projection is None else projection(state)
 
     def route(self, router: Any, hidden_states: Tensor) -> Tensor:
-        """Score hidden states (..., D) before the final norm by an `ExitRouter`; return (...) float32."""
+        """Apply the final norm and an `ExitRouter` to hidden states (..., D); return scores (...) in float32."""
         norm: Any = self.structure.norm
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         down, up = router.down, router.up
@@ -73,7 +73,7 @@ class Unembed:
 
 
 class DraftUnembed:
-    """Top-1 tokens of hidden states, over the draft vocabulary `token_ids` (draft_vocab_size,), or over all tokens.
+    """Maps hidden states to top-1 tokens of the draft vocabulary `token_ids`, (draft_vocab_size,), or of all tokens.
 
     Scaling and softcapping keep the order of the logits, so they are left out.
     """
@@ -85,7 +85,7 @@ class DraftUnembed:
         self._source = self._find_source()
 
     def is_current(self) -> bool:
-        """Whether the copied rows still match the head, apart from writes through `.data`."""
+        """Whether the copied rows still match the head. Writes through `.data` are not detected."""
         return self._find_source() == self._source
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class DraftUnembed:
         return self._tokens(top), best - logits.logsumexp(dim=-1)
 
     def _find_source(self) -> tuple[tuple[int, ...], ...] | None:
-        """Identity and version of the head that rows were copied from; `None` without a copy."""
+        """Identity and version of the head's current weights; `None` if no rows were copied."""
         if self.token_ids is None:
             return None
         head: Any = self.unembed.structure.head
@@ -114,7 +114,7 @@ class DraftUnembed:
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.head_input(hidden_states)
-        # Accelerate's hooks move the head's inputs; a copy of some of its rows has no hooks.
+        # Accelerate's hooks move inputs to the head's device; the copy of its rows has no hooks.
         return state if self.token_ids is None else state.to(next(self.head.parameters()).device)
 
     def _is_fused(self, state: Tensor) -> bool:
@@ -133,12 +133,12 @@ class DraftUnembed:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return the `argmax` (...) of logits (..., V), whose own op is six times slower in bfloat16 on CPUs."""
+    """Return the argmax (...) of logits (..., V). `torch.argmax` is six times slower in bfloat16 on CPUs."""
     return logits.max(dim=-1).indices
 
 
 def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
-    """A linear layer with these rows of `head`; the head itself is not changed."""
+    """A linear layer with a copy of the rows `token_ids` of `head`."""
     weight: Any = head.weight
     bias: Any = getattr(head, "bias", None)
     index = token_ids.to(weight.device)
@@ -150,11 +150,11 @@ def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
 
 
 def unembed_hash(head: nn.Module) -> str | None:
-    """Fingerprint a head so that dtype and weight quantisation hardly change it.
+    """Fingerprint a head. Its dtype and weight quantisation hardly change the fingerprint.
 
     Each bit is the sign of one row's projection on a fixed random direction (SimHash, Charikar 2002), so close
     weights give close fingerprints and unrelated weights differ in about half of the bits.
-    Returns 64 hexadecimal digits; `None` where the weight is offloaded, or packed and does not unpack itself.
+    Returns 64 hexadecimal digits; `None` if the weight is offloaded, or packed without a `dequantize` of its own.
     """
     weight: Any = getattr(head, "weight", None)
     if weight is None or not _is_readable(weight):
@@ -174,8 +174,8 @@ def unembed_hash(head: nn.Module) -> str | None:
 def weights_hash(model: nn.Module) -> str:
     """Fingerprint a model by its weights, since models with and without an adapter share a head.
 
-    A few values of each tensor are read; weights that are offloaded, or packed and do not unpack themselves, are left
-    out. Returns 64 hexadecimal digits.
+    Reads a few values of each tensor; skips weights that are offloaded, or packed without a `dequantize` of their own.
+    Returns 64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
@@ -186,7 +186,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Whether the head's weight can be read as it is: no packed bits, not offloaded, and not spread over processes."""
+    """Whether the head's weight can be read directly: neither packed, nor offloaded, nor sharded over processes."""
     weight: Any = getattr(head, "weight", None)
     return weight is not None and _is_readable(weight) and not (_unpacks_itself(weight) or _is_sharded(weight))
 
@@ -196,15 +196,15 @@ def _is_readable(weight: Tensor) -> bool:
 
 
 def _unpacks_itself(weight: Tensor) -> bool:
-    """Whether it is a quantised tensor that reports a floating-point dtype, but can hardly be indexed."""
+    """Whether the weight is a quantised tensor that reports a floating-point dtype, but can hardly be indexed."""
     return type(weight).dequantize is not Tensor.dequantize
 
 
 def _is_sharded(weight: Tensor) -> bool:
-    """Whether tensor parallelism has left each process a part of the weight."""
+    """Whether tensor parallelism has split the weight over processes."""
     return hasattr(weight, "full_tensor")
 
 
 def hash_distance(first: str, second: str) -> float:
-    """Share of differing bits: about 0.5 for unrelated heads, a few percent after quantisation, 0 for the same."""
+    """Share of differing bits: about 0.5 for unrelated heads, a few percent after quantisation, 0 for the same head."""
     return (int(first, 16) ^ int(second, 16)).bit_count() / HASH_ROWS

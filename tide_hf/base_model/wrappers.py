@@ -66,7 +66,7 @@ def _hooked_arguments(model: Any, structure: DecoderStructure) -> set[str]:
 
 
 def check_uncompiled(model: Any, structure: DecoderStructure) -> None:
-    """Refuse a model in which `torch.compile` wraps decoder layers or MLPs, since these then always run."""
+    """Refuse a model in which `torch.compile` wraps decoder layers or MLPs, since compiled layers cannot be skipped."""
     for name, module in model.named_modules():
         if not _is_compiled(module):
             continue
@@ -89,7 +89,7 @@ def _is_compiled(module: Any) -> bool:
 def leave_uncompiled(generation_config: Any) -> None:
     """Keep `generate` from compiling passes, since gates decide at run time which layers run.
 
-    The config is that of the call, and is changed in place.
+    `generation_config`, that of the call, is changed in place.
     """
     if generation_config.compile_config is not None and not generation_config.disable_compile:
         _warn_unused_compile_config()

@@ -1,9 +1,9 @@
-"""Calibration: fit exit heads, routers and a threshold for a frozen model. [`calibrate`] holds the steps in order.
+"""Calibration: fit exit heads, routers and an exit threshold for a frozen model. [`calibrate`] runs all steps.
 
-`text` gives the documents, the user's or what the model writes; `documents` reads, splits and batches them. `states`
-reads and stores the base model's hidden states. `heads` fits exit heads, `block_head` the block head, `routers` the
-routers. `threshold` keeps the useful exit layers and certifies the exit threshold, `record` is the calibration record.
-`arguments` are checked first; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
+`text` collects the user's documents or generates documents with the model; `documents` reads, splits and batches them.
+`states` computes and stores hidden states. `heads` fits exit heads, `block_head` the block head, `routers` the routers.
+`threshold` selects exit layers and certifies the exit threshold; `record` builds the calibration record.
+`arguments` checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def calibrate(
 
     Args:
         model: A causal language model of transformers, or a `PeftModel` around one, whose adapter then counts as part
-            of the model. It is not changed, and may have TIDE attached.
-        tokenizer: Its tokenizer.
-        dataset: By default (`None`) the model generates the text: answers to built-in prompts and, if it has a chat
-            template, to prompts that it samples itself. This is the kind of text that it decodes later. Or one of:
+            of the model. The model is not changed, and may have TIDE attached.
+        tokenizer: The model's tokenizer.
+        dataset: By default (`None`) the model generates the text: answers to built-in prompts and, if the tokenizer
+            has a chat template, to prompts sampled from the model, which decodes such text later. Or one of:
 
             - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
             - a local file: .txt (documents separated by blank lines, or one per line if there are none), .jsonl,
@@ -83,40 +83,40 @@ def calibrate(
             - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; if it has no length, at most
               the first 10,000 + 10 * `samples` rows are read.
 
-            Rows have a `text` column, or a `messages` column for the tokenizer's chat template; of a chat, only the
-            last answer counts. Duplicates are dropped. Rows that are too short are skipped with a warning.
+            Rows have a `text` column, or a `messages` column for the tokenizer's chat template; only the last answer
+            of a chat is used to fit and measure. Duplicates are dropped. Unusable rows are skipped with a warning.
         samples: Number of documents: a tenth to tune (at most 150), four tenths to certify (at most 500), the rest to
-            fit. Certifying a tolerance of 2% with 95% confidence needs at least 373; more give better heads and more
-            exits.
-        max_length: Longest document in tokens; for generated documents and chats, longest answer.
+            fit. Certifying a tolerance of 2% with 95% confidence needs at least 373 documents; more documents give
+            better heads and more exits.
+        max_length: Maximum document length in tokens; for generated documents and chats, maximum answer length.
         labels: What routers predict: `"agreement"`, the exit head's top token is the full model's; `"cosine"`, the
-            hidden state is close to the final one (the published rule); `"kl"`, the exit head's distribution is close
-            to the full model's. The threshold is always certified on agreement.
-        exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"`: linear heads, and a block head that
-            drafts from a layer's state and the last hidden state before (see [`block_head.BlockHead`]); takes longer.
-        exit_layers: Numbers of executed layers after which a token may exit; by default every fourth is tried and the
-            useful ones are kept (see [`threshold.useful_exit_layers`]).
-        start_from: Routers for this model, or their folder or Hub repository, whose block head is trained further
-            instead of a new one, with less text and time. It keeps its old weights if training does not improve it;
-            the other heads and routers are new. Figures on text that it was trained on before are optimistic.
-        tolerance: Largest expected share of a document's tokens that differ in `early_exit`.
+            hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`, the exit head's
+            distribution is close to the full model's. The threshold is always certified on agreement.
+        exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"` (slower to train): linear heads and a
+            block head, which drafts with a decoder layer of its own (see [`routers.block_head.BlockHead`]).
+        exit_layers: Numbers of executed layers after which a token may exit; by default every fourth layer is tried
+            and the useful layers are kept (see [`threshold.useful_exit_layers`]).
+        start_from: Routers for this model, or their folder or Hub repository. Their block head is trained further,
+            which needs less text and time than a new one; it keeps its old weights if the new weights are worse. The
+            other heads and routers are new. Figures are optimistic on text that the block head was trained on before.
+        tolerance: Largest expected share of a document's tokens for which `early_exit` differs from the full model.
         confidence: Probability with which `tolerance` holds.
         draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None` for all.
         translator_rank: Rank of a linear head's translator; `None` for full rank.
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
-            works in a temporary folder. Hidden states take disk space: per token and exit layer `hidden_size` numbers
-            of 2 or 4 bytes.
-        max_minutes: Time budget. Less text is generated and distillation stops earlier to stay within it; other stages
-            are not shortened. The record tells what was cut short; results then depend on the machine's speed.
+            works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
+            for each exit layer and the last layer.
+        max_minutes: Time budget. To stay within it, less text is generated and heads are trained for a shorter time;
+            other stages are not shortened. The record lists what was cut short. Results then depend on machine speed.
         batch_size: Documents per forward pass.
         seed: Random seed. On a CPU the same seed gives the same routers.
-        notes: Further entries of the record, ready for JSON, such as the `"command"` that the card shows. They do not
-            replace the calibration's own entries.
+        notes: Further JSON-serialisable entries of the record, such as the `"command"` that the card shows. They do
+            not replace the calibration's own entries.
         progress: Show progress bars, and a table at the end.
 
     Returns:
-        The routers, on the CPU in bfloat16, with the full record in `routers.config.calibration`. They exit at
-        `routers.config.exit_threshold`; never, if no threshold could be certified.
+        The routers, on the CPU in bfloat16, with the full record in `routers.config.calibration`, and the certified
+        `routers.config.exit_threshold`, which is above 1 (no token exits) if no threshold could be certified.
 
     Raises:
         CalibrationError: The data cannot be found, reached or used, states are NaN, the disk is full, or
@@ -167,7 +167,7 @@ def calibrate(
 
 
 def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confidence: float) -> dict[str, Any]:
-    """Run the stages, bring the routers to the form that is saved, and return the record without its time."""
+    """Run the stages, convert the routers to the form that is saved, and return the record without its timing."""
     structure, settings = pipeline.structure, pipeline.settings
     with faster_passes(structure):
         documents = pipeline.write_text(text)
@@ -227,7 +227,7 @@ def _fresh_routers(
 
 
 def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Settings, text: Text) -> dict[str, Any]:
-    """Everything that results of units depend on."""
+    """Facts about model, settings and text on which the results of work units depend."""
     config = routers.config
     base = {
         "model": type(model).__name__,
@@ -241,7 +241,7 @@ def _fingerprint(model: PreTrainedModel, routers: TIDERouters, settings: Setting
 
 
 def _finish(routers: TIDERouters, kept: list[int], exit_threshold: float, draft_vocab: Tensor) -> None:
-    """Bring `routers` to the form that is saved."""
+    """Convert `routers` in place to the form that is saved: only the `kept` exit layers, in bfloat16 on the CPU."""
     for layer in set(routers.exit_layers) - set(kept):
         del routers.exits[str(layer)]
     routers.config.exit_layers = kept

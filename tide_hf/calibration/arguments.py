@@ -1,4 +1,4 @@
-"""Checks of the arguments of `calibrate` and of its model, made before any work."""
+"""Check the arguments of `calibrate`, and whether its model can be calibrated, before any work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST_SEED = 2**62  # stages add to the seed, and PyTorch's generators take 64
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that results of units depend on; see `calibrate`."""
+    """The arguments of `calibrate` on which the results of work units depend."""
 
     samples: int
     max_length: int
@@ -44,7 +44,7 @@ def check_arguments(
     output_dir: str | os.PathLike[str] | None,
     notes: Mapping[str, Any] | None,
 ) -> None:
-    """Raise [`ConfigurationError`] if an argument is invalid for every model."""
+    """Raise [`ConfigurationError`] if an argument is invalid, whatever the model is."""
     check_choice("labels", settings.labels, LABELS)
     check_choice("exit_strategy", settings.exit_strategy, STRATEGIES)
     check_share("tolerance", tolerance, usual=0.02)
@@ -72,7 +72,7 @@ def _unusable(name: str, value: object, expected: str, do: str) -> Configuration
 
 
 def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
-    """Refuse a rank above the hidden size, and a block head whose training needs gradients that this model lacks."""
+    """Refuse a rank above the hidden size, and a block head if norm or output head cannot be differentiated."""
     rank = settings.translator_rank
     if rank is not None and rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
@@ -113,7 +113,7 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
 
 
 def check_positions(model: PreTrainedModel, longest: int, max_length: int) -> None:
-    """Raise [`ConfigurationError`] if documents of up to `longest` tokens exceed the model's positions."""
+    """Raise [`ConfigurationError`] if documents of up to `longest` tokens exceed the model's position embeddings."""
     most = last_position(model.config.get_text_config())
     if most is not None and longest > most:
         raise ConfigurationError(

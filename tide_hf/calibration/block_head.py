@@ -1,4 +1,4 @@
-"""Train a block head on whole documents, taught by the full model's own distribution."""
+"""Train a block head on whole documents, by distillation from the full model."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from .heads import FrequentUnembed, distillation_loss, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
 
-SIZE, REPEATS = 1024, 3
-MIN_SPEEDUP = 1.5  # below that the rounding is not worth it
-LEARNING_RATE = 2e-3  # of the layer
-TRANSLATOR_RATE = 6e-4  # which starts at the closed-form solution
+SIZE, REPEATS = 1024, 3  # of the timed matrix product
+MIN_SPEEDUP = 1.5  # of bfloat16 over float32; a smaller speed-up is not worth the rounding
+LEARNING_RATE = 2e-3  # of the block head's decoder layer
+TRANSLATOR_RATE = 6e-4  # learning rate of the translator, which starts at the closed-form solution
 WARMUP_STEPS, FLOOR = 20, 0.05
 MAX_GRADIENT = 1.0
-# The second draft token is predicted from the block's own prediction of the final state, not from the true one. So the
-# block is trained on its predictions as well, where their token was right (compare HASS, arXiv 2408.15766), with this
-# weight.
+# Weight of a second loss term. The second draft token is predicted from the block head's own prediction of the final
+# state, not from the true final state. So the block head is also trained on its own predictions, at positions where the
+# predicted token was right (compare HASS, arXiv 2408.15766).
 SECOND_SHARE = 0.5
 RIDGE_PENALTY = 1e-2
 DOCUMENTS_PER_STEP = 16
-# Epochs, and a factor of the learning rates.
-FRESH = 6, 1.0
-FURTHER = 4, 0.5  # fine-tuning of a trained block head, slower so that it does not forget
+# Number of epochs, and factor on the learning rates.
+FRESH = 6, 1.0  # for a new block head
+FURTHER = 4, 0.5  # for a trained block head; the lower rates keep it from forgetting
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 autocast for a training step's forward, where that is faster; weights and gradients stay float32."""
+    """bfloat16 autocast for a training step's forward pass, if faster; weights and gradients stay float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=gains_by_bfloat16(device.type))
 
 
 @lru_cache
 @torch.inference_mode()
 def gains_by_bfloat16(device_type: str) -> bool:
-    """Whether bfloat16 matrix products are clearly faster than float32; on a CPU measured once per process."""
+    """Whether bfloat16 matrix products are clearly faster than float32; a CPU is timed once per process."""
     if device_type != "cpu":
         return device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return _seconds(torch.bfloat16) * MIN_SPEEDUP < _seconds(torch.float32)
@@ -71,14 +71,14 @@ def _seconds(dtype: torch.dtype) -> float:
 class DocumentBatch(TokenBatch):
     """Whole documents, right-padded, with the base model's states before the final norm, (rows, length, D) each."""
 
-    states: Tensor  # at the block's exit layer
+    states: Tensor  # after the layer from which the block head drafts
     final: Tensor  # after the last layer
 
 
 class BlockTrainer:
-    """Trains one block head, which drafts after `block_layer` layers, in float32, in place.
+    """Trains a block head in place, in float32. The block head drafts after `block_layer` layers.
 
-    The model is at full depth; `tokens` (V,) is the draft vocabulary, ascending.
+    The model must run at full depth; `tokens` (V,) is the draft vocabulary, ascending.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BlockTrainer:
         self.head.use_attention_of(model.config.get_text_config())
 
     def start(self, batches: Iterable[DocumentBatch]) -> None:
-        """Initialise: the layer as a copy of the base model's last, the translator by ridge regression."""
+        """Initialise the layer as a copy of the base model's last layer, and the translator by ridge regression."""
         source = dict(self.structure.layers[-1].named_parameters())
         with torch.no_grad():
             for name, parameter in self.head.layer.named_parameters():
@@ -122,7 +122,7 @@ class BlockTrainer:
     ) -> Iterator[tuple[int, float]]:
         """Train for `epochs`, or until `deadline` (of `perf_counter`); yield (steps so far, mean loss) of each epoch.
 
-        The learning rates, scaled by `rate`, follow a cosine over the steps or the time, whichever ends first.
+        The learning rates, scaled by `rate`, follow a cosine over the steps or the time, whichever runs out first.
         """
         rates = [(self.head.translator, rate * TRANSLATOR_RATE), (self.head.layer, rate * LEARNING_RATE)]
         optimizer = torch.optim.AdamW(
@@ -149,9 +149,9 @@ class BlockTrainer:
         self.head.requires_grad_(False)
 
     def states(self, batch: DocumentBatch, previous: Tensor | None = None) -> Tensor:
-        """The block head's predictions of the final states, (rows, length, D).
+        """Predict the final states with the block head, (rows, length, D).
 
-        Each is made from the final state of the token before: one of `previous`, of that shape, or the true one.
+        Each prediction reads the previous token's final state: from `previous` (rows, length, D), or the true state.
         """
         inputs = self._inputs(batch, batch.final if previous is None else previous)
         call = self._call(batch).on(inputs[0].device).with_state(self.head.translate(*inputs))
@@ -179,7 +179,7 @@ class BlockTrainer:
 
     @torch.no_grad()
     def _inputs(self, batch: DocumentBatch, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised states at the block's layer, and normalised final states of the token before; float32."""
+        """Normalised states at the block's layer, and normalised final states of the previous token; float32."""
         dtype = self.model.dtype
         states, final = (self.unembed.normalize(part.to(dtype)).float() for part in (batch.states, final))
         return states, nn.functional.pad(final, (0, 0, 1, 0))[:, :-1]
@@ -191,7 +191,7 @@ class BlockTrainer:
 
     @torch.no_grad()
     def _call(self, batch: DocumentBatch) -> LayerCall:
-        """The base model's call of the layer after the exit, with masks and positions; no layer runs."""
+        """The arguments that the base model passes to the layer after `block_layer`, such as masks; no layer runs."""
         device = input_device(self.model)
         inputs = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
         run = _StraightTo(self.structure, None, self.block_layer)
@@ -200,16 +200,16 @@ class BlockTrainer:
 
 
 class _StraightTo(FixedDepthRun):
-    """A forward pass that executes no layer and ends before one."""
+    """A forward pass that skips every layer up to the exit layer and then ends."""
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the input."""
+        """Return the layer's input instead of running the layer."""
         return gate.with_state(None, LayerCall(args, kwargs).state)
 
 
 @contextmanager
 def _gates(structure: DecoderStructure) -> Iterator[None]:
-    """Gate the layers, unless TIDE is attached and has."""
+    """Install gates on the layers, unless TIDE is attached and has installed them already."""
     if isinstance(structure.layers[0].__dict__.get("forward"), Gate):
         yield
         return
@@ -221,7 +221,7 @@ def _gates(structure: DecoderStructure) -> Iterator[None]:
 
 
 def _after_right_tokens(counted: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
-    """(rows, length) mask of counted positions that follow one whose top token the student predicts."""
+    """(rows, length) mask of counted positions directly after positions where student and teacher agree."""
     right = torch.zeros_like(counted)
     right[counted] = student.argmax(dim=-1) == teacher.argmax(dim=-1)
     return counted & nn.functional.pad(right, (1, 0))[:, :-1]
@@ -233,9 +233,9 @@ def _schedule(step: int, progress: float) -> float:
 
 
 def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:
-    """The shallowest layer that a block head can follow, and its config; [`UnsupportedModelError`] if there is none.
+    """Find the first layer that a block head can follow, and the head's config, or raise [`UnsupportedModelError`].
 
-    Deeper ones cost more and do not agree more (41% after one or two of 30 layers, 39-40% after four or eight).
+    Deeper block heads cost more and agree no more often (41% after 1 or 2 of 30 layers, 39-40% after 4 or 8).
     """
     last = structure.num_layers - 1
     for block_layer in range(1, last):
@@ -249,7 +249,7 @@ def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[in
 def block_start(
     start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
 ) -> TIDERouters:
-    """The routers whose block head is trained further: `start_from`, or those in that folder or Hub repository."""
+    """The routers whose block head is trained further, loaded if `start_from` is a folder or Hub repository."""
     routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
     routers.check_base_model(model)
     if routers.block is None or exit_strategy != "block":
@@ -264,7 +264,7 @@ def block_start(
 
 @dataclass(frozen=True)
 class BlockStage:
-    """The stage that trains and measures a block head from stored states; `seed` is that of the documents' order."""
+    """The stage that trains and measures a block head on stored states; `seed` determines the documents' order."""
 
     trainer: BlockTrainer
     store: StateStore
@@ -273,7 +273,7 @@ class BlockStage:
     def make(self, deadline: float, *, is_fresh: bool) -> dict[str, Any]:
         """Train until `deadline` (of `perf_counter`) at the latest; return facts about the training.
 
-        A block head that was already trained keeps its old weights if the new ones agree less on the tune split.
+        A block head that is not fresh keeps its old weights if the new weights agree less on the tune split.
         """
         epochs, rate = FRESH if is_fresh else FURTHER
         point, facts = self.trainer.point, {}
@@ -319,7 +319,7 @@ class BlockStage:
 
     @torch.no_grad()
     def _scored(self, split: str) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) of the drafted tokens at counted positions, and whether they are right (N,)."""
+        """Log-probabilities (N,) of drafted tokens at counted positions, and whether each is the full model's (N,)."""
         found, agrees = [], []
         for batch in self._batches(split, self.seed):
             predictions = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
@@ -345,7 +345,7 @@ class BlockStage:
 
 
 def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:
-    """Right-pad `documents`, ids in a batch of concatenated ones, with their states at `exit_layer`."""
+    """Right-pad the documents of `whole` whose ids are `documents` into a batch with their states at `exit_layer`."""
     rows = [(whole.document_ids == document).nonzero()[:, 0] for document in documents]
 
     def padded(tensor: Tensor) -> Tensor:

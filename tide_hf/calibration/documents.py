@@ -23,15 +23,15 @@ from ..common.errors import CalibrationError, ChatTemplateError
 from ..common.rows import FORMATS, import_extra, read_rows
 from ..common.token_ids import message_tokens
 
-SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% takes at least 149 documents
-MOST = {"tune": 150, "certify": 500}  # documents; beyond these the heads profit more from further text
+SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% confidence takes at least 149 documents
+MOST = {"tune": 150, "certify": 500}  # documents at most; beyond that, text is of more use in the fit split
 TOKENS_PER_BATCH = 16_384  # padding included
-MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length; a batch is padded to its longest row
+MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length, since a batch is padded to its longest row
 SHOWN = 80  # characters of a text in an error
 logger = logging.getLogger(__name__)
 # "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
-POOL = 10_000  # rows to draw from, plus ten for each wanted document
+POOL = 10_000  # rows to draw from, plus ten for each requested document
 SHOWN_KEYS = 10  # keys in an error
 SHUFFLE_BUFFER = 2_000  # rows
 
@@ -41,7 +41,7 @@ class Document:
     """One text as token ids, the model's input."""
 
     tokens: list[int]
-    first: int  # first counted position; those before it are prompt and not used for fitting or measuring
+    first: int  # first counted position; positions before it are not used for fitting or measuring
 
     @property
     def num_positions(self) -> int:
@@ -59,14 +59,14 @@ class TokenBatch:
 
 
 def num_positions(documents: Sequence[Document]) -> int:
-    """Counted positions of all documents."""
+    """Number of counted positions of all documents."""
     return sum(document.num_positions for document in documents)
 
 
 def split_documents(documents: Sequence[Document], seed: int) -> dict[str, list[Document]]:
-    """Split documents at random into `"fit"` (heads and routers), `"tune"` (their scores) and `"certify"`.
+    """Split documents at random: `"fit"` trains heads and routers, `"tune"` selects them, `"certify"` tests thresholds.
 
-    Their proportions are `SHARES`; what exceeds `MOST` goes to the fit split. There must be at least three documents.
+    Their proportions are `SHARES`; documents beyond `MOST` go to the fit split. There must be at least three documents.
     """
     if len(documents) < len(SHARES):
         raise CalibrationError(
@@ -84,7 +84,7 @@ def split_documents(documents: Sequence[Document], seed: int) -> dict[str, list[
 
 
 def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[int]]:
-    """Group documents of similar length into batches of indices, at most `batch_size` and `TOKENS_PER_BATCH` each."""
+    """Group indices of documents by length, at most `batch_size` documents and `TOKENS_PER_BATCH` tokens a batch."""
     batches: list[list[int]] = []
     for i in sorted(range(len(documents)), key=lambda i: len(documents[i].tokens)):
         last = batches[-1] if batches else []
@@ -98,7 +98,7 @@ def plan_batches(documents: Sequence[Document], batch_size: int) -> list[list[in
 def token_batch(documents: Sequence[Document], rows: Sequence[int]) -> TokenBatch:
     """Right-pad the documents at indices `rows` into one batch.
 
-    Padding on the right leaves positions as they are, and no token attends to it.
+    Right padding leaves position ids unchanged, and no token attends to it.
     """
     chosen = [documents[i] for i in rows]
     input_ids = pad_sequence([torch.tensor(document.tokens) for document in chosen], batch_first=True)
@@ -114,7 +114,7 @@ class UnusableRowError(CalibrationError):
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Tokenises rows of a dataset, texts or chats, to documents; `source` is its name, for errors.
+    """Tokenises rows of a dataset (texts or chats) into documents; `source` names the dataset in errors.
 
     A text, or the last answer of a chat, is truncated to `max_length` tokens.
     """
@@ -124,7 +124,7 @@ class RowEncoder:
     source: str
 
     def __call__(self, row: object) -> Document:
-        """Encode a text, a chat (a list of messages), or a mapping that has one under "text" or "messages"."""
+        """Encode a text, a chat (a list of messages), or a mapping with a "text" or "messages" entry."""
         if isinstance(row, Mapping):
             row = self._column(row)
         if isinstance(row, str):
@@ -141,7 +141,7 @@ class RowEncoder:
         )
 
     def _column(self, row: Mapping[str, object]) -> object:
-        # A text column next to messages is usually the chat in another model's template.
+        # A text column next to messages is usually the same chat, formatted with another model's template.
         chats_first = self.tokenizer.chat_template is not None
         values = [row[name] for name in (("messages", "text") if chats_first else ("text", "messages")) if name in row]
         if not values:
@@ -160,7 +160,7 @@ class RowEncoder:
         return Document(tokens, first=1)
 
     def _chat(self, chat: Sequence[object]) -> Document:
-        """Count the last answer, or the whole chat if the template's prompt is no prefix of it."""
+        """Encode a chat and count its last answer, or all of the chat if it does not begin with the prompt's tokens."""
         if self.tokenizer.chat_template is None:
             raise CalibrationError(
                 f"a chat needs a chat template ({self.source})",
@@ -187,12 +187,12 @@ class RowEncoder:
         if isinstance(message, Mapping):
             role, content = message.get("role"), message.get("content")
             if isinstance(role, str) and isinstance(content, str):
-                return {"role": role, "content": content}  # chat templates react to further keys, even if None
+                return {"role": role, "content": content}  # chat templates react to other keys, even if None
         expected = 'a mapping whose "role" and "content" are strings'
         raise self._unusable("a message cannot be read", got=str(message)[:SHOWN], expected=expected)
 
     def _answer(self, prompt: list[int], answer: list[int]) -> Document:
-        """Truncate the answer at end-of-sequence, and count from the position that predicts its first token."""
+        """Truncate an answer at its end-of-sequence token; count from the position that predicts its first token."""
         end = self.tokenizer.eos_token_id
         answer = answer[: answer.index(end)] if end in answer else answer
         longest = MAX_PROMPT * self.max_length
@@ -260,12 +260,12 @@ def describe_source(dataset: object) -> str:
 
 
 def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
-    """Yield up to `size` rows of the dataset in random order; of an iterable without a length, of its first `size`."""
+    """Yield up to `size` rows in random order; of an iterable without a length, only the first `size` rows are read."""
     rng = random.Random(seed)
     path = _local_path(dataset)
     if path is not None:
         return iter(_draw(read_rows(path), size, rng))
-    datasets = sys.modules.get("datasets")  # imported already if this is one of its objects
+    datasets = sys.modules.get("datasets")  # already imported if the dataset is one of its objects
     if isinstance(dataset, (str, os.PathLike)) or (datasets and isinstance(dataset, datasets.IterableDataset)):
         return islice(_stream_rows(dataset, seed), size)
     has_keys = hasattr(dataset, "keys")  # a DatasetDict or a table
@@ -309,7 +309,7 @@ def _match_hub_name(dataset: str | os.PathLike[str]) -> re.Match[str] | None:
 
 
 def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
-    """Yield rows of a stream of the datasets library, or of a Hub data set by its name, shuffled in a buffer."""
+    """Yield rows of an `IterableDataset`, or of the Hub data set of this name, shuffled in a buffer."""
     source = describe_source(dataset)
     match = _match_hub_name(dataset)
     if match is None and isinstance(dataset, (str, os.PathLike)):

@@ -51,10 +51,10 @@ class Moments:
         self.sum_xy += (weighted.T @ y).cpu()
 
     def solve(self, penalty: float, rank: int | None = None) -> tuple[Tensor, ...]:
-        """Least-squares A (D, D) and b (D,), float32, of the translator `y = x + A x + b`.
+        """Solve for A (D, D) and b (D,), float32, of the translator `y = x + A x + b` by least squares.
 
-        The ridge `penalty` on A is in units of each input's variance. With a `rank`, A is two factors (rank, D) and
-        (D, rank): the reduced-rank regression, whose outputs are nearest to the full solution's.
+        The ridge `penalty` on A is in units of each input's variance. With a `rank`, A is returned as factors (rank, D)
+        and (D, rank) of the reduced-rank regression, whose outputs are nearest to the full-rank solution's.
         """
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         covariance = self.sum_xx / self.weight - torch.outer(mean_x, mean_x)
@@ -75,7 +75,7 @@ class Moments:
 def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torch.device) -> Moments:
     """Moments over the counted positions of whole documents; computed on `device`.
 
-    Errors are weighted by the inverse mean square of the final state, because the final norm removes its scale.
+    Errors are weighted by the inverse mean square of the final state, whose scale the final norm removes.
     """
     moments: Moments | None = None
     for whole in batches:
@@ -90,10 +90,10 @@ def collect_moments(batches: Iterable[StateBatch], exit_layer: int, device: torc
 
 
 def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens: Tensor, drafts: DraftUnembed) -> float:
-    """Set a linear head's translator to the ridge solution whose penalty gives most agreement; return the penalty.
+    """Set a linear head's translator to the ridge solution of highest agreement; return the penalty of that solution.
 
-    Moments are those of the fit split. Agreement is measured on (N, D) states of the tune split, in the model's dtype,
-    with the full model's top tokens (N,), among the tokens of `drafts`.
+    `moments` are of the fit split. Agreement is the share of `tune_states` (N, D), in the model's dtype, for which the
+    head's top token among the tokens of `drafts` equals the full model's, in `tune_tokens` (N,).
     """
     rank = head.translator[0].out_features if isinstance(head.translator, nn.Sequential) else None
     best, best_penalty, best_weights = -1.0, 0.0, head.state_dict()
@@ -117,14 +117,14 @@ def draft_agreement(head: nn.Module, states: Tensor, top_tokens: Tensor, drafts:
 
 @torch.no_grad()
 def round_weights(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Round weights to the dtype of the file, so that all later figures hold for the saved weights."""
+    """Round weights to the dtype in which they are saved, so that all later figures hold for the saved weights."""
     for parameter in module.parameters():
         parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()
 def _assign(head: ExitHead, solution: tuple[Tensor, ...]) -> None:
-    """Copy (A, b), or (down, up, b) where the translator is of low rank."""
+    """Copy (A, b), or (down, up, b) at low rank, into the translator, and round it."""
     assert head.translator is not None
     for parameter, value in zip(head.translator.parameters(), solution, strict=True):
         parameter.copy_(value)
@@ -132,7 +132,7 @@ def _assign(head: ExitHead, solution: tuple[Tensor, ...]) -> None:
 
 
 class FrequentUnembed:
-    """Differentiable logits of tokens (V,), from frozen float32 copies of norm and output head; see `can_distil`."""
+    """Differentiable log-probabilities of `tokens` (V,), from frozen float32 copies of norm and output head."""
 
     def __init__(self, unembed: Unembed, tokens: Tensor) -> None:
         structure = unembed.structure
@@ -152,7 +152,7 @@ class FrequentUnembed:
         self.positions[tokens.cpu()] = torch.arange(len(tokens))
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """(N, D) states before the final norm, float32 -> (N, V) log probabilities, float32."""
+        """(N, D) states before the final norm, float32 -> (N, V) log-probabilities, float32."""
         return self._unembed(hidden_states).float().log_softmax(dim=-1)
 
 
@@ -179,11 +179,11 @@ def distil_head(
     seed: int,
     deadline: float = float("inf"),
 ) -> dict[str, Any]:
-    """Train a linear head's translator in place with [`distillation_loss`], from its closed form.
+    """Train a linear head's translator in place with [`distillation_loss`], starting from the closed-form solution.
 
-    The weights with most agreement on `tune`, among `tokens` (V,), are kept, be it an epoch's or the closed form. Both
-    splits are counted positions. Returns the finished `epochs`, `best_epoch` (0 is the closed form), and whether the
-    deadline (of `perf_counter`) `stopped` it.
+    `head` gets the weights that agree most with the full model on `tune`, among `tokens` (V,), which may be the initial
+    weights. `fit` and `tune` hold only counted positions. Returns the number of finished `epochs`, `best_epoch` (0 for
+    the initial weights), and whether the deadline (of `perf_counter`) `stopped` training.
     """
     assert head.translator is not None
     frequent = FrequentUnembed(unembed, tokens)
@@ -242,14 +242,14 @@ class _Student:
 
     @staticmethod
     def _ends(translator: Any) -> tuple[nn.Linear, nn.Linear]:
-        """First and last linear layer; the same one at full rank."""
+        """First and last linear layer, which are the same layer at full rank."""
         if isinstance(translator, nn.Linear):
             return translator, translator
         return translator[0], translator[-1]
 
 
 def _standardisation(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each entry, (D,) each, in slices since `states` may be large."""
+    """Mean and standard deviation of each entry, (D,) each; computed in slices, since `states` may be large."""
     mean = torch.stack([part.double().sum(dim=0) for part in states.split(4096)]).sum(dim=0) / len(states)
     squares = torch.stack([(part.double() - mean).square().sum(dim=0) for part in states.split(4096)]).sum(dim=0)
     std = (squares / len(states)).sqrt()
@@ -276,9 +276,9 @@ def _agreement(head: ExitHead, exit_layer: int, tune: StateBatch, frequent: Freq
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-    """Mean of KL(teacher || student), both (N, V) log-probabilities, and the cross-entropy of `targets` (N,).
+    """Mean of KL(teacher || student) and the student's cross-entropy on `targets`.
 
-    Targets are the teacher's top tokens, `IGNORED` if outside the V tokens.
+    `student` and `teacher` are (N, V) log-probabilities; `targets` (N,) are indices of top tokens, or `IGNORED`.
     """
     divergence = nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
     cross_entropy = nn.functional.nll_loss(student, targets, ignore_index=IGNORED, reduction="sum") / len(targets)

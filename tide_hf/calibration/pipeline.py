@@ -27,7 +27,7 @@ from .work_folder import Processes, WorkFolder
 
 WRITING_SHARE = 0.4  # share of the time budget for generating text
 SAFETY = 2.0  # factor on the estimated time of the stages after distillation
-FIT_CAPACITY = 24_000  # positions to train routers on, which bounds memory
+FIT_CAPACITY = 24_000  # maximum number of positions to train a router on, to bound memory
 DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
@@ -48,8 +48,8 @@ class Pipeline:
     work: WorkFolder
     processes: Processes
     steps: Steps
-    end: float  # of the time budget (of `perf_counter`); infinite without one
-    resumed_units: int = 0  # of this process, finished by an earlier run
+    end: float  # end of the time budget, in `perf_counter` seconds; infinite without a budget
+    resumed_units: int = 0  # units of this process that an earlier run finished
     cut_short: list[str] = field(default_factory=list)  # stages that the time budget cut short, for the record
 
     @property
@@ -75,7 +75,7 @@ class Pipeline:
             self.resumed_units += len(self.processes.share(self.work.facts(DOCUMENTS)["names"]))
         else:
             self._run_units("Writing text", names, write)
-            if self.processes.is_main:  # fixes the documents for runs that resume with another time budget
+            if self.processes.is_main:  # so that a run resumed with another time budget has the same documents
                 self.work.write(DOCUMENTS, {}, {"names": [name for name in names if self.work.has(name)]})
             self.processes.wait()
         written = self.work.facts(DOCUMENTS)["names"]
@@ -84,7 +84,7 @@ class Pipeline:
         return [Document(*document) for name in written for document in self.work.facts(name)["documents"]]
 
     def read_states(self, documents: Sequence[Document]) -> StateStore:
-        """Stage (b): the base model's hidden states on the documents, one shard for each batch of them."""
+        """Stage (b): the base model's hidden states on the documents, one shard per batch of documents."""
         splits = split_documents(documents, self.settings.seed)
         layers = sorted({*self.routers.exit_layers, self.routers.config.block_layer} - {None})
         store = StateStore(self.work, splits, self.settings.batch_size, layers, self.model.dtype)
@@ -97,7 +97,7 @@ class Pipeline:
         return store
 
     def fit_heads(self, store: StateStore) -> dict[str, dict[str, Any]]:
-        """Stage (c): the exit heads, in closed form and then distilled; returns facts about each fit."""
+        """Stage (d): the exit heads, in closed form and then distilled; returns facts about each fit."""
         tokens = frequent_tokens(store.count_tokens("fit", self.structure.vocab_size)[1])
         mine = self.processes.share(self.routers.exit_layers)
 
@@ -109,7 +109,7 @@ class Pipeline:
         return facts
 
     def train_routers(self, store: StateStore) -> dict[str, dict[str, Any]]:
-        """Stage (d): the routers; returns their figures on the tune split."""
+        """Stage (e): the routers; returns their figures on the tune split."""
         seed = self.settings.seed
 
         def train(layer: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Pipeline:
         return self._fit_each_layer("Training routers", "router", train)
 
     def train_block(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
-        """Stage (e): the block head, if there is one, with draft vocabulary `tokens`; returns its figures."""
+        """Stage (c): the block head, if there is one, with the draft vocabulary `tokens`; returns its figures."""
         point, block_layer = self.routers.block, self.routers.config.block_layer
         if point is None:
             return None
@@ -142,7 +142,7 @@ class Pipeline:
         return facts
 
     def decide(self, store: StateStore, split: str) -> Decisions:
-        """Stage (f): decisions of every router and head on a split that neither was fitted to."""
+        """Stage (f): exit scores and head agreement at every exit layer, on the tune or certify split."""
         shards = store.shards(split)
         names = [f"decisions/{split}-{shard.number:05d}" for shard in shards]
 
@@ -212,13 +212,13 @@ class Pipeline:
         return facts
 
     def _seconds_after_heads(self, store: StateStore, seconds_per_position: float) -> float:
-        """Estimated time of training routers and of decisions, from the time of one position's logits."""
+        """Estimate the seconds of training routers and of decisions, from the seconds of one position's logits."""
         routers = min(FIT_CAPACITY, store.num_counted("fit")) + min(TUNE_CAPACITY, store.num_counted("tune"))
         decisions = store.num_counted("certify") + store.num_counted("tune")
         positions = (routers + decisions) * len(self.routers.exit_layers)
         return seconds_per_position * positions / self.processes.count
 
     def _share_of_rest(self, share: float, reserved: float = 0.0) -> float:
-        """Deadline after a share of the remaining time, without `reserved` seconds."""
+        """Deadline of a stage that may use `share` of the remaining time, after `reserved` seconds are set aside."""
         now = perf_counter()
         return now + share * max(0.0, self.end - now - reserved)

@@ -60,7 +60,7 @@ def print_report(record: dict[str, Any], num_layers: int) -> None:
 
 
 def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
-    """Figures of each exit layer by itself; exit rates are those at `threshold`.
+    """Figures of each exit layer by itself, and its exit rate at `threshold` if tokens may exit at any layer.
 
     Routers are judged by agreement, whatever labels they were trained on.
     """
@@ -80,9 +80,9 @@ def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str,
 
 
 def coverage_at(scores: Tensor, agrees: Tensor, precision: float) -> float:
-    """Largest share of positions at or above a threshold of which at least `precision` agree; all (N,).
+    """Largest share of positions that a threshold on `scores` lets exit while at least `precision` of them agree.
 
-    The threshold is picked on the very positions that it is measured on, so new ones will do a little worse.
+    The threshold is chosen on the same positions (N,) that are measured, so new text does a little worse.
     """
     ordered, order = scores.sort(descending=True)
     right = agrees[order].double().cumsum(0)
@@ -94,7 +94,7 @@ def coverage_at(scores: Tensor, agrees: Tensor, precision: float) -> float:
 
 
 def reliability_bins(scores: Tensor, agrees: Tensor, num_bins: int = RELIABILITY_BINS) -> list[list[float]]:
-    """Mean score, share of agreement and positions of each bin of equal width that is not empty."""
+    """Mean score, share of agreement and number of positions of each non-empty bin; bins have equal width."""
     bins = (scores * num_bins).long().clamp(0, num_bins - 1)
     counts = torch.bincount(bins, minlength=num_bins)
     sums = [torch.bincount(bins, weights=values.double(), minlength=num_bins) for values in (scores, agrees)]
@@ -103,10 +103,10 @@ def reliability_bins(scores: Tensor, agrees: Tensor, num_bins: int = RELIABILITY
 
 
 def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, dict[str, Any]]:
-    """Count each exit head's parameters, and the weights that an exit there reads over those of a full pass.
+    """For each exit layer, the exit head's parameters, and the share of a full pass's weights that an exit reads.
 
-    An exit reads the layers up to it, its router and exit head, the final norm and the output head (of which only the
-    draft vocabulary's rows, where there is one). All experts of a mixture count, though a token uses few of them.
+    An exit reads the layers up to it, its router and exit head, the final norm and the output head (only the draft
+    vocabulary's rows, if there is one). All experts of a mixture count, though a token uses few of them.
     """
     after = sum(map(_num_weights, (structure.norm, structure.projection)))
     output_head = _num_weights(structure.head)
@@ -126,7 +126,7 @@ def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, 
 
 
 def tolerance_rows(decisions: Decisions, confidence: float) -> list[dict[str, Any]]:
-    """Threshold and exits for each of `TOLERANCES`, each certified by itself; `None` where that was not possible."""
+    """Threshold and its figures for each of `TOLERANCES`, certified separately; `None` where that fails."""
     rows = []
     for tolerance in TOLERANCES:
         choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)

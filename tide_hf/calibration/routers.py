@@ -1,4 +1,4 @@
-"""Train routers: labels, binary cross-entropy with Platt scaling, and their scores on each split."""
+"""Routers: training labels, training by binary cross-entropy with Platt scaling, and exit decisions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..routers.routers import TIDERouters
 from .heads import round_weights
 from .states import SLICE_ELEMENTS, StateBatch, top_tokens
 
-CONVERGENCE_THRESHOLD = 0.98  # of the TIDE paper
-# In nats. By Pinsker's inequality the two distributions then differ by at most sqrt(0.1 / 2) = 0.22 in total variation,
-# so that rejection sampling keeps at least 78% of the tokens that such an exit drafts.
+CONVERGENCE_THRESHOLD = 0.98  # cosine similarity, as in the TIDE paper
+# In nats. By Pinsker's inequality, a smaller KL means a total variation distance of at most sqrt(0.1 / 2) = 0.22, so
+# rejection sampling accepts at least 78% of the draft tokens of such an exit.
 KL_THRESHOLD = 0.1
 ARRAYS_PER_LOGIT = 4  # logits and log-probabilities, each of exit head and full model
 EPOCHS, ROWS_PER_STEP, LEARNING_RATE, WEIGHT_DECAY = 30, 512, 1e-3, 1e-2
@@ -28,8 +28,8 @@ def router_labels(
     """Labels (N,) bool for router training, on the device of `top_tokens`: whether each position may exit.
 
     `"agreement"`: the exit head's top token is the full model's. `"cosine"`: the exit layer's state has a cosine
-    similarity above `CONVERGENCE_THRESHOLD` with the final one (the published rule; the head plays no part). `"kl"`:
-    KL(full model || exit head) of the next token's distributions is below `KL_THRESHOLD`.
+    similarity above `CONVERGENCE_THRESHOLD` with the final state (the TIDE paper's rule; the head is not used). `"kl"`:
+    KL(full model || exit head) of the next-token distributions is below `KL_THRESHOLD`.
 
     States (N, hidden_size) are before the final norm, in the model's dtype; `top_tokens` (N,) are the full model's.
     """
@@ -58,7 +58,7 @@ def cosine_similarity(hidden_states: Tensor, final_states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, final_states: Tensor) -> Tensor:
-    """KL(full model || exit head) of the next token's distributions, (N,) float32 in nats, computed in slices."""
+    """KL(full model || exit head) of the next-token distributions, (N,) float32 in nats, computed in slices."""
     rows = max(1, SLICE_ELEMENTS // (ARRAYS_PER_LOGIT * unembed.structure.vocab_size))
     divergences = []
     for states, final in zip(hidden_states.split(rows), final_states.split(rows), strict=True):
@@ -72,11 +72,11 @@ def kl_divergence(unembed: Unembed, head: nn.Module, hidden_states: Tensor, fina
 def train_router(
     router: ExitRouter, fit: tuple[Tensor, Tensor], tune: tuple[Tensor, Tensor], seed: int
 ) -> dict[str, float]:
-    """Train `router` in place to predict whether a position may exit.
+    """Train `router` in place, by binary cross-entropy, to predict whether a position may exit.
 
-    `fit` and `tune` are states after the final norm (N, D) in float32, and labels (N,). Binary cross-entropy on
-    standardised states; the standardisation is folded into the weights at the end. The epoch with the lowest log loss
-    on `tune` after Platt scaling is kept, so overconfidence alone rejects no epoch; its figures are returned.
+    `fit` and `tune` are states (N, D) after the final norm, in float32, and labels (N,). States are standardised for
+    training; the standardisation is folded into the weights at the end. The epoch with the lowest log loss on `tune` is
+    kept, and its figures are returned. Log loss is taken after Platt scaling, so overconfidence does not matter.
     """
     generator = torch.Generator().manual_seed(seed)
     mean, std = fit[0].mean(dim=0), fit[0].std(dim=0, correction=0)
@@ -117,7 +117,7 @@ def train_router(
 
 
 def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Platt scaling: (a, c) of `sigmoid(a * logits + c)`, with smoothed targets (Platt 1999); all on the CPU."""
+    """Fit (a, c) of `sigmoid(a * logits + c)` with smoothed targets (Platt 1999), on the CPU."""
     x = logits.double()
     positives, negatives = float(labels.sum()), float((~labels).sum())
     target = torch.where(labels, (positives + 1) / (positives + 2), 1 / (negatives + 2)).double()
@@ -136,7 +136,7 @@ def platt_scaling(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve of `scores` for `labels`; 0.5 if all labels are the same."""
+    """Area under the ROC curve of `scores` for boolean `labels`; 0.5 if all labels are the same."""
     positives, negatives = int(labels.sum()), int((~labels).sum())
     if positives == 0 or negatives == 0:
         return 0.5
@@ -175,7 +175,7 @@ def fit_router(
 
 @torch.no_grad()
 def decide(whole: StateBatch, routers: TIDERouters, unembed: Unembed) -> dict[str, Tensor]:
-    """Columns of [`threshold.Decisions`] at every counted position of whole documents, on the CPU."""
+    """The tensors of [`threshold.Decisions`] at every counted position of whole documents, on the CPU."""
     batch = whole.only_counted()
     scores, agrees = [], []
     for layer in routers.exit_layers:

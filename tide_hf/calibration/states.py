@@ -1,4 +1,4 @@
-"""Hidden states of the base model on documents: read batch by batch, stored on disk in shards."""
+"""Hidden states of the base model on documents: computed batch by batch, stored on disk in shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .work_folder import WorkFolder
 SLICE_ELEMENTS = 2**25  # logits per slice: 128 MB in float32
 PLAIN_FIELDS = ("final_states", "top_tokens", "tokens", "counted", "document_ids")
 UNROUNDED_SPLIT = "certify"  # the guarantee is about the model's own, unrounded states
-BYTES_PER_POSITION = 32  # of tokens, labels and masks
+BYTES_PER_POSITION = 32  # of tokens, top tokens, mask and document ids
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def full_depth(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The base model's states and choices at N positions: whole documents, concatenated."""
+    """The base model's states and top tokens at N positions of concatenated documents."""
 
     hidden_states: dict[int, Tensor]  # by exit layer, (N, hidden_size), before the final norm
     final_states: Tensor  # (N, hidden_size), output of the last layer, before the final norm
@@ -81,7 +81,7 @@ class StateBatch:
 
 
 class StateReader:
-    """Runs a base model, at full depth and in evaluation mode, and gives its states after each of `exit_layers`."""
+    """Computes a base model's states after each of `exit_layers`; to be used inside [`full_depth`]."""
 
     def __init__(
         self, model: PreTrainedModel, structure: DecoderStructure, unembed: Unembed, exit_layers: Sequence[int]
@@ -90,7 +90,7 @@ class StateReader:
         self.exit_layers = list(exit_layers)
         self._options: dict[str, Any] = {"use_cache": False}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            self._options["logits_to_keep"] = 1  # top_tokens computes the logits in slices
+            self._options["logits_to_keep"] = 1  # these logits are unused: top_tokens computes logits in slices
 
     def read(self, documents: Sequence[Document], rows: Sequence[int]) -> StateBatch:
         """The states of the documents at indices `rows`, in one forward pass."""
@@ -152,7 +152,7 @@ def _check_finite(states: dict[int, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One batch of a split's documents: its number in the split, and their indices there."""
+    """One batch of a split's documents: the batch's number, and `rows`, the documents' indices in the split."""
 
     split: str
     number: int
@@ -160,14 +160,14 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Name of its unit in the work folder."""
+        """Name of the shard's unit in the work folder."""
         return f"states/{self.split}-{self.number:05d}"
 
 
 class StateStore:
     """The hidden states of all documents, as shards in a work folder.
 
-    States of a float32 model are stored in bfloat16, except in the certify split. Labels come from unrounded states.
+    Float32 states are stored in bfloat16, except in the certify split. Top tokens are computed before this rounding.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class StateStore:
         }
 
     def shards(self, *splits: str) -> list[Shard]:
-        """The shards of some splits; by default of all."""
+        """The shards of the given splits; by default of all splits."""
         return [shard for split in splits or tuple(self._shards) for shard in self._shards[split]]
 
     def missing_bytes(self, hidden_size: int) -> int:
-        """Bytes on disk of the shards not written yet."""
+        """Disk space, in bytes, that the shards not yet written will take."""
         total = 0
         for shard in self.shards():
             if not self.work.has(shard.name):
@@ -223,13 +223,13 @@ class StateStore:
             yield self.read(shard, layers).to(torch.device("cpu"), self.dtype)
 
     def num_counted(self, split: str) -> int:
-        """Counted positions of a split."""
+        """Number of counted positions of a split."""
         return num_positions(self.splits[split])
 
     def sample(self, split: str, layers: Sequence[int], capacity: int, seed: int) -> StateBatch:
-        """At most `capacity` counted positions at random, so that memory does not grow with the text.
+        """Sample at most `capacity` counted positions, so that memory does not grow with the text.
 
-        They are on the CPU, in the stored dtype, with the states at `layers`.
+        The sample is on the CPU, in the stored dtype, with the states at `layers`.
         """
         total = self.num_counted(split)
         generator = torch.Generator().manual_seed(seed)
@@ -244,7 +244,7 @@ class StateStore:
         return StateBatch.concatenate(parts)
 
     def count_tokens(self, split: str, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """(vocab_size,) frequencies of each token in the text, and among top tokens at counted positions."""
+        """Count each token in the text, and among the top tokens at counted positions; (vocab_size,) each."""
         read, chosen = torch.zeros(vocab_size, dtype=torch.long), torch.zeros(vocab_size, dtype=torch.long)
         for shard in self.shards(split):
             tensors = self.work.read(shard.name, ["tokens", "top_tokens", "counted"])

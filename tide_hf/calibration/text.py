@@ -1,7 +1,7 @@
-"""Calibration text: the user's data, or answers that the model generates to built-in and to its own prompts.
+"""Calibration text: the user's data, or answers that the model generates to built-in prompts and prompts of its own.
 
 A chat model can also generate the user's side: opening a user turn in its chat template and sampling gives prompts
-close to its tuning data and far more varied than templates (Magpie, Xu et al. 2024, arXiv 2406.08464).
+close to its tuning data and far more varied than prompt templates (Magpie, Xu et al. 2024, arXiv 2406.08464).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .documents import Document, describe_source, read_documents
 
 TOP_K = 50
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Share of prompts that the model writes. With half, the block head drafted better in chats but worse on tasks.
+# Share of prompts that the model writes. At 0.5, the block head drafted better in chats but worse on tasks.
 OWN_SHARE = 0.25
-LONGEST_OWN_PROMPT = 48  # tokens, then truncated
+LONGEST_OWN_PROMPT = 48  # tokens; longer prompts are truncated
 PLACEHOLDER = "\ue000"  # a private-use character, which no chat template contains
 OWN_TEMPERATURE = 1.0
 TEMPERATURES = (0.7, 0.85, 1.0)  # for the half of the documents that is sampled
@@ -48,14 +48,14 @@ class TopKSampling(LogitsProcessor):
     """Top-k sampling inside greedy decoding, by the Gumbel-max trick.
 
     The sampling of `generate` draws a random number for each token of the vocabulary, which took a quarter of the time
-    for 96 texts on a CPU. This draws `TOP_K` of them.
+    for 96 texts on a CPU. This class draws only `TOP_K` random numbers per row.
     """
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Set the logit of the sampled token to infinity; (rows, vocabulary) each."""
+        """Set the logit of each row's sampled token to infinity, in `scores` (rows, vocabulary)."""
         best, tokens = scores.topk(min(TOP_K, scores.shape[-1]))
         noise = -torch.empty_like(best).exponential_().log()
         drawn = tokens.gather(1, (best / self.temperature + noise).argmax(dim=-1, keepdim=True))
@@ -74,8 +74,8 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Continue prompts in one batch, independently of the model's generation config.
 
-    A temperature of `None` decodes greedily. Returns the new tokens of each prompt, without the end-of-sequence token,
-    which is one of `ends`.
+    A temperature of `None` decodes greedily. `ends` are the end-of-sequence tokens. Returns the new tokens of each
+    prompt, without the end-of-sequence token.
     """
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
     options = {"max_new_tokens": max_new_tokens, "eos_token_id": sorted(ends) or None, "logits_processor": sampling}
@@ -85,9 +85,9 @@ def continue_prompts(
 
 @contextmanager
 def without_generation_defaults(model: Any) -> Iterator[None]:
-    """Reduce the generation config of a model, or of a wrapper and its model, to its special tokens meanwhile.
+    """Temporarily reduce the generation config of a model, or of a wrapper and its model, to its special tokens.
 
-    Passing a config to `generate` is not enough: fields it leaves open are filled from the model's own.
+    Passing a config to `generate` is not enough: `generate` fills unset fields from the model's own config.
     """
     plain = GenerationConfig(**{name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS})
     configs = [(one, one.generation_config) for one in (model, base_inside(model)) if "generation_config" in vars(one)]
@@ -104,7 +104,7 @@ def generate_batch(
     model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
 ) -> list[list[int]]:
     """Run `model.generate` on prompts in one left-padded batch; return new tokens as [`continue_prompts`] does."""
-    # generate feeds padding to rows that have ended; the tokenizer's may be outside the model's vocabulary
+    # generate feeds padding tokens to finished rows; the tokenizer's may be outside the model's vocabulary
     pad = pad if pad < model.config.get_text_config().vocab_size else 0
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
     generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
@@ -113,14 +113,14 @@ def generate_batch(
 
 
 class UserTurn(NamedTuple):
-    """Tokens that a chat template puts before a user message, and those that end it and open the assistant's turn."""
+    """Tokens that a chat template puts before a user message, and after it, up to the assistant's answer."""
 
     before: list[int]
     after: list[int]
 
 
 def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
-    """The user turn of the chat template; `None` without a template, or if nothing marks the end of the turn."""
+    """The user turn of the chat template; `None` without a template, or if no tokens mark its start or end."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     messages = [{"role": "user", "content": PLACEHOLDER}]
@@ -130,9 +130,9 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
 
 
 def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int]) -> list[list[int]]:
-    """Sample `count` user messages, each ended by a token of `ends` or the first one after a user message.
+    """Sample `count` user messages. A message ends at a token of `ends`, or at the first token of `turn.after`.
 
-    Whole prompts, up to where the answer begins, are returned, without those of empty messages.
+    Returns whole prompts, up to where the answer begins; empty messages are dropped.
     """
     starts = [turn.before] * count
     ends = {*ends, turn.after[0]}
@@ -142,9 +142,9 @@ def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts of similar length that are answered in one batch, or `num_own` that the model writes in a user turn.
+    """Prompts of similar length to answer in one batch, or `num_own` prompts that the model writes in a user turn.
 
-    A temperature of `None` decodes greedily; the seed is that of all sampling in the batch.
+    A temperature of `None` decodes greedily; `seed` is for all sampling in the batch.
     """
 
     prompts: list[list[int]]
@@ -155,15 +155,15 @@ class PromptBatch:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt; an upper bound for those not written yet."""
+        """Length in tokens of the longest prompt; an upper bound if prompts are not yet written."""
         own = [] if self.turn is None else [len(self.turn.before) + LONGEST_OWN_PROMPT + len(self.turn.after)]
         return max([*map(len, self.prompts), *own])
 
 
 def draw_prompts(count: int, seed: int) -> list[str]:
-    """Draw distinct prompts from the built-in templates, each template as often as its slots allow.
+    """Draw `count` distinct prompts, by filling the slots of the built-in templates at random.
 
-    There are fewer than `count` if the templates give no more.
+    Fewer are returned if filling all templates once more gives no new prompt.
     """
     package = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
     templates = [template for group in package["prompts"].values() for template in group]
@@ -182,8 +182,8 @@ def plan_writing(
 ) -> list[PromptBatch]:
     """Split prompts into batches, half of them answered greedily and half sampled.
 
-    Batches are shuffled, so that a calibration cut short by its time budget still has a random sample. To them
-    are added `num_own` prompts that the model writes in a user turn.
+    The `num_own` prompts that the model writes in a user turn are planned in batches of their own. All batches are
+    shuffled, so that a calibration cut short by its time budget still has a random sample.
     """
     halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
     batches: list[dict[str, Any]] = []
@@ -208,7 +208,7 @@ def write_documents(
 ) -> list[Document]:
     """Generate answers to a batch of prompts, after sampling the prompts themselves where needed.
 
-    A document is prompt and answer, only the answer's positions counted; empty answers are dropped.
+    A document is prompt and answer; only positions that predict the answer, or the token after it, are counted.
     """
     pad, ends = pad_token(tokenizer), eos_token_ids(model.generation_config.eos_token_id)
     device = input_device(model)
@@ -220,13 +220,12 @@ def write_documents(
         if not prompts:
             return []
         answers = continue_prompts(model, prompts, max_length, temperature=batch.temperature, ends=ends, pad=pad)
-    answers = [answer[: max_length - 1] for answer in answers]  # the last token is the label of the position before
-    documents = [Document(prompt + answer, len(prompt) - 1) for prompt, answer in zip(prompts, answers, strict=True)]
-    return [document for document in documents if document.num_positions > 0]
+    answers = [answer[: max_length - 1] for answer in answers]  # the prompt's last position is counted too
+    return [Document(prompt + answer, len(prompt) - 1) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) -> str:
-    """Replace each `{slot}`; two slots of the same name get different words."""
+    """Replace each `{slot}` by a random word; two slots of the same name get different words."""
     names = re.findall(r"\{(\w+)\}", template)
     words = {name: iter(rng.sample(slots[name], names.count(name))) for name in slots if name in names}
     return re.sub(r"\{(\w+)\}", lambda match: next(words[match[1]]), template)
@@ -234,9 +233,9 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents of the user's, or batches of prompts for the model to answer.
+    """The user's documents, or batches of prompts for the model to answer.
 
-    `description` names the source for the record, `num_skipped` counts rows that could not be used.
+    `description` names the source in the record; `num_skipped` counts rows that could not be used.
     """
 
     documents: list[Document]
@@ -251,14 +250,14 @@ class Text:
         return hashlib.sha256(json.dumps([documents, prompts]).encode()).hexdigest()
 
     def longest(self, max_length: int) -> int:
-        """Tokens of the longest document; an upper bound for those not written yet."""
+        """Length in tokens of the longest document; an upper bound if documents are not yet generated."""
         if self.documents:
             return max(len(document.tokens) for document in self.documents)
         return max(batch.longest_prompt for batch in self.prompts) + max_length
 
 
 def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Text:
-    """Read the user's data, or draw prompts if there is none; [`CalibrationError`] if the data cannot be used."""
+    """Read the user's data, or draw prompts if `dataset` is `None`; [`CalibrationError`] if it cannot be used."""
     samples, seed = settings.samples, settings.seed
     if dataset is not None:
         options = {"samples": samples, "max_length": settings.max_length, "seed": seed}

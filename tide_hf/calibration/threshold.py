@@ -1,4 +1,4 @@
-"""Choose the exit layers that are of use, and the exit threshold whose disagreement stays below a tolerance.
+"""Choose the useful exit layers, and an exit threshold whose disagreement stays below a tolerance.
 
 The threshold is chosen by Learn then Test (Angelopoulos et al., arXiv 2110.01052) with fixed-sequence testing: the
 thresholds of a grid fixed in advance are tested in descending order, each at the full level, until one fails. Intervals
@@ -22,8 +22,8 @@ from ..routers.config import NEVER_EXIT
 from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
 
 RESAMPLES = 1000
-RESAMPLED_AT_ONCE = 2**20  # items of all resamples in one slice: 8 MB per column
-ROUNDING = 1e-9  # relative difference of sums of the same values in another order
+RESAMPLED_AT_ONCE = 2**20  # maximum number of items drawn at once, over several resamples: 8 MB per column
+ROUNDING = 1e-9  # relative difference that the order of summation can make
 Sums = Mapping[str, Tensor]
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
 MIN_EXIT_RATE = 0.01  # below this share of tokens a layer is not worth its weights
@@ -34,7 +34,7 @@ EASE = (1.0, 0.5, 0.25)  # acceptance = agreement ** ease, for text easier than 
 
 
 def resampled_sums(values: Tensor) -> Tensor:
-    """(items, columns) -> (RESAMPLES, columns), sums over as many items, drawn with replacement."""
+    """(items, columns) -> (RESAMPLES, columns): sums over resamples; each draws as many items with replacement."""
     generator = torch.Generator().manual_seed(0)
     count = len(values)
     at_once = max(1, RESAMPLED_AT_ONCE // count)
@@ -45,7 +45,7 @@ def resampled_sums(values: Tensor) -> Tensor:
 class Bootstrap:
     """Percentile bootstrap of figures that are functions of sums over items (documents, prompts).
 
-    All figures use the same resamples, so differences of columns, (items,) summands by name, are paired.
+    `columns` are summands (items,) by name. All figures use the same resamples, so differences of columns are paired.
     """
 
     def __init__(self, columns: Mapping[str, Tensor], confidence: float) -> None:
@@ -59,9 +59,9 @@ class Bootstrap:
         """Compute a figure and its interval.
 
         `statistic` maps the sums of all columns to the figure, elementwise over resamples. If all resamples are equal,
-        the bootstrap interval has no width. A share or a difference of shares, which has `limits` and which one of n
-        items moves by at most 1/n, then gets the Clopper-Pearson interval of 0 successes in n trials; an unbounded
-        figure, such as a perplexity, gets none.
+        the bootstrap interval has no width. A figure without `limits`, such as a perplexity, then has no interval. With
+        `limits` (a share or difference of shares, which one of n items moves by at most 1/n), the interval
+        is then widened on both sides by the width of the Clopper-Pearson interval of 0 successes in n trials.
         """
         value, resampled = float(statistic(self._totals)), statistic(self._resampled)
         lower, upper = resampled.quantile(torch.tensor([self.miss, 1 - self.miss], dtype=torch.float64)).tolist()
@@ -98,7 +98,7 @@ class Decisions:
     document_ids: Tensor  # (N,) document of each position
 
     def only(self, exit_layers: Sequence[int]) -> Decisions:
-        """The same positions with these exit layers alone."""
+        """The same positions with only these exit layers."""
         columns = [list(self.exit_layers).index(layer) for layer in exit_layers]
         scores, agrees = self.scores[:, columns], self.agrees[:, columns]
         return replace(self, exit_layers=list(exit_layers), scores=scores, agrees=agrees)
@@ -111,7 +111,7 @@ class Decisions:
         return torch.bincount(document, weights=(~right).double()) / torch.bincount(document)
 
     def depth_fraction(self, threshold: float) -> float:
-        """Mean layers executed per token, over the number of layers."""
+        """Mean layers executed per token, as a share of the model's layers."""
         depths = exit_depths(exit_indices(self.scores, threshold), self.exit_layers, self.num_layers)
         return float(depths.double().mean()) / self.num_layers
 
@@ -126,15 +126,15 @@ class ThresholdRow:
     """One threshold of the grid."""
 
     exit_threshold: float
-    disagreement: float  # mean of documents
-    depth_fraction: float  # mean depth over the number of layers
+    disagreement: float  # mean over documents
+    depth_fraction: float  # mean layers executed per token, as a share of the model's layers
     p_value: float  # of the hypothesis that the true disagreement exceeds the tolerance
     certified: bool  # whether this and all higher thresholds passed the test
 
 
 @dataclass(frozen=True)
 class ThresholdChoice:
-    """The chosen threshold, `NEVER_EXIT` if none was certified, and the table of all tested ones."""
+    """The chosen threshold (`NEVER_EXIT` if no threshold was certified), and a table of all thresholds."""
 
     tolerance: float
     confidence: float
@@ -148,7 +148,7 @@ def choose_threshold(
     """Find the lowest threshold whose disagreement is below `tolerance` with probability `confidence`.
 
     Documents, which neither heads nor routers have seen, are the exchangeable unit. The grid is descending and fixed in
-    advance; thresholds below the first that fails stay in the table as uncertified rows.
+    advance; thresholds below the first failure stay in the table as uncertified rows.
     """
     table: list[ThresholdRow] = []
     certified = True
@@ -224,15 +224,15 @@ def mean_interval(losses: Tensor, confidence: float) -> tuple[float, float]:
 class Candidate(NamedTuple):
     """Figures of a candidate exit layer."""
 
-    agreement: float  # share of positions at which its head has the full model's top token, in [0, 1]
+    agreement: float  # share of positions at which the layer's head has the full model's top token
     draft_cost: float  # of one draft step, in full-depth passes over one token
-    exit_rate: float  # share of positions that exit there
+    exit_rate: float  # share of positions that exit at this layer
 
 
 def candidates_on(
     tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
 ) -> dict[int, Candidate]:
-    """Figures of each exit layer on the tune split, for the `tolerance` of `calibrate`."""
+    """Figures of each exit layer on the tune split; exit rates are those within `tolerance`."""
     agreements = tune.agrees.double().mean(dim=0).tolist()
     rates = exit_rates_within(tune, tolerance)
     vocab_share = draft_vocab_size / structure.vocab_size
@@ -245,7 +245,7 @@ def candidates_on(
 def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float) -> float:
     """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
 
-    `head_share` is the output head's in the weights of a full pass, `vocab_share` the draft vocabulary's in its rows.
+    `head_share`: the output head's share of a full pass's weights; `vocab_share`: the draft vocabulary's of all tokens.
     """
     return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
 
@@ -253,7 +253,7 @@ def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share:
 def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float]:
     """Exit rates by layer at the lowest threshold whose measured disagreement is within `tolerance`.
 
-    Decisions are those on the tune split, because selecting layers on the certify split would void the guarantee.
+    `decisions` are on the tune split, because selecting layers on the certify split would void the guarantee.
     """
     lowest = NEVER_EXIT
     for threshold in GRID:
@@ -266,8 +266,8 @@ def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float
 def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
     """Keep the layers that are useful on some machine and some text.
 
-    A layer is kept if at least `MIN_EXIT_RATE` of the tokens exit there, or if in any scenario it gives the most tokens
-    per second of all layers and `MIN_GAIN` over plain decoding. If no layer passes, the fastest one is kept.
+    A layer is kept if at least `MIN_EXIT_RATE` of the tokens exit there, or if in some scenario it is the fastest layer
+    to draft from and at least `MIN_GAIN` times as fast as plain decoding. If none qualifies, the fastest is kept.
     """
     kept = {layer for layer, candidate in candidates.items() if candidate.exit_rate >= MIN_EXIT_RATE}
     fastest, best_gain = min(candidates), 0.0

@@ -28,7 +28,7 @@ from ..speculation.ranks import ranks_of
 
 Unit = TypeVar("Unit")
 PATIENCE = timedelta(hours=24)  # a process may wait at a barrier while another generates text
-FORMAT = 1  # version of the files; raise it when one of them changes
+FORMAT = 1  # format version of the files; increase it when a format changes
 NAME = ".calibration"
 FINGERPRINT = "fingerprint.json"
 SPARE_BYTES = 16 * 2**20  # for heads, routers and decisions
@@ -68,7 +68,7 @@ class Processes:
 
     @contextmanager
     def threads_for(self, num_units: int) -> Iterator[None]:
-        """With fewer units than processes, give the threads of idle processes to the busy ones."""
+        """If there are fewer units than processes, let the busy processes use the threads of the idle processes."""
         before = torch.get_num_threads()
         here = min(self.count, int(os.environ.get("LOCAL_WORLD_SIZE", self.count)))
         torch.set_num_threads(before * max(1, here // max(1, num_units)))
@@ -78,12 +78,12 @@ class Processes:
             torch.set_num_threads(before)
 
     def wait(self) -> None:
-        """Barrier."""
+        """Wait until all processes have called this method."""
         if self.count > 1:
             distributed.barrier()
 
     def from_main(self, value: Any) -> Any:
-        """Broadcast the main process's value."""
+        """Return the main process's value in every process."""
         values = [value]
         if self.count > 1:
             distributed.broadcast_object_list(values, src=0)
@@ -91,7 +91,7 @@ class Processes:
 
 
 class WorkFolder:
-    """Results of units of work by name, one safetensors file each, written atomically."""
+    """Stores the results of named units of work, one safetensors file per unit, written atomically."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -101,7 +101,7 @@ class WorkFolder:
         return self._file(name).is_file()
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
-        """Store a unit's tensors, and its `facts`, which are ready for JSON."""
+        """Store a unit's tensors and its JSON-serialisable `facts`."""
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         self._write_bytes(self._file(name), save(tensors, {"facts": json.dumps(facts or {})}))
 
@@ -116,7 +116,7 @@ class WorkFolder:
             return json.loads(file.metadata()["facts"])
 
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
-        """Write this calibration's fingerprint, everything that results depend on, or compare it with the folder's."""
+        """Write `fingerprint`, all that results depend on; raise [`CalibrationError`] if the folder has another."""
         ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
         file = self.folder / FINGERPRINT
         if processes.is_main and not file.is_file():
@@ -161,7 +161,7 @@ class WorkFolder:
         return self.folder / f"{name}.safetensors"
 
     def _write_bytes(self, file: Path, content: bytes) -> None:
-        """Write a file atomically; a full disk is a `CalibrationError`."""
+        """Write a file atomically; raise [`CalibrationError`] if the disk is full."""
         try:
             write_atomically({file: content})
         except OSError as error:
@@ -190,7 +190,7 @@ class WorkFolder:
 
 @contextmanager
 def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
-    """The work folder in `output_dir`, which a failed run leaves for the next one, or a temporary one."""
+    """Open the work folder in `output_dir`, which a failed run leaves for the next run, or a temporary folder."""
     if output_dir is not None:
         work = WorkFolder(Path(output_dir) / NAME)
         work.folder.mkdir(parents=True, exist_ok=True)

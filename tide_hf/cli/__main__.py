@@ -1,4 +1,4 @@
-"""``python -m tide_hf.cli``."""
+"""Entry point of ``python -m tide_hf.cli``."""
 
 import sys
 

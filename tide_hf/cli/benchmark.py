@@ -1,4 +1,4 @@
-"""``tide-hf benchmark``: plain ``generate`` against TIDE and what transformers offers, on your model and prompts."""
+"""``tide-hf benchmark``: compares plain ``generate``, TIDE and transformers' own methods on your model and prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .model_arguments import NO_ROUTERS, Loaded, load, modes_to_run, warn_if_bus
 from .parser import refuse_unused
 from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 
-CLONE = Path(__file__).parent.parent.parent  # of the repository, if installed from one
+CLONE = Path(__file__).parent.parent.parent  # root of the repository, if the package was installed from a clone
 SUITE_OPTIONS = ("config", "output_dir")
 PASSED_ON = ("model", "routers", "dtype", "device", "threads", *SUITE_OPTIONS)
 PROMPT_OPTIONS = ("mode", "exit_threshold", "engine", "max_new_tokens", "prompt", "prompts", "raw", "repeats", "json")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def encode_prompts(loaded: Loaded, prompts: Sequence[str], args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """The prompts as `generate` takes them, checked for room."""
+    """Encode prompts as inputs of `generate`, and check that each fits the model together with its answer."""
     inputs = [encode_prompt(loaded.tokenizer, prompt, raw=getattr(args, "raw", False)) for prompt in prompts]
     for encoded in inputs:
         check_room(loaded.model, encoded["input_ids"].shape[1], args.max_new_tokens)
@@ -73,13 +73,13 @@ def encode_prompts(loaded: Loaded, prompts: Sequence[str], args: argparse.Namesp
 
 
 def methods_of(loaded: Loaded, args: argparse.Namespace) -> list[DecodingMethod]:
-    """Plain `generate`, and the modes of --mode."""
+    """The methods to measure: plain `generate`, then the modes that --mode selects."""
     modes = modes_to_run(args.mode, loaded.routers)
     return tide_methods(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine)
 
 
 def setting(loaded: Loaded, engine: str, console: Console) -> dict[str, Any]:
-    """Model, routers, engine and machine, ready for JSON; their main part is printed."""
+    """Return facts about model, routers, engine and machine, ready for JSON, and print the main ones."""
     num_layers = loaded.model.config.get_text_config().num_hidden_layers
     facts = {"routers": loaded.routers_origin, "engine": engine, "num_hidden_layers": num_layers}
     record = provenance(loaded.model) | facts
@@ -115,7 +115,7 @@ def measure(
 
 
 def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
-    """One row per method, plain `generate` first."""
+    """The table of results: one row per method, plain `generate` first."""
     prompts = len(results[0].prompts)
     title = f"{prompts} {'prompt' if prompts == 1 else 'prompts'}, {num_layers} layers, greedy"
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=title)  # fits 80 columns
@@ -139,7 +139,7 @@ def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
 
 
 def _speedup(result: Result) -> tuple[str, str]:
-    """Overall speed-up and its range over prompts; none if a lossless mode's tokens differ."""
+    """Format the overall speed-up and its range over prompts; "differs" if a lossless method's tokens differ."""
     if result.speedup is None:
         return "differs", ""
     per_prompt = [prompt.speedup for prompt in result.prompts]
@@ -147,7 +147,7 @@ def _speedup(result: Result) -> tuple[str, str]:
 
 
 def notes(results: Sequence[Result], max_new_tokens: int, repeats: int) -> list[str]:
-    """Notes on the table."""
+    """The notes below the table."""
     runs = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
     lines = [
         f"Tokens per second: at most {max_new_tokens} new tokens, prefill included, {runs} after an untimed one. "
@@ -188,4 +188,4 @@ def _run_suites(args: argparse.Namespace) -> None:
     path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
     status = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
     if status != 0:
-        sys.exit(status)  # the error has been printed
+        sys.exit(status)  # the benchmark process has printed the error

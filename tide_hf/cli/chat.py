@@ -74,14 +74,14 @@ class Conversation:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    interactive = sys.stdin.isatty()  # then an error or an interrupt ends the turn, not the conversation
+    interactive = sys.stdin.isatty()  # if so, an error or an interrupt ends the turn, not the conversation
     console = Console(stderr=True)
     loaded = load(args)
     method = attached_method(loaded, args)
     conversation = Conversation(method, loaded.tokenizer, args.max_new_tokens)
     _notice(console, f"routers: {loaded.routers_origin or NO_ROUTERS}")
-    if method.lossless:  # the other modes run layer by layer
-        if not console.is_terminal:  # which has a progress bar
+    if method.lossless:  # the other modes run layer by layer, without warm-up
+        if not console.is_terminal:  # a terminal shows a progress bar instead
             _notice(console, WARMING_UP)
         method.model.tide_warm_up()
     if interactive:
@@ -118,7 +118,7 @@ def _notice(console: Console, text: str) -> None:
 
 def _typed_lines() -> Iterator[str]:
     """Lines from the terminal; the prompt goes to standard error if standard output is not a terminal."""
-    with suppress(ImportError):  # for line editing, if available
+    with suppress(ImportError):  # readline adds line editing to input()
         import_module("readline")
     with suppress(EOFError):
         while True:

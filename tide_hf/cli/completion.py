@@ -1,4 +1,4 @@
-"""``tide-hf completion``: the script with which a shell completes commands and options."""
+"""``tide-hf completion``: prints a shell script that completes commands and options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..common.errors import MissingPackageError
 
-PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of what may be a path
+PATHS = ("FILE", "FOLDER", "MODEL", "ROUTERS")  # metavars of arguments that may be paths
 
 
 def run(args: argparse.Namespace) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """All options and arguments, those of the commands as well."""
+    """All options and arguments of the parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

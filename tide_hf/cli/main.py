@@ -23,12 +23,12 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tide-hf` with `argv`, by default the arguments of the process; return the exit status.
 
-    It is 0, 2 after an error explained on standard error, 130 if interrupted, 141 after a broken pipe.
+    The status is 0, or 2 after an error explained on standard error, 130 if interrupted, 141 after a broken pipe.
     """
     _open_streams()
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
-    if unknown and args.command != "serve":  # which passes options on to another program
+    if unknown and args.command != "serve":  # serve passes unknown options on to `transformers serve`
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.passed_on, args.parser = unknown, parser
     args.argv = list(sys.argv[1:] if argv is None else argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TIDEError, OSError) as error:
         if args.debug:
             traceback.print_exc()
-        if not isinstance(error, TIDEError):  # a full disk, a file that may not be written
+        if not isinstance(error, TIDEError):  # such as a full disk, or no permission to write a file
             _drop_output()
             error = TIDEError(
                 "the system refused to read or write",
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """Check what can be checked first, then import the command, which may take seconds, and run it."""
+    """Prepare the arguments, then import the command's module, which may take seconds, and run the command."""
     if hasattr(args, "prepare"):
         args.prepare(args)
     command = import_module(f".{args.command}", __package__)
@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _open_streams() -> None:
-    """Replace standard streams that the caller closed, which are `None` in Python, by null devices.
+    """Replace standard streams that the caller closed (Python sets them to `None`) by the null device.
 
     Characters that standard output cannot encode become question marks instead of an error.
     """
@@ -83,5 +83,5 @@ def _open_streams() -> None:
 
 def _drop_output() -> None:
     """Discard the rest of the output, which Python would fail to flush at exit."""
-    with suppress(OSError):  # a stream without a file, as in tests
+    with suppress(OSError):  # standard output may have no file descriptor, as in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Load the model and routers that the arguments of a command name, and check where it writes."""
+"""Load the model and routers that a command's arguments name, and check that its output can be written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_ROUTERS = "none: only n-grams draft, and early_exit and post_hoc cannot run"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A base model, not attached, with its tokenizer, its routers if there are any, and their source to show."""
+    """A base model without TIDE attached, its tokenizer, its routers or `None`, and the source of the routers."""
 
     model: Any
     tokenizer: Any
@@ -37,20 +37,20 @@ class Loaded:
 
 
 def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load_model) -> Loaded:
-    """Load what the arguments of `parser.add_model_arguments` name; `loader` loads model and tokenizer."""
+    """Load the model, tokenizer and routers that a command's arguments name; `loader` loads model and tokenizer."""
     device = _device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         warn_if_busy(torch.get_num_threads())
-    named = named_routers(args)  # before the model, since they load faster
+    named = named_routers(args)  # routers first, since they load faster than the model
     model, tokenizer = loader(args.model, dtype=args.dtype)
     routers, origin = routers_for(model, args, named) if hasattr(args, "routers") else (None, None)
     return Loaded(model.to(device), tokenizer, routers, origin)
 
 
 def named_routers(args: argparse.Namespace) -> TIDERouters | None:
-    """The routers of --routers, if it names a folder or repository."""
+    """Load the routers that --routers names; `None` without the option or for "default"."""
     asked = getattr(args, "routers", None)
     return None if asked in (None, DEFAULT_ROUTERS) else TIDERouters.from_pretrained(asked)
 
@@ -58,7 +58,7 @@ def named_routers(args: argparse.Namespace) -> TIDERouters | None:
 def routers_for(
     model: Any, args: argparse.Namespace, named: TIDERouters | None
 ) -> tuple[TIDERouters | None, str | None]:
-    """The named routers or else those shipped for the model, and their source to show."""
+    """Return the named routers, or else the routers shipped for the model, and the source of the routers."""
     if named is not None:
         return named, args.routers
     folder = shipped_routers(model)
@@ -69,7 +69,7 @@ def routers_for(
 
 def warn_if_busy(num_threads: int) -> None:
     """Warn if the machine is overloaded, which slows down OpenMP threads that wait for each other by spinning."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has no load average
     cores = os.cpu_count() or 1
     if num_threads > 1 and load > cores:
         logger.warning(
@@ -81,7 +81,7 @@ def warn_if_busy(num_threads: int) -> None:
 
 
 def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:
-    """The modes of --mode; for "all" those that can run."""
+    """The modes that --mode selects; "all" selects every mode that can run."""
     if mode == ALL:
         return list(MODES) if routers is not None else ["self_speculative"]
     if mode != "self_speculative":
@@ -110,7 +110,7 @@ def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Create `folder` if needed, and raise [`ConfigurationError`] if it takes no files, before minutes of work."""
+    """Create `folder` if needed, and raise [`ConfigurationError`] if no file can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -122,14 +122,14 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def _device(name: str | None) -> torch.device:
-    """The device of that name; by default the accelerator, or else the CPU."""
+    """The device called `name`; by default the accelerator, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
     available = ["cpu"]
     if accelerator is not None:
         available += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
-    with suppress(RuntimeError):  # of a device type that PyTorch does not know
+    with suppress(RuntimeError):  # raised for a device type that PyTorch does not know
         device = torch.device(name)
         if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
             return device

@@ -39,7 +39,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _number(kind: type, accepts: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    """An argparse type for numbers; `what` describes the accepted ones in its error."""
+    """An argparse type for numbers; `what` describes the accepted numbers in error messages."""
 
     def read(text: str) -> Any:
         try:
@@ -77,7 +77,7 @@ threshold = _number(float, _is_amount, "a threshold: at 0 every token exits, abo
 layer_list = _list_of(positive, "layers such as 8,16")
 threshold_list = _list_of(threshold, "thresholds such as 0.9,0.8")
 
-# Options that are passed on to a function where they are given: type or choices, the function's default, and help.
+# Options that are passed on to a function if the user gives them: type or choices, the function's default, and help.
 CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "dataset": (str, None, "what to calibrate on (default: text that the model itself writes)"),
     "samples": (positive, 600, "number of documents"),
@@ -109,9 +109,9 @@ EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 
 
 def make_parser() -> CommandParser:
-    """The parser of the whole command line; its namespace has the name of the `command` and its `command_parser`.
+    """Make the parser of the whole command line; parsed arguments include the `command` and its `command_parser`.
 
-    `prepare`, where a command sets it, is called with the arguments before the command's module is imported.
+    A command may set `prepare`, a function called with the arguments before the command's module is imported.
     """
     common = CommandParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the library's log, and the traceback of an error")
@@ -119,7 +119,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (add_arguments, what, *more) in COMMANDS.items():
-        description = " ".join([f"{what[0].upper()}{what[1:]}.", *more])  # capitalize() would write "the hub"
+        description = " ".join([f"{what[0].upper()}{what[1:]}.", *more])  # capitalize() would turn "Hub" into "hub"
         command = commands.add_parser(name, parents=[common], help=what, description=description)
         add_arguments(command)
         command.set_defaults(command_parser=command)
@@ -134,7 +134,7 @@ def add_model_arguments(
     routers: bool = True,
     device: bool = True,
 ) -> None:
-    """Add MODEL, required without a default `model`, and the other arguments that `model_arguments.load` reads."""
+    """Add MODEL, required unless `model` is its default, and the other arguments that `model_arguments.load` reads."""
     what = "Hub name or folder of the base model"
     if model is None:
         parser.add_argument("model", metavar="MODEL", help=what)
@@ -162,7 +162,7 @@ def _add_decoding_arguments(
     mode: str = MODES[0],
     default_threshold: str = "the calibrated one, or 0.9 if that never exits",
 ) -> None:
-    """Add --mode, --exit-threshold, --engine and, if there is a default for it, --max-new-tokens."""
+    """Add --mode, --exit-threshold, --engine and, unless `max_new_tokens` is 0, --max-new-tokens."""
     parser.add_argument("--mode", default=mode, choices=modes, help="how to decode (default: %(default)s)")
     parser.add_argument(
         "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {default_threshold})"
@@ -181,7 +181,7 @@ def _add_decoding_arguments(
 
 
 def _add_options(parser: argparse.ArgumentParser, options: dict[str, tuple[Any, Any, str]]) -> None:
-    """Add options of a function; one that is not given is missing from the namespace."""
+    """Add options of a function; options that the user does not give are absent from the parsed arguments."""
     for name, (kind, default, text) in options.items():
         settings = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
@@ -190,12 +190,12 @@ def _add_options(parser: argparse.ArgumentParser, options: dict[str, tuple[Any, 
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the named options that were given."""
+    """The values, by name, of the named options that the user gave."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
-    """Raise [`ConfigurationError`] if one of the named options was given, since it has no effect `where`."""
+    """Raise [`ConfigurationError`] if a named option was given that has no effect `where`, such as "with --suite"."""
     unused = [name for name in names if getattr(args, name) != args.command_parser.get_default(name)]
     if unused:
         raise ConfigurationError(
@@ -314,7 +314,7 @@ def _read_prompt(args: argparse.Namespace) -> None:
     args.prompt = read_prompt(args.prompt, args.prompt_file)
 
 
-# By command: the function that adds its arguments, what it does, and what else its help says.
+# For each command: the function that adds its arguments, its one-line help, and further text for its description.
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "demo": (_demo, "show how deep each token runs, and compare every mode with plain generate"),
     "generate": (_generate, "answer a prompt, coloured by the depth of each token"),

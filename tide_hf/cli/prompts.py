@@ -25,7 +25,7 @@ PROMPTS = (
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt of the argument, of a text file without its final line break, or else of piped standard input."""
+    """The prompt from the argument, or from a text file or piped standard input, without a final line break."""
     if prompt is not None:
         if file is not None:
             raise _refused("the prompt is given twice", f"PROMPT and --prompt-file {file}", "one", "Leave one out.")
@@ -54,9 +54,9 @@ def given_prompts(prompts: Sequence[str] | None) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read prompts from a `.txt` file (between blank lines, or one a line) or from rows with a `prompt` or a `text`.
+    """Read prompts from a `.txt` file (split at blank lines or into lines) or from rows with a `prompt` or a `text`.
 
-    Raises [`ConfigurationError`] if there is no file or prompt, or a row without one, and as [`read_rows`] does.
+    Raises [`ConfigurationError`] if there is no such file, or a row or the file has no prompt; see also [`read_rows`].
     """
     if not file.is_file():
         raise _refused("the prompts cannot be read", f"no file at {file}", "a file", "Check --prompts.")
@@ -75,7 +75,7 @@ def decode(data: bytes, source: str) -> str:
 
 
 def check_room(model: Any, num_tokens: int, max_new_tokens: int) -> None:
-    """Raise [`ConfigurationError`] if a prompt has no token, or does not fit the model's positions with the answer."""
+    """Raise [`ConfigurationError`] if a prompt has no token, or prompt and answer exceed the model's positions."""
     if num_tokens == 0:
         raise _empty("a prompt of no tokens")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -19,7 +19,7 @@ from .model_arguments import modes_to_run, named_routers, routers_for
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. Options that `parser` does not know, `args.passed_on`, are for `transformers serve`."""
+    """Run the command; `args.passed_on` holds the options for `transformers serve`, which `parser` does not know."""
     if not is_serve_available():
         raise MissingPackageError(
             "the server cannot start",
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> None:
 def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
     """Apply `prepare` to each model that transformers' server loads inside this context.
 
-    The server has no hook for that, so its method that loads a model is replaced. The model named at construction is
-    loaded before the server listens.
+    The server has no hook for this, so its model-loading method is replaced. The server loads the model
+    named on its command line before it listens.
     """
     from transformers.cli.serving.model_manager import ModelManager  # noqa: PLC0415 - needs packages of the extra
 
@@ -63,12 +63,12 @@ def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
-    """Attach TIDE with the arguments of the command, and warm up its engine, so that no request waits for it."""
+    """Attach TIDE with the command's arguments, and warm up the engine, so that no request waits for that."""
     routers, _ = routers_for(model, args, named)
     modes_to_run(args.mode, routers)
     attached = TIDEModelForCausalLM.attach(
         model, routers, mode=args.mode, exit_threshold=args.exit_threshold, engine=args.engine
     )
-    if args.mode == "self_speculative":  # the other modes run layer by layer
+    if args.mode == "self_speculative":  # the other modes run layer by layer, without warm-up
         attached.tide_warm_up()
     return attached

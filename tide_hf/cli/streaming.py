@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..common.display import TokenTexts, depth_colours, depth_name
 from ..evaluation.benchmark import DecodingMethod, Run
 
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tab and line feed
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and line feed
 
 
 def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
@@ -42,7 +42,7 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
 
 
 class TokenStreamer(BaseStreamer):
-    """Calls back with each new token."""
+    """A streamer that calls `on_token` with each new token."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self.on_token = on_token
@@ -80,7 +80,7 @@ def coloured(texts: Sequence[str], run: Run) -> Text:
 
 
 def legend(run: Run) -> Text:
-    """Legend of the colours, with the number of tokens of each."""
+    """Legend of the colours, with the number of tokens in each colour."""
     depths, num_layers = _depths(run)
     counts = Counter(depths)
     text = Text("  ")
@@ -92,7 +92,7 @@ def legend(run: Run) -> Text:
 
 
 def print_figures(run: Run, console: Console) -> None:
-    """Print the legend, and speed and depth of the answer."""
+    """Print the legend, and the speed and depth of the answer."""
     stats: Any = run.stats
     tokens = len(run.new_tokens)
     console.print(legend(run))

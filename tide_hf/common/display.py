@@ -20,12 +20,12 @@ DOTS_PER_INCH = 120
 TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6;color:#1a1a1a;margin:0.5em 0"
 CHIP_STYLE = "color:#1a1a1a;border-radius:2px"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_PENDING = 8  # tokens; no character is spread over more, so one that is incomplete by then stays so
+MAX_PENDING = 8  # tokens that may wait for the rest of a character; no character spans more
 
 
 @dataclass(frozen=True)
 class Colour:
-    """A style of rich for text on a terminal, and a CSS background for dark text."""
+    """A rich style for text on a terminal, and a CSS background colour for dark text."""
 
     terminal: str
     css: str
@@ -43,7 +43,7 @@ EXITS = (
 
 
 def depth_colours(depths: Iterable[int], num_layers: int) -> dict[int, Colour]:
-    """The colour of each depth in `ExitStats.per_token`, shallowest first; those of exits repeat after five."""
+    """The colour of each depth in `ExitStats.per_token`, shallowest first; colours of exit layers repeat after five."""
     different = sorted(set(depths))
     exits = [depth for depth in different if depth not in (0, num_layers)]
     scale = {0: NGRAM, num_layers: FULL_DEPTH}
@@ -59,29 +59,29 @@ def depth_name(depth: int, num_layers: int) -> str:
 
 
 class TokenTexts:
-    """The text that each token adds to an answer. A character spread over several tokens is the last one's."""
+    """The text that each token adds to an answer. A character that spans several tokens belongs to the last of them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.shown: list[str] = []  # the texts so far, one per token
-        self._tokens: list[int] = []  # the last ones; earlier ones do not affect how these decode
-        self._num_shown = 0  # of `_tokens`
+        self._tokens: list[int] = []  # the latest tokens; earlier tokens do not affect how these decode
+        self._num_shown = 0  # number of `_tokens` whose text is in `shown`
 
     def add(self, token: int) -> str:
-        """Take the next token; return what it adds."""
+        """Take the next token; return the text that it adds."""
         self._tokens.append(token)
         added = self._pending_text()
         if added.endswith(REPLACEMENT) and len(self._tokens) - self._num_shown < MAX_PENDING:
             added = ""  # the rest of the character is in the next tokens
         else:
-            if added:  # after tokens without text the next one would decode as the first of all, without its space
+            if added:  # a context without text would make the next token decode as the first, without its space
                 del self._tokens[: self._num_shown]
             self._num_shown = len(self._tokens)
         self.shown.append(added)
         return added
 
     def finish(self) -> str:
-        """Return the rest of an answer that ends within a character; it is the last token's."""
+        """Return the rest of an answer that ends within a character, and add it to the last token's text."""
         rest = self._pending_text()
         if rest:
             self.shown[-1] += rest
@@ -89,7 +89,7 @@ class TokenTexts:
         return rest
 
     def _pending_text(self) -> str:
-        """The text that the tokens not yet shown add to those before them."""
+        """The text that the tokens not yet shown add to the shown tokens."""
         return self._decode(self._tokens)[len(self._decode(self._tokens[: self._num_shown])) :]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -106,7 +106,7 @@ def token_texts(tokens: Iterable[int], tokenizer: Any) -> list[str]:
 
 
 def stats_html(stats: Any, tokens: Any = None, tokenizer: Any = None) -> str:
-    """A call as HTML; see `ExitStats.to_html`."""
+    """A call of `generate` as HTML; see `ExitStats.to_html`."""
     counts = Counter(_all_depths(stats))
     colours = depth_colours(counts, stats.num_layers)
 
@@ -129,7 +129,7 @@ def stats_html(stats: Any, tokens: Any = None, tokenizer: Any = None) -> str:
 
 
 def figure_maker() -> Any:
-    """Matplotlib's `Figure`, or [`MissingPackageError`]."""
+    """Import matplotlib's `Figure`, or raise [`MissingPackageError`]."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which would keep state
     except ImportError as error:
@@ -143,10 +143,10 @@ def figure_maker() -> Any:
 
 
 def stats_figure(stats: Any) -> Any:
-    """A call as a plot; see `ExitStats.plot`."""
+    """A call of `generate` as a plot; see `ExitStats.plot`."""
     width, height = SIZE
     figure = figure_maker()(dpi=DOTS_PER_INCH, layout="constrained", figsize=(2 * width, height))
-    figure._repr_png_ = partial(_png, figure)  # notebooks show it, although pyplot does not know it
+    figure._repr_png_ = partial(_png, figure)  # notebooks then show the figure, which pyplot does not know
     by_depth, by_token = figure.subplots(1, 2, width_ratios=(2, 3))
     depths = _all_depths(stats)
     counts, colours = Counter(depths), depth_colours(depths, stats.num_layers)
@@ -183,11 +183,11 @@ def _all_depths(stats: Any) -> list[int]:
 
 
 def _texts(stats: Any, tokens: Any, tokenizer: Any) -> list[list[str]]:
-    """The text of each token, row by row; its depth if there are no tokens."""
+    """The text of each token, row by row; its depth if `tokens` is `None`."""
     if tokens is None:
         return [[f" {depth} " for depth in row] for row in stats.per_token]
     rows = _as_list(tokens)
-    if not rows or isinstance(rows[0], (str, int)):  # one row, without the list around it
+    if not rows or isinstance(rows[0], (str, int)):  # a single row, not in a list of rows
         rows = [rows]
     rows = [_as_list(row) for row in rows]
     lengths = [len(depths) for depths in stats.per_token]

@@ -1,4 +1,4 @@
-"""The errors that users can meet. Each is also the built-in error that fits it."""
+"""The errors that users can meet. Each class also derives from a fitting built-in error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TIDEError(Exception):
         do: What the user can do, as a sentence.
 
     Attributes:
-        problem: The problem with what was found, without the rest of the message.
+        problem: The problem and what was found, without the rest of the message.
     """
 
     def __init__(self, problem: str, *, got: object = None, expected: str | None = None, do: str | None = None) -> None:
@@ -33,7 +33,7 @@ class UnsupportedOptionError(TIDEError, NotImplementedError):
 
 
 class ConfigurationError(TIDEError, ValueError):
-    """A setting has a value that is not valid, or not for this model."""
+    """A setting has a value that is invalid, in general or for this model."""
 
 
 class ChatTemplateError(ConfigurationError):
@@ -57,7 +57,7 @@ class RoutersNotSavedError(TIDEError, OSError):
 
 
 class HubError(TIDEError, OSError):
-    """The Hub refused an upload, or could not be reached for it."""
+    """The Hub refused an upload, or could not be reached."""
 
 
 class CalibrationError(TIDEError, ValueError):
@@ -81,7 +81,7 @@ class DemoModelError(TIDEError, OSError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; its class if there is none."""
+    """The first line of an error's message; its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 UNFINISHED = ".unfinished"  # suffix of files while they are written
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-ABANDONED_AFTER = 3600  # seconds; writing takes a few
+ABANDONED_AFTER = 3600  # seconds; writing a file takes a few seconds
 
 
 def cache_folder() -> Path:
@@ -24,51 +24,51 @@ def cache_folder() -> Path:
 
 
 def is_ours(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    """Whether only this user and the administrator can have written a file (`S_ISDIR`: a folder); false for links."""
+    """Whether only this user and the administrator can write to a file (`S_ISDIR`: a folder); false for links."""
     try:
         found = path.lstat()
-    except OSError:  # also of a folder that this user may not read
+    except OSError:  # a missing file, or a folder that this user may not enter
         return False
-    if not hasattr(os, "geteuid"):  # Windows, whose modes say nothing about other users
+    if not hasattr(os, "geteuid"):  # on Windows, modes say nothing about other users
         return is_kind(found.st_mode)
     return is_kind(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & OTHERS_WRITE
 
 
 def is_private_folder(folder: Path) -> bool:
-    """Whether only this user and the administrator can put files into a folder, or replace it.
+    """Whether only this user and the administrator can put files into a folder, or replace the folder.
 
-    The owners and groups of the folders above it are trusted.
+    The owners and groups of its parent folders are trusted.
     """
     above = folder.parent.resolve()
     return is_ours(folder, stat.S_ISDIR) and not any(map(_is_open_to_all, (above, *above.parents)))
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Whether everybody can rename others' files in a folder; in a sticky one, such as `/tmp`, they cannot."""
+    """Whether every user can rename other users' files in a folder; false for sticky folders such as `/tmp`."""
     mode = folder.stat().st_mode
     return hasattr(os, "geteuid") and bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def make_private_folder(folder: Path, mode: int = 0o700) -> None:
-    """Create a folder that others cannot write to, and those above it; an existing one is left as it is."""
+    """Create a folder that other users cannot write to, and its parents; existing folders are left as they are."""
     folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     folder.mkdir(mode=mode, exist_ok=True)
 
 
 def write_atomically(contents: dict[Path, bytes]) -> None:
-    """Write contents by path, with the folder's default permissions; none is replaced before all are on the disk.
+    """Write files, given as contents by path; no file is replaced before all contents are on the disk.
 
-    An existing file or link is replaced, a missing folder created.
+    Files get the folder's default permissions. An existing file or link is replaced, a missing folder created.
     """
     unfinished: dict[Path, Path] = {}
     try:
         for file, content in contents.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished[file] = file.with_name(f"{file.name}.{secrets.randbelow(10**15)}{UNFINISHED}")
-            with unfinished[file].open("xb") as stream:  # which fails if somebody has put a link of that name there
+            with unfinished[file].open("xb") as stream:  # "x" fails if somebody has put a link of that name there
                 stream.write(content)
                 stream.flush()
-                os.fsync(stream.fileno())  # or a power cut could leave the name without the content
+                os.fsync(stream.fileno())  # otherwise a power cut could leave the name without the content
         for file, written in unfinished.items():
             os.replace(written, file)
     finally:
@@ -77,7 +77,7 @@ def write_atomically(contents: dict[Path, bytes]) -> None:
 
 
 def remove_abandoned(file: Path) -> None:
-    """Remove files that killed processes left unfinished beside a file; those of the last hour may be in use."""
+    """Remove unfinished files that killed processes left beside a file; files of the last hour may be in use."""
     for path in file.parent.glob(f"{file.name}.*{UNFINISHED}"):
         if not re.fullmatch(rf"\.\d+{re.escape(UNFINISHED)}", path.name.removeprefix(file.name)):
             continue

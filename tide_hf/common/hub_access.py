@@ -1,4 +1,4 @@
-"""Whether the Hub can be reached: one short request, where transformers would retry for most of a minute."""
+"""Check with one short request whether the Hub can be reached; transformers would retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def hub_options(
     options: Mapping[str, Any],
     not_found: Callable[[str | os.PathLike[str], str], TIDEError],
 ) -> dict[str, Any]:
-    """Further options for `from_pretrained`, so that an unreachable Hub causes no retries.
+    """Additional options for `from_pretrained`, so that an unreachable Hub causes no retries.
 
-    `local_files_only` if the Hub cannot be reached and the repository is in the cache, else nothing. `options` are
-    those of `from_pretrained`. Where there is neither a folder `name` nor such a repository within reach, the error
-    that `not_found` makes from name and reason is raised.
+    Returns `local_files_only` if the request to the Hub fails and the repository is cached, otherwise no options.
+    `options` are the caller's options for `from_pretrained`. If there is neither a folder `name` nor such a repository
+    on the Hub or in the cache, raises the error that `not_found` returns for the name and the reason.
     """
     if os.path.exists(name) or options.get("local_files_only") or options.get("force_download"):
         return {}
@@ -42,7 +42,7 @@ def hub_options(
 
 
 def why_not_found(error: Exception) -> str:
-    """The reason in an error of a request to the Hub or of loading, in one line."""
+    """Explain in one line the error of a request to the Hub, or of loading a model."""
     if isinstance(error, HFValidationError):
         return "not a valid name of a repository"
     if type(error) is RepositoryNotFoundError:

@@ -32,7 +32,7 @@ class Steps:
         self._progress.stop()
 
     def begin(self, description: str, total: int) -> Callable[[int], None]:
-        """Start a step of `total` units; call the result with the number of units done since."""
+        """Start a step of `total` units; return a function to call with the number of units newly done."""
         if self._is_log:
             return self._log_lines(description, total)
         task = self._progress.add_task(description, total=total)

@@ -12,14 +12,14 @@ from typing import Any
 
 from .errors import CalibrationError, MissingPackageError
 
-# The builder of the datasets library by suffix; None is read without that library.
+# For each suffix, the builder of the datasets library; `None` for files read without that library.
 FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 def read_rows(path: Path) -> Iterator[object]:
     """Yield the rows of an existing file, or of all files of known kinds below a folder, sorted by name.
 
-    Raises [`CalibrationError`] if there is none or one cannot be read, [`MissingPackageError`] if datasets is needed.
+    Raises [`CalibrationError`] if no file is found or one is unreadable, [`MissingPackageError`] without `datasets`.
     """
     for file in _find_files(path):
         builder = FORMATS[file.suffix.lower()]
@@ -73,5 +73,5 @@ def _rows(file: Path, builder: str) -> Iterator[object]:
     datasets = import_extra("datasets", f"read {file.name}")
     if file.stat().st_size > 0:  # most builders fail on empty files
         pattern = glob.escape(str(file.absolute()))
-        logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its errors are raised as well
+        logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its errors are also raised
         yield from datasets.load_dataset(builder, data_files=pattern, split="train", streaming=True)

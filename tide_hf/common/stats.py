@@ -1,4 +1,4 @@
-"""``ExitStats``: what one ``generate`` call executed. Counted, never timed."""
+"""``ExitStats``: counts of what one ``generate`` call executed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 @dataclass
 class ExitStats:
-    """Counts of one call.
+    """Counts of one `generate` call.
 
     Attributes:
         mode: The mode that ran.
         num_layers: Decoder layers of the base model.
         layers_executed: Decoder layers executed completely, counted once per row and forward pass; prefill, draft and
             verify passes included.
-        per_token: For each row, the exit layer of each new token: `num_layers` for the base model's own, 0 for one
-            that an n-gram drafted and the base model accepted.
+        per_token: For each row, the exit layer of each new token: `num_layers` at full depth, 0 for an accepted draft
+            token of an n-gram.
         rounds: Draft-and-verify rounds (`self_speculative` only).
         drafted: Draft tokens that were verified.
         accepted: Draft tokens that the base model accepted and that are part of the output.
         mlp_tokens_skipped: Prompt tokens that an MLP skipped, counted once per layer (`early_exit` with
             `exits_in_prompt`).
         engine: The engine that ran the layers.
-        fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE did. Then
-            `layers_executed` is that of plain decoding for as many tokens.
-        warm_up_s: Seconds of the call that warmed up the engine; later calls do not need them.
+        fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
+            a fallback, `layers_executed` is that of plain decoding.
+        warm_up_s: Seconds that the call spent on engine warm-up, which later calls do not need.
     """
 
     mode: str
@@ -48,7 +48,7 @@ class ExitStats:
 
     @property
     def exits_per_layer(self) -> dict[int, int]:
-        """Number of tokens by exit layer, without the base model's own."""
+        """Number of tokens by exit layer, without tokens at full depth."""
         counts = Counter(layer for row in self.per_token for layer in row)
         return {layer: count for layer, count in sorted(counts.items()) if layer != self.num_layers}
 
@@ -59,7 +59,7 @@ class ExitStats:
 
     @property
     def depth_fraction(self) -> float:
-        """Layers executed over those of plain decoding for as many tokens."""
+        """Layers executed, as a fraction of the layers that plain decoding executes for as many tokens."""
         plain = self.total_tokens * self.num_layers
         return self.layers_executed / plain if plain else 0.0
 
@@ -107,9 +107,9 @@ class ExitStats:
         """The call as self-contained HTML: figures, tokens coloured by depth, and a legend. All text is escaped.
 
         Args:
-            tokens: The new tokens, without the prompt: texts or token ids, a list or a tensor, of one row or of all
-                rows. Without them each token is shown as its exit layer.
-            tokenizer: The model's, to decode token ids.
+            tokens: The new tokens without the prompt, as texts or token ids: a list or a tensor, for one row or all
+                rows. If `None`, each token is shown as its exit layer.
+            tokenizer: The model's tokenizer, needed to decode token ids.
 
         Raises:
             ConfigurationError: There are more or fewer tokens than in this call, or ids without a tokenizer.

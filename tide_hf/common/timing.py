@@ -7,7 +7,7 @@ from time import perf_counter
 
 
 def least_seconds(function: Callable[[], object], repeats: int) -> float:
-    """The shortest time of calling `function` in `repeats` repeats, after one warm-up call."""
+    """The shortest of `repeats` timed calls of `function`, in seconds, after one warm-up call."""
     function()
     found = []
     for _ in range(repeats):

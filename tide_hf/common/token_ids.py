@@ -1,4 +1,4 @@
-"""Token ids: of prompts and chats, padded into batches, and truncated at an end-of-sequence token."""
+"""Token ids of prompts and chats: encoding, left padding into batches, truncation at end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def message_tokens(
 
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-    """The text of a chat by the chat template; [`ChatTemplateError`] if that does not parse, or refuses the chat."""
+    """Apply the chat template to a chat; raise [`ChatTemplateError`] if the template is invalid or refuses the chat."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise any of these
@@ -41,12 +41,12 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, str]], *, add_generat
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> dict[str, Tensor]:
-    """[`prompt_tokens`] as `generate` takes them: `input_ids` and `attention_mask`, (1, length) each."""
+    """[`prompt_tokens`] as inputs of `generate`: `input_ids` and `attention_mask`, (1, length) each."""
     return left_padded([prompt_tokens(tokenizer, prompt, raw=raw)])
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> dict[str, Tensor]:
-    """[`message_tokens`] as `generate` takes them, with the assistant's turn opened."""
+    """[`message_tokens`] as inputs of `generate`, with a generation prompt at the end."""
     return left_padded([message_tokens(tokenizer, messages)])
 
 
@@ -64,7 +64,7 @@ def left_padded(
 
 
 def pad_token(tokenizer: Any) -> int:
-    """The tokenizer's padding token, or a substitute; any will do, since padding is masked."""
+    """The tokenizer's padding token, or a substitute; any token will do, since padding is masked."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
 
@@ -77,6 +77,6 @@ def eos_token_ids(eos_token_id: int | Sequence[int] | None) -> set[int]:
 
 
 def truncate_at_eos(tokens: list[int], eos: set[int], *, keep_eos: bool = True) -> list[int]:
-    """Truncate an answer, which may be padded, after its first end-of-sequence token, or before it."""
+    """Truncate an answer, padded or not, after its first end-of-sequence token, or before it without `keep_eos`."""
     end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
     return tokens[: end + keep_eos]

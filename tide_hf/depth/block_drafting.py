@@ -18,21 +18,21 @@ from ..routers.routers import TIDERouters
 from .gates import LayerCall, LayerGate, LayerRun, on_device
 from .kv_cache import crop, fill_skipped
 
-STATE_ATTRIBUTE = "_tide_block"  # of a returned cache, holding a `BlockState`
+STATE_ATTRIBUTE = "_tide_block"  # of a returned cache; its value is a `BlockState`
 MAX_PENDING_PASSES = 64  # bounds the memory of hidden states whose K/V are not filled yet
 
 
 @dataclass
 class BlockState:
-    """The block head's state on a returned cache, with which a call that continues from it can draft."""
+    """The block head's state, stored on a returned cache so that a later call with this cache can draft."""
 
-    identity: str  # of the block head
+    identity: str  # `BlockPoint.identity`
     layer: DynamicLayer  # its K/V
     prev_hidden_state: Tensor | None  # as in `BlockRun`
 
 
 def block_state_of(cache: Any, identity: str) -> BlockState | None:
-    """Detach the state of a block from a cache; an empty one for an empty cache, `None` where it does not fit."""
+    """Remove a block head's state from a cache and return it; a new state for an empty cache, `None` if unusable."""
     state = vars(cache).pop(STATE_ATTRIBUTE, None)
     length = cache.get_seq_length()
     if length == 0:
@@ -49,7 +49,7 @@ def block_state_of(cache: Any, identity: str) -> BlockState | None:
 
 
 class BlockRun(LayerRun):
-    """Full-depth passes that also write the block head's K/V, and hold the last hidden states that it reads.
+    """A run of full-depth passes that also writes the block head's K/V, and holds the hidden states that it reads.
 
     The block's K/V are one more layer of the call's cache, after the model's own, so that cropping, compaction and row
     selection apply to them as to the base model's layers. The block drafts after exit layer `block_layer`.
@@ -62,19 +62,19 @@ class BlockRun(LayerRun):
         self.unembed, self.point, self.block_layer = unembed, point, block_layer
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
         self.prev_hidden_state: Tensor | None = None  # (rows, 1, D) after the final norm, of the last cached token
-        self.draft_hidden_state: Tensor | None = None  # the block's own estimate of it, after a drafted token
+        self.draft_hidden_state: Tensor | None = None  # the block's estimate of that state, after a drafted token
         self.last_hidden_states: Tensor | None = None  # (rows, width, D) after the final norm, of the last pass
         self._call: LayerCall | None = None
 
     @contextmanager
     def prefilling(self, cache: Any) -> Iterator[None]:
-        """As [`LayerRun.prefilling`]; these rows have no previous token."""
+        """As [`LayerRun.prefilling`]; the rows start without a previous hidden state."""
         self.prev_hidden_state = None
         with super().prefilling(cache):
             yield
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute the layer; record the call of the layer after the exit layer, and the last hidden states."""
+        """Execute the layer; after the last layer, call `observe`."""
         if gate.layer_idx == self.block_layer:
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)
@@ -85,38 +85,38 @@ class BlockRun(LayerRun):
 
     @property
     def num_pending(self) -> int:
-        """Passes whose K/V the block has yet to fill."""
+        """Number of passes for which the block's K/V are not filled yet."""
         return 0
 
     def observe(self, call: LayerCall, final: Tensor) -> None:
         """Store the block's K/V for the tokens of a full-depth pass.
 
-        `call` is that of the layer after the block's exit layer, `final` (rows, width, D) are the hidden states after
-        the last layer.
+        `call` is the call of the layer after the block's exit layer; `final`, (rows, width, D), are the hidden states
+        after the last layer.
         """
         self.last_hidden_states = self._fill(call, final)
 
     def commit(self, accepted: list[int]) -> None:
-        """After a verify pass, continue from the first `accepted[row]` of its tokens."""
+        """After a verify pass, continue after the first `accepted[row]` tokens of each row."""
         if self.last_hidden_states is not None:
             self.continue_from(self.last_hidden_states, accepted)
             self.draft_hidden_state = None
 
     def continue_from(self, last_hidden_states: Tensor, accepted: list[int]) -> None:
-        """Continue from the first `accepted[row]` tokens of a pass with these last hidden states, (rows, width, D)."""
+        """Set each row's previous hidden state to that of its last accepted token in a pass, (rows, width, D)."""
         rows = torch.arange(len(accepted), device=last_hidden_states.device)
         last = torch.tensor(accepted, device=last_hidden_states.device) - 1
         self.prev_hidden_state = last_hidden_states[rows, last.clamp(min=0)][:, None]
 
     def select(self, index: Tensor) -> None:
-        """Drop all rows but these."""
+        """Drop all rows except those in `index`."""
         if self.prev_hidden_state is not None:
             self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
     def draft(self, call: LayerCall) -> Tensor:
         """Run the block on one token per row, given the call of the layer after the exit layer.
 
-        Returns (rows, D), its estimate of the token's last hidden state, before the final norm.
+        Returns the block's estimate of the token's last hidden state before the final norm, (rows, D).
         """
         prev = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
         inputs = self._inputs(call, prev)
@@ -129,7 +129,7 @@ class BlockRun(LayerRun):
         crop(self.cache.layers[self.num_layers], num_tokens)
 
     def remember(self) -> None:
-        """Store the block's state on the returned cache, for a call that continues from it."""
+        """Store the block's state on the returned cache, for a later call with this cache."""
         (layer,) = self.cache.layers[self.num_layers :]
         setattr(self.cache, STATE_ATTRIBUTE, BlockState(self.point.identity, layer, self.prev_hidden_state))
 
@@ -157,7 +157,7 @@ class BlockRun(LayerRun):
 
 @dataclass
 class _PendingPass:
-    """A full-depth pass over a single row whose K/V of the block are not filled yet; see [`BlockRun.observe`]."""
+    """A full-depth pass over a single row, for which the block's K/V are not filled yet; see [`BlockRun.observe`]."""
 
     call: LayerCall
     final: Tensor
@@ -165,9 +165,9 @@ class _PendingPass:
 
 
 class LazyBlockRun(BlockRun):
-    """For a single row: fills the block's K/V lazily, for all passes since the block last drafted.
+    """A run for one row that fills the block's K/V lazily: when the block drafts, or `MAX_PENDING_PASSES` passes wait.
 
-    A block that never drafts costs nothing. Its layer is in the cache only while it drafts.
+    A block that rarely drafts costs little. The block's layer is in the cache only while the block drafts.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -178,15 +178,15 @@ class LazyBlockRun(BlockRun):
 
     @property
     def num_pending(self) -> int:
-        """Passes whose K/V the block has yet to fill."""
+        """Number of passes for which the block's K/V are not filled yet."""
         return len(self._pending)
 
     def observe(self, call: LayerCall, final: Tensor) -> None:
-        """Hold what filling the K/V of a full-depth pass needs."""
+        """Keep what is needed to fill the block's K/V for a full-depth pass later."""
         self._pending.append(_PendingPass(call, final, final.shape[1]))
 
     def commit(self, accepted: list[int]) -> None:
-        """After a verify pass, continue from the first `accepted[0]` of its tokens."""
+        """After a verify pass, continue after its first `accepted[0]` tokens."""
         self.draft_hidden_state = None
         self._pending[-1].accepted = accepted[0]
         if len(self._pending) >= MAX_PENDING_PASSES:
@@ -220,10 +220,10 @@ class LazyBlockRun(BlockRun):
 
 
 def _concatenated(passes: list[_PendingPass]) -> LayerCall:
-    """One layer call for the accepted tokens of several passes, as far as the layer's K/V depend on it.
+    """Merge the calls of several passes into one call over their accepted tokens, to fill the layer's K/V.
 
-    Hidden states, positions and position embeddings are concatenated. Other arguments are the last pass's: a mask, for
-    example, is not read before the K/V are stored.
+    Hidden states, positions and position embeddings are concatenated. Other arguments come from the last pass: a mask,
+    for example, is not read before the K/V are stored.
     """
     if len(passes) == 1 and passes[0].accepted == passes[0].final.shape[1]:
         return passes[0].call
@@ -244,10 +244,10 @@ def _concatenated(passes: list[_PendingPass]) -> LayerCall:
 
 
 def _has_tokens(value: Any, width: int, dim: int) -> bool:
-    """Whether `dim` is the token dimension of a single row's tensor.
+    """Whether `value` is a tensor of a single row with one entry per token along `dim`.
 
-    Those are (width), (1, width), (1, width, D), and (kinds, 1, width, D) for multi-dimensional positions (mRoPE); a
-    mask, (1, 1, width, slots), is none.
+    Such shapes are (width), (1, width), (1, width, D), and (kinds, 1, width, D) for multi-dimensional positions
+    (mRoPE). A mask, (1, 1, width, slots), is excluded.
     """
     if not isinstance(value, Tensor) or value.ndim > (1, 3, 4)[dim]:
         return False
@@ -259,9 +259,9 @@ def _has_tokens(value: Any, width: int, dim: int) -> bool:
 def block_run(
     config: Any, structure: DecoderStructure, cache: Any, unembed: Unembed, routers: TIDERouters | None, lazy: bool
 ) -> BlockRun | None:
-    """Make the run of a call in which the block head may draft; `None` without one, or its K/V of the cached tokens.
+    """Make the run of a call in which the block head may draft; `None` without a block head or a usable cache.
 
-    With `lazy`, which works for a single row, these are filled only when it drafts.
+    With `lazy`, for a single row only, the run is a [`LazyBlockRun`].
     """
     if routers is None or routers.block is None or type(cache) is not DynamicCache:
         return None

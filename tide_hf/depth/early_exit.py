@@ -1,8 +1,8 @@
 """The runs of `early_exit` and `post_hoc`, in which tokens exit where a criterion holds.
 
 `PostHocRun` and `RecomputeRun` give the same tokens: both read an exited token's logits from the hidden state at its
-exit layer and keep the K/V of every layer exact. The first runs the deeper layers at once, the second when a later
-token needs them. `PropagateRun` fills the K/V of skipped layers without running these.
+exit layer and keep the K/V of every layer exact. `PostHocRun` runs the deeper layers at once, `RecomputeRun` when a
+later token needs their K/V. `PropagateRun` fills the K/V of skipped layers without running the layers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .kv_cache import crop, crop_layers, cut_back, fill_skipped, start_recording
 
 
 class ExitRun(LayerRun):
-    """A token exits where its score reaches the threshold. Common to all strategies.
+    """Base class of runs in which a token exits at the first exit layer where its score reaches the threshold.
 
-    Decode passes, of one token per row, may exit; prefill only where the run allows it.
+    Tokens may exit in decode passes, of one token per row; prompt tokens only if `exits_in_prompt`.
 
-    A token exits where `score >= exit_threshold`, after at least `min_layers` layers. `exit_criterion` says what is
-    scored: `"router"` (the router's score), `"confidence"` (the exit head's largest probability, as in CALM, arXiv
+    A token exits if `score >= exit_threshold`, after at least `min_layers` layers. `exit_criterion` names the score:
+    `"router"` (the router's score), `"confidence"` (the exit head's largest probability, as in CALM, arXiv
     2207.07061) or `"fixed"` (every token exits at the first exit layer).
     """
 
@@ -50,11 +50,11 @@ class ExitRun(LayerRun):
         self.routers, self.unembed, self.ops = routers, unembed, unembed.ops
         self.exit_threshold, self.exit_criterion = exit_threshold, exit_criterion
         self.exit_layers = frozenset(layer for layer in routers.exit_layers if layer >= min_layers)
-        # (rows, length) exit layer of each token in the current pass; `num_layers` without an exit.
+        # (rows, length) exit layer of each token in the current pass; `num_layers` for tokens that have not exited.
         self.exit_layers_of_pass = torch.empty(0, 0, dtype=torch.long)
         self.may_exit, self.num_exited = False, 0  # in the current pass
         self.exited_state: Tensor | None = None  # (rows, 1, D) after the exit heads, in `PostHocRun`
-        self.per_pass: list[list[int]] = []  # the exit layers of each row's last token
+        self.per_pass: list[list[int]] = []  # for each pass, the exit layer of each row's last token
         self.mlp_tokens_skipped = 0  # counted once per layer
 
     def begin_pass(self, hidden_states: Tensor) -> None:
@@ -66,7 +66,7 @@ class ExitRun(LayerRun):
         self.exit_layers_of_pass = torch.full(shape, self.num_layers, device=hidden_states.device)
 
     def decide(self, exit_layer: int, hidden_states: Tensor) -> Tensor | None:
-        """Score the tokens that have not exited; return the exit mask of this layer, or `None` if none exits."""
+        """Score the tokens at `exit_layer`; return the mask of tokens that exit there, or `None` if no token does."""
         exits = self.exit_layers_of_pass.to(hidden_states.device)
         scores = self.score(on_device(self.routers[exit_layer], hidden_states), hidden_states)
         exit_mask = (scores >= self.exit_threshold) & (exits == self.num_layers)
@@ -91,7 +91,7 @@ class ExitRun(LayerRun):
         return self.unembed.route(exit_point.router, hidden_states)
 
     def end_pass(self) -> None:
-        """Record the exit layer of each row."""
+        """Record the exit layer of each row's last token."""
         self.per_pass.append(self.exit_layers_of_pass[:, -1].tolist())
 
     def exited(self, state: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ class ExitRun(LayerRun):
 
 
 class PropagateRun(ExitRun):
-    """An exited token's hidden state is frozen; layers that all tokens skip only `fill` its K/V (`kv_cache.fill_for`).
+    """Freezes hidden states of exited tokens. For a layer that all tokens skip, `fill` writes the K/V (see `fill_for`).
 
-    With `exits_in_prompt` prompt tokens may exit as well; their K/V in deeper layers are of the frozen state.
+    With `exits_in_prompt`, prompt tokens may exit as well. K/V in deeper layers come from the frozen states.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PropagateRun(ExitRun):
         return self.exit_layers_of_pass == self.num_layers
 
     def _translate(self, state: Tensor) -> Tensor:
-        """Apply the exit head of its layer to the last token of each row that has exited."""
+        """If the last token of a row has exited, apply the exit head of its exit layer to the token."""
         if not self.num_exited:
             return state
         exits, last = self.exit_layers_of_pass[:, -1], state[:, -1:]
@@ -153,17 +153,17 @@ class PropagateRun(ExitRun):
 
 
 class PostHocRun(ExitRun):
-    """All layers run; the hidden state of the earliest exit replaces the last one (TIDE, Algorithm 1)."""
+    """Runs all layers; a token's state at its earliest exit replaces its last hidden state (TIDE, Algorithm 1)."""
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute one layer; hold the hidden states of exited tokens until the last one."""
+        """Execute one layer; hold the hidden states of exited tokens until the last layer."""
         if gate.layer_idx == 0:
             self.begin_pass(input_state(args, kwargs))
         output = self.execute(gate, args, kwargs)
         return gate.with_state(output, self.after_layer(gate.layer_idx + 1, gate.state_of(output)))
 
     def after_layer(self, executed: int, state: Tensor) -> Tensor:
-        """Decide on exits after `executed` layers; after the last one, insert the hidden states of exited tokens."""
+        """Decide on exits after `executed` layers; after the last layer, insert the hidden states of exited tokens."""
         if self.may_exit and not self.all_exited and executed in self.exit_layers:
             exit_mask = self.decide(executed, state[:, -1:])
             if exit_mask is not None:
@@ -184,32 +184,32 @@ class _CatchUp(BaseException):
 
 @dataclass
 class _Token:
-    """One decoded token per row: the model's arguments, and its hidden states at the exit layers it reached."""
+    """One decoded token per row: the model's arguments, and the token's hidden states at the exit layers reached."""
 
     kwargs: dict[str, Any]
-    states: dict[int, Tensor] = field(default_factory=dict)  # (rows, 1, D), by layers executed
+    states: dict[int, Tensor] = field(default_factory=dict)  # (rows, 1, D), by number of layers executed
 
     @property
     def depth(self) -> int:
-        """Layers executed for it."""
+        """Number of layers executed for the token."""
         return max(self.states)
 
 
 class RecomputeRun(PostHocRun):
-    """A pass ends once all its rows have exited; the skipped layers run later, batched over several tokens.
+    """Ends a pass once all its rows have exited; the skipped layers run later, for several tokens in one pass.
 
-    The first token that does not exit triggers a catch-up pass over all pending tokens through the layers that they
-    skipped, which gives every layer exact K/V. Layers that did run are not run again: their last output is stored.
+    The first token that runs a layer which a pending token skipped triggers a catch-up pass over all pending tokens.
+    This pass starts after the layers that all of them ran, from stored hidden states, and gives every layer exact K/V.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pending: list[_Token] = []
         self.current: Any = None  # the `_Token` of the running pass
-        self.resume_at = 0  # in a catch-up pass, the layers that all its tokens have executed
+        self.resume_at = 0  # in a catch-up pass, the number of layers that all its tokens have executed
 
     def call(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Run in place of the model's forward; catch up first if the pass needs it."""
+        """Run one pass of the model; catch up if a layer lacks the K/V of earlier tokens."""
         self.current = _Token(kwargs)
         cache, ids = kwargs[CACHE], kwargs["input_ids"]
         if ids is None or ids.shape[1] > 1:
@@ -252,7 +252,7 @@ class RecomputeRun(PostHocRun):
         return gate.with_state(output, self.after_layer(executed, gate.state_of(output)))
 
     def catch_up(self, forward: Callable[..., Any], tokens: list[_Token]) -> Any:
-        """Run `tokens`, which may end with the current one, through the layers that the first of them skipped."""
+        """Run `tokens` (pending, maybe also the current one) through all layers that some pending token skipped."""
         cache: Cache = tokens[-1].kwargs[CACHE]
         self.resume_at = min(token.depth for token in self.pending)
         self.states = torch.cat([token.states[self.resume_at] for token in tokens], dim=1)
@@ -279,7 +279,7 @@ class RecomputeRun(PostHocRun):
         stop_recording(self.current.kwargs[CACHE])
 
     def give_up(self, cache: Cache) -> None:
-        """Crop a returned cache to the tokens that all layers have, after an interrupted call."""
+        """After an interrupted call, crop a returned cache to the tokens whose K/V all layers have."""
         cut_back(cache, min(int(layer.get_seq_length()) for layer in cache.layers))
 
 

@@ -1,8 +1,8 @@
-"""Gates on decoder layers and their MLPs, with which a forward pass can skip some of them.
+"""Gates on decoder layers and their MLPs, which let a forward pass skip layers, or tokens in MLPs.
 
 A gate replaces a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary embeddings
-and final norm run unchanged. Without an active `LayerRun` it does nothing. The active run is a context variable: each
-thread and each `generate` call has its own. Under `torch.compile` there is none, so that traces have no graph breaks.
+and final norm run unchanged. Without an active `LayerRun`, a gate calls the module's own `forward`. The active run is a
+context variable, so each thread has its own. Under `torch.compile` no run is active, which avoids graph breaks.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Gate:
         self.module.forward = self  # type: ignore[assignment]  # subclasses have other signatures
 
     def remove(self) -> None:
-        """Remove the gate and restore the forward that it replaced."""
+        """Remove the gate and restore the `forward` that it replaced."""
         del self.module.forward
         if self.replaced is not None:
             self.module.forward = self.replaced
 
 
 class LayerGate(Gate):
-    """Replaces one decoder layer's `forward`; `returns_tuple`: whether it returns `(hidden_states, ...)`."""
+    """Replaces one decoder layer's `forward`; `returns_tuple`: whether the layer returns `(hidden_states, ...)`."""
 
     def __init__(self, layer: nn.Module, layer_idx: int, returns_tuple: bool) -> None:
         super().__init__(layer)
@@ -57,14 +57,14 @@ class LayerGate(Gate):
         self.returns_tuple = returns_tuple
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the active run decide; run the layer without one, or in a pass over another cache."""
+        """Let the active run decide. Without a run, or in a pass over another cache, run the layer."""
         run = active_run()
         if run is None or not (run.owns(kwargs) or any(value is run.cache for value in args)):
             return self.native(*args, **kwargs)
         return run.run_layer(self, args, kwargs)
 
     def with_state(self, output: Any, state: Tensor) -> Any:
-        """Replace the hidden states of a layer's output, which is `None` for a skipped layer."""
+        """Replace the hidden states in a layer's output. For a skipped layer, `output` is `None`."""
         if not self.returns_tuple:
             return state
         return (state, *output[1:]) if output is not None else (state, None)
@@ -78,7 +78,7 @@ class MLPGate(Gate):
     """Replaces the `forward` of a decoder layer's MLP, which is applied token-wise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the active run choose the tokens; without one, run the MLP on all."""
+        """Let the active run choose the tokens; without a run, process all tokens."""
         run = active_run()
         selected = run.tokens_for_mlp() if run is not None else None
         if run is None or selected is None:
@@ -100,7 +100,7 @@ class MLPGate(Gate):
         return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
 
     def _on_selected(self, selected: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on the tokens of a (rows, length) mask; outputs of the others are zero and not used."""
+        """Run on the tokens of a (rows, length) mask; the outputs of other tokens are zero and not used."""
         selected = selected.to(input_state(args, kwargs).device)
 
         def gathered(value: Any) -> Any:  # as one row
@@ -123,7 +123,7 @@ def open_gates(structure: DecoderStructure) -> None:
 
 
 def remove_gates(structure: DecoderStructure) -> None:
-    """Remove the gates and restore the forwards that they replaced."""
+    """Remove the gates and restore the `forward` methods that they replaced."""
     for module in (*structure.layers, *structure.mlps):
         gate = module.__dict__.get("forward")
         if isinstance(gate, Gate):
@@ -132,7 +132,7 @@ def remove_gates(structure: DecoderStructure) -> None:
 
 @contextmanager
 def active(run: LayerRun | None) -> Iterator[LayerRun | None]:
-    """Make `run` decide for every layer that this thread calls; with `None` all run at full depth."""
+    """Make `run` decide for every layer that this thread calls; with `None`, every layer runs."""
     token = ACTIVE_RUN.set(run)
     try:
         yield run
@@ -149,8 +149,8 @@ class LayerRun:
     """Decides what each layer does. The base class executes every layer.
 
     A pass with another cache than the call's does not belong to the call (a logits processor for classifier-free
-    guidance runs such passes) and stays at full depth. `layers_executed` counts once per row. `execute_layer` runs a
-    layer, given its gate and arguments; `None` is the native forward.
+    guidance runs such passes) and stays at full depth. `layers_executed` counts each execution once per row.
+    `execute_layer` runs a layer, given its gate and arguments; `None` means the layer's own `forward`.
     """
 
     ops = PLAIN
@@ -167,7 +167,7 @@ class LayerRun:
 
     @contextmanager
     def prefilling(self, cache: Any) -> Iterator[None]:
-        """Own passes over this empty cache instead, in which some rows of the call are prefilled."""
+        """Make passes over `cache` belong to this run. In this empty cache, some rows of the call are prefilled."""
         own, self.cache = self.cache, cache
         try:
             yield
@@ -175,7 +175,7 @@ class LayerRun:
             self.cache = own
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run in place of one layer's forward."""
+        """Run one layer, in place of its `forward`."""
         return self.execute(gate, args, kwargs)
 
     def tokens_for_mlp(self) -> Tensor | None:
@@ -242,7 +242,7 @@ class FixedDepthRun(LayerRun):
         return self.execute(gate, args, kwargs)
 
     def call_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> LayerCall:
-        """Call `forward`, which calls the model; return the call that the layer after the exit would have received."""
+        """Call `forward`, which runs the model up to the exit layer; return the call of the next layer, unexecuted."""
         try:
             forward(*args, **kwargs)
         except _DepthReached as reached:

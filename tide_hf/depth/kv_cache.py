@@ -43,7 +43,7 @@ def _view_class(cache_class: Any) -> Any:
 
 
 def _storing_view(value: Any) -> Any:
-    """A view of a cache that shares its contents and passes `isinstance` checks for its class; others unchanged."""
+    """A view of a cache with the same contents, in a subclass of its class; other values are returned unchanged."""
     if not isinstance(value, Cache):
         return value
     view = object.__new__(_view_class(type(value)))  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def _storing_view(value: Any) -> Any:
 
 
 def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fill a skipped layer's K/V from its input, by the layer's own code up to its cache update (`propagate`)."""
+    """Fill a skipped layer's K/V from its input, by running the layer up to its cache update (for `propagate`)."""
     try:
         gate.native(*map(_storing_view, args), **{name: _storing_view(value) for name, value in kwargs.items()})
     except _Stored:
@@ -61,14 +61,14 @@ def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fill a skipped layer's K/V with zeros (`zero_pad`, the name in the TIDE paper)."""
+    """Fill a skipped layer's K/V with zeros (for `zero_pad`, named as in the TIDE paper)."""
     cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
     layer = cache.layers[gate.layer_idx]
     cache.update(torch.zeros_like(layer.keys[:, :, :1]), torch.zeros_like(layer.values[:, :, :1]), gate.layer_idx)
 
 
 def fill_for(strategy: str, config: Any) -> Callable[..., None]:
-    """The function that fills a skipped layer's K/V; raises where layers share K/V, as Gemma 4's do."""
+    """Return the function that fills a skipped layer's K/V; raise if layers share K/V, as in Gemma 4."""
     num_shared = getattr(config, "num_kv_shared_layers", 0)
     if num_shared:
         raise UnsupportedOptionError(
@@ -88,8 +88,8 @@ def cache_is_returned(generation_config: Any, cache: Any) -> bool:
 def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
     """Return the call's cache, or raise if `user`, a feature, cannot use it.
 
-    `static` tells which static caches it supports: `"any"`, `"full"` (without sliding windows) or `"none"`;
-    `moves_rows` that it compacts the rows of a batch.
+    `static` tells which static caches the feature supports: `"any"`, `"full"` (without sliding windows) or `"none"`;
+    `moves_rows` tells whether it compacts the rows of a batch.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
@@ -103,7 +103,7 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
     if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
         got += " that records the past"  # the first rollback would discard the record
         supported = False
-    movable = (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)  # which hold nothing but K/V
+    movable = (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)  # layers that hold nothing but K/V
     if supported and moves_rows and (others := [layer for layer in cache.layers if type(layer) not in movable]):
         got += f" with a {type(others[0]).__name__}"
         supported = False
@@ -120,18 +120,18 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
 
 
 def last_slot(cache: Cache) -> int | None:
-    """Number of slots of a static cache; `None` for a dynamic one."""
+    """Number of slots of a static cache; `None` for a dynamic cache."""
     return min((layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
 def crop(layer: Any, num_tokens: int) -> None:
     """Remove the last `num_tokens` tokens from one layer of a cache.
 
-    Called with 0 it still lets a sliding-window layer drop what has left the window.
+    Even if `num_tokens` is 0, a sliding-window layer drops the tokens that have left its window.
     """
     if isinstance(layer, StaticLayer) and not hasattr(layer, "crop"):  # as in transformers 5.17 and 5.18
         for name, length in vars(layer).items():
-            if name.endswith("cumulative_length"):  # an attention index has a counter of its own
+            if name.endswith("cumulative_length"):  # an attention indexer has its own counter
                 length.sub_(num_tokens)  # in place; the next pass overwrites the rejected slots
     elif getattr(layer, "is_initialized", True):  # layers that attend to images stay empty without images
         layer.crop(-num_tokens)
@@ -144,9 +144,9 @@ def crop_layers(layers: Iterable[Any], num_tokens: int) -> None:
 
 
 class _VisibleSlidingLayer(DynamicSlidingWindowLayer):
-    """Returns as many tokens as masks cover, for any number of passes since the last crop.
+    """Returns K/V of as many tokens as the mask covers, even after several passes without a crop.
 
-    transformers' own layer does so from 5.18 on.
+    The layer of transformers does the same from version 5.18 on.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ SLIDING_LAYER = (
 
 
 def start_recording(cache: Cache) -> None:
-    """Make a cache retain tokens that leave its sliding window until it is cropped, so that it can be rolled back."""
+    """Let a cache keep tokens that leave its sliding window until the next crop, so that it can be rolled back."""
     cache.activate_past_recording()
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
@@ -191,13 +191,12 @@ def cut_back(cache: Cache, length: int) -> None:
 class CacheSlots:
     """The slots of a batch's cache, where each row accepts its own number of draft tokens.
 
-    A pass writes one slot per row and token. Slots that all rows reject are cropped; others stay as holes, which the
-    attention mask hides and positions skip. The cache is compacted, so that each row ends at the last slot, when the
-    share of holes exceeds `compaction_threshold`, or when masks cannot hide them (a sliding window counts slots).
+    A pass writes one slot per row and token. Slots that all rows reject are cropped; other rejected slots stay as
+    holes, which the attention mask hides and positions skip. When the share of holes exceeds `compaction_threshold`, or
+    a mask cannot hide holes (a sliding window counts slots), the cache is compacted: each row ends at the last slot.
 
-    `length` is the number of filled slots, without those of a pass that is not committed; `attention_mask` (rows,
-    length) is that of the prompt, `None` without padding; `device` is that of the tokens, since the layers of an
-    offloaded cache move between devices.
+    `length` is the number of committed slots; `attention_mask`, (rows, length), is the mask of the prompt, `None`
+    without padding; `device` is the device of the tokens, since the layers of an offloaded cache move between devices.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class CacheSlots:
         if min(accepted) == longest and self.holes is None:
             self.mask = self.mask_for(longest)
             self.length += longest
-            # Even with nothing to remove, since cropping lets sliding-window layers drop what has left the window.
+            # Crop even by 0 tokens, so that sliding-window layers drop the tokens that have left the window.
             self._crop(width - longest)
             return
         slots = torch.arange(width, device=self.device)
@@ -250,7 +249,7 @@ class CacheSlots:
     def break_off(self) -> None:
         """Make the cache consistent after an interrupted pass, which may have written to some layers only.
 
-        Each row retains as many tokens as the shortest has, or none if a sliding window has dropped slots.
+        Each row retains as many tokens as the shortest row has, or no tokens if a sliding window has dropped slots.
         """
         cut_back(self.cache, self.length)
         if self.holes is None:
@@ -261,7 +260,7 @@ class CacheSlots:
         self._move(order, self.length)
 
     def select(self, rows: list[int]) -> Tensor:
-        """Drop all other rows; return these as an index tensor on the CPU, which indexes layers on any device."""
+        """Drop all rows except `rows`; return `rows` as an index tensor on the CPU, valid for layers on any device."""
         index = torch.tensor(rows)
         self.cache.batch_select_indices(index)
         if self.mask is not None:
@@ -297,10 +296,10 @@ class CacheSlots:
 
 
 def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
-    """Gather the slots `order` (rows, remaining) of a layer, counted from the first of the sequence.
+    """Keep only the slots `order`, (rows, remaining), of a layer; slots are counted from the start of the sequence.
 
-    A negative index marks a slot that the mask hides, whose contents do not matter. A sliding-window layer holds only
-    the last slots, and no more than the window.
+    A negative index marks a slot that the mask hides, whose contents do not matter. A sliding-window layer retains
+    only the last of these slots, fewer than its window.
     """
     width, stored = order.shape[1], layer.keys.shape[-2]
     if layer.is_sliding:

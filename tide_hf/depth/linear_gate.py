@@ -33,26 +33,26 @@ from ..kernels.cpu.weight_layouts import (
 )
 from .gates import ACTIVE_RUN, Gate
 
-MEMORY_SHARE = 0.25  # of the free memory, which copies of weights may take
+MEMORY_SHARE = 0.25  # of the free memory, at most, for copies of weights
 
 Layouts = tuple[type[WeightLayout], ...]
 
-KERNEL_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # with compiled kernels
+KERNEL_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
 Product = Callable[[Tensor], Tensor]
 
 _layouts: ContextVar[Layouts] = ContextVar("tide_hf_layouts", default=PYTORCH_LAYOUTS)
-# Choices by gate and input size; `None` while weights may change or a trace runs.
+# The chosen product for each gate and input size; `None` while weights may change or a graph is traced.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
 
 
 @contextmanager
 def allowed_layouts(layouts: Layouts, cache_choice: bool = False) -> Iterator[None]:
-    """Set the layouts in which gated linear layers may read their weights; the default needs no compiler.
+    """Set the layouts in which gated linear layers may read their weights. The default layouts need no compiler.
 
-    With `cache_choice` a layer stores its choice per input size, since no weight changes meanwhile: choosing at each of
-    the 211 products took 9% of a pass over one token.
+    With `cache_choice`, which requires that no weight changes meanwhile, a layer stores its choice per input size:
+    choosing at each of 211 products took 9% of a pass over one token.
     """
     layouts_before, products_before = _layouts.set(layouts), _products.set({} if cache_choice else None)
     try:
@@ -65,7 +65,7 @@ def allowed_layouts(layouts: Layouts, cache_choice: bool = False) -> Iterator[No
 class LinearGate(Gate):
     """Replaces the `forward` of one `nn.Linear`; weights are converted to another layout at first use.
 
-    With `anywhere` the gate also acts outside an active run, for layers of TIDE's own.
+    With `anywhere`, for TIDE's own layers, the gate also acts outside an active run.
     """
 
     def __init__(self, linear: nn.Linear, may_copy: bool = True, anywhere: bool = False) -> None:
@@ -73,9 +73,9 @@ class LinearGate(Gate):
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
 
-    def __call__(self, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
-        """Run the layer; natively outside TIDE's passes, and where that is the fastest."""
-        # As `active_run`, whose call would cost time at each product of a pass.
+    def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""
+        # `active_run()` inlined, since the call would cost time at each product of a pass.
         run = None if torch.compiler.is_dynamo_compiling() else ACTIVE_RUN.get()
         if run is None and not self._anywhere:
             return self.native(input)
@@ -97,7 +97,7 @@ class LinearGate(Gate):
 
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
         weight, bias = self._weight, self._bias
-        converted = self.prepare(input.numel() // self._size, _layouts.get())  # last, since it may have to measure
+        converted = self.prepare(input.numel() // self._size, _layouts.get())  # may measure the layouts
         product: Product
         if converted is None:
             product = partial(functional.linear, weight=weight, bias=bias) if self.replaced is None else self.native
@@ -111,8 +111,8 @@ class LinearGate(Gate):
         return product(input)
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
-        """Convert the weights to the fastest of `layouts` for a number of rows; `None` where PyTorch's own is."""
-        if not _is_plain(self._weight):  # moved to a GPU since, for example
+        """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's is faster."""
+        if not _is_plain(self._weight):  # for example, moved to a GPU after attaching
             return None
         if not self.may_copy:
             layouts = tuple(layout for layout in layouts if not layout.is_copy)
@@ -120,7 +120,7 @@ class LinearGate(Gate):
         return None if layout is None else self.convert(layout)
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout:
-        """The weights in a layout, converted at first use and where they have changed."""
+        """Return the weights in a layout, converted at first use and again after they have changed."""
         converted, weight = self.converted.get(layout), self._weight
         if converted is None or not converted.is_of(weight):
             self.converted[layout] = converted = in_layout(layout, weight)
@@ -129,7 +129,7 @@ class LinearGate(Gate):
     # Lookups in `_parameters` are ten times faster than attributes of a module, and run at every product.
     @property
     def _weight(self) -> Any:
-        return self.module._parameters.get("weight")  # none where it is computed (parametrised)
+        return self.module._parameters.get("weight")  # `None` if the weight is computed (parametrised)
 
     @property
     def _bias(self) -> Any:
@@ -139,7 +139,7 @@ class LinearGate(Gate):
         return self.module.bias
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave converted weights out of copies and pickles, which convert their own."""
+        """Leave converted weights out of copies and pickles; a copy converts its own weights."""
         return {**self.__dict__, "converted": {}}
 
     def release(self) -> None:
@@ -153,20 +153,20 @@ class LinearGate(Gate):
 
 
 class SingleLayoutGate(LinearGate):
-    """Replaces the `forward` of one `nn.Linear`; reads one layout in all passes, so that all round alike."""
+    """Replaces the `forward` of one `nn.Linear`; reads one layout in all passes, so that all passes round alike."""
 
     def __init__(self, linear: nn.Linear, layout: type[WeightLayout]) -> None:
         super().__init__(linear, anywhere=True)
         self.layout = layout
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout:
-        """Convert the weights to that layout, for any number of rows."""
+        """Convert the weights to the gate's layout, whatever the number of rows."""
         return self.convert(self.layout)
 
 
 @contextmanager
 def faster_passes(structure: DecoderStructure) -> Iterator[None]:
-    """Run a base model's own passes with another weight layout, on a CPU that is clearly faster with it.
+    """Let a base model's own passes read another weight layout, if this layout is clearly faster on this CPU.
 
     A layout that copies the weights is used only if the copy takes at most a quarter of the free memory.
     """
@@ -189,7 +189,7 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
 def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tuple[list[nn.Linear], bool]:
     """Find the linear layers of the decoder and its head to gate, and whether their weights may be copied.
 
-    `pack_weights` is `True`, `False` (no layer is gated), or `"auto"` (if copies fit into memory).
+    `pack_weights` is `True`, `False` (no layer is gated), or `"auto"` (copies only if they fit into memory).
     """
     if pack_weights is False:
         return [], False
@@ -211,7 +211,7 @@ def copies_fit(linears: Iterable[Any]) -> bool:
 
 
 def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool = False) -> None:
-    """Install a gate on each linear layer that has none; `may_copy` and `anywhere` as of [`LinearGate`]."""
+    """Install a gate on each linear layer that has none; `may_copy` and `anywhere` as in [`LinearGate`]."""
     for linear in linears:
         if isinstance(linear.__dict__.get("forward"), LinearGate):  # routers may be shared by two models
             continue
@@ -227,7 +227,7 @@ def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iter
 
 
 def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
-    """The dtypes of gated weights, computed ones left out."""
+    """The dtypes of gated weights, except those of parametrised weights."""
     return {weight.dtype for gate in gates if (weight := gate._weight) is not None}
 
 
@@ -244,6 +244,6 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether it is a plain CPU parameter; quantised and distributed weights are subclasses."""
+    """Whether a weight is a plain CPU parameter of a supported dtype; quantised or distributed ones are subclasses."""
     is_readable = weight.is_cpu and weight.dtype in CPP_TYPES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

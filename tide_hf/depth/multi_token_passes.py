@@ -1,4 +1,4 @@
-"""Multi-token passes, such as verify passes: where they give the logits of token-by-token decoding."""
+"""Checks that multi-token passes, such as verify passes, give the logits of token-by-token decoding."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
 
 WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # these models' masks ignore the window
-SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config names: the most keys that a token selects
+SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config fields: the most keys that a token selects
 
 PROBE_LENGTH = 8
 VERIFY_WIDTH = 4  # tokens of the probe in one pass over the cache
 SMALL_LIMIT = 64  # tokens; probing beyond a larger limit would take too long
-# Config names of limits on attention: a window, a chunk, a number of keys or of blocks.
+# Matches config fields that limit attention: to a window, a chunk, or a number of keys or blocks.
 LIMIT_NAMES = re.compile("window|chunk|block|top_?k")
 
 
 def multi_token_limit(config: Any) -> tuple[str, int] | None:
     """The length up to which a multi-token pass attends to the same keys as token-by-token decoding, if limited.
 
-    Beyond a window that only the cache enforces, such a pass attends to more keys. Where a token selects its top-k keys
-    (DeepSeek Sparse Attention, Doge), ties are broken by the shape of the pass. Returns the text config's name for the
-    limit, and its value.
+    Beyond a window that only the cache enforces, a multi-token pass attends to more keys. Where a token selects its
+    top-k keys (DeepSeek Sparse Attention, Doge), the shape of the pass decides ties. Returns the limit's field in the
+    text config, and its value.
     """
     names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
     limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}
@@ -37,7 +37,7 @@ def multi_token_limit(config: Any) -> tuple[str, int] | None:
 
 
 def check_multi_token_passes(config: Any, num_slots: int) -> None:
-    """Raise where `num_slots` tokens of prompt and answer, padding included, exceed `multi_token_limit`."""
+    """Raise if `num_slots`, the tokens of prompt and answer including padding, exceeds `multi_token_limit`."""
     found = multi_token_limit(config)
     if found is not None and num_slots > found[1]:
         raise UnsupportedOptionError(
@@ -49,11 +49,11 @@ def check_multi_token_passes(config: Any, num_slots: int) -> None:
 
 
 def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Check on a tiny probe that the model's logits do not depend on the width of a pass, and as `check_parity`.
+    """Run `check_parity` on a tiny probe; check that the model's logits do not depend on the width of a pass.
 
-    Three passes: all tokens, a few of them again in one pass over the cache, and single ones. Models with a recurrent
-    state, which never verify drafts, run the first alone. In reduced precision, rounding may route a token to another
-    expert, so the median token of the multi-token pass has to agree there, and one of the single tokens.
+    The probe runs in one pass; then a few tokens run again over the cache, in one pass and one by one. Models with a
+    recurrent state, which never verify drafts, run only the first pass. In reduced precision, rounding may route a
+    token to another expert, so only the median token of the multi-token pass and one single token have to agree.
     """
     if structure.is_recurrent:
         check_parity(model, structure)
@@ -81,7 +81,7 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
 
 
 def _probe_length(model: PreTrainedModel) -> int:
-    """The length of a probe that exceeds small attention limits, but none beyond which calls are refused."""
+    """The length of a probe: above small attention limits, but within the limits beyond which calls are refused."""
     config = model.config.get_text_config()
     named = [value for name, value in vars(config).items() if LIMIT_NAMES.search(name) and type(value) is int]
     length = max(PROBE_LENGTH, *(2 * VERIFY_WIDTH + value for value in named if value <= SMALL_LIMIT), 0)
@@ -91,13 +91,13 @@ def _probe_length(model: PreTrainedModel) -> int:
 
 
 def _differences(logits: Tensor, expected: Tensor) -> Tensor:
-    """Distance of logits (..., vocabulary) from the expected ones, relative to the norm of these around their mean."""
+    """Distance of logits (..., vocabulary) from `expected`, relative to the norm of `expected` around its mean."""
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     return (logits - expected).norm(dim=-1) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
 
 
 def _check_difference(model: PreTrainedModel, difference: float, tolerance: float, length: int) -> None:
-    if not difference <= tolerance:  # also where it is NaN
+    if not difference <= tolerance:  # true for NaN, too
         raise UnsupportedModelError(
             f"{type(model).__name__} has other logits in a pass over several tokens than token by token",
             got=f"a difference of {difference:.2f} times the spread of the logits, within {length} tokens",

@@ -31,13 +31,13 @@ LONG_PROMPT = 128  # tokens; for shorter prompts, switching the attention implem
 class EagerEngine:
     """Runs one call with the model's own forward.
 
-    Args as for `EngineKind.engine`, and:
+    Args, besides those of `EngineKind.engine`:
         name: Name of the requested engine, under which costs are recorded.
-        fills_block_lazily: Whether a single row's K/V of the block head are filled only when it drafts.
+        fills_block_lazily: Whether the block head's K/V are filled only when it drafts; has an effect for a single row.
     """
 
     reads_drafts = True
-    widths: tuple[int, ...] = ()  # of verify passes; empty: any width
+    widths: tuple[int, ...] = ()  # of verify passes; empty if any width is allowed
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EagerEngine:
         cache, structure = self.model_kwargs[CACHE], attachment.structure
         text_config = model.config.get_text_config()
         self.ranks = ranks_of(model)
-        # The block's K/V are in the cache that the model is passed, which it must not replace.
+        # The block head's K/V are in the call's cache, so it does not draft where the model may replace that cache.
         routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
         is_lazy = fills_block_lazily and self.input_ids.shape[0] == 1
         self.block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
@@ -61,12 +61,12 @@ class EagerEngine:
         self.is_returned = cache_is_returned(self.config, cache)
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
-        self.slots: CacheSlots | None = None  # after prefill
-        self.positions: Tensor | None = None  # (rows) of the next tokens; (kinds, rows) for mRoPE
-        self.types: dict[str, Tensor] = {}  # token types of generated tokens
-        self.rows = list(range(self.input_ids.shape[0]))  # the call's row of each row that is left
+        self.slots: CacheSlots | None = None  # set by prefill
+        self.positions: Tensor | None = None  # of the next tokens, (rows,); (kinds, rows) for mRoPE
+        self.types: dict[str, Tensor] = {}  # token types of generated tokens, by input name
+        self.rows = list(range(self.input_ids.shape[0]))  # for each row still in the batch, its index in the call
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
-        self._fed: list[int] = []  # the exit layer at which each token since the last rollback was fed
+        self._fed: list[int] = []  # exit layer of each token that draft steps have processed since the last rollback
         self._block_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
         self._logits: Tensor | None = None
@@ -79,12 +79,12 @@ class EagerEngine:
 
     @property
     def block_layer(self) -> int | None:
-        """The exit layer at which the block head drafts in this call, if it does."""
+        """The exit layer of the block head; `None` if the block head does not draft in this call."""
         return self.block.block_layer if self.block is not None else None
 
     @property
     def free_slots(self) -> int | None:
-        """Slots of a static cache, or learned positions, that are left; `None` without such a limit."""
+        """How many draft tokens a static cache or learned positions have room for; `None` without such a limit."""
         return None if self.last_slot is None else max(0, self.last_slot - self._slots.length - 1)
 
     @property
@@ -93,12 +93,12 @@ class EagerEngine:
         return self.slots
 
     def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of passes over a number of rows."""
+        """Measured costs of passes over `num_rows` rows."""
         return self.attachment.costs_of(num_rows, self.name, self.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Activate the call's run; see `Engine.running`."""
+        """Activate the call's `LayerRun`; see `Engine.running`."""
         try:
             with active(self.run), self._attention():
                 yield
@@ -111,16 +111,16 @@ class EagerEngine:
                 self.block.finish()
 
     def decoding(self) -> AbstractContextManager[None]:
-        """On GPUs, use the decode implementation of MoE experts as `generate` does, which copies expert weights.
+        """For a single row, run MoE experts as `generate` decodes on GPUs, with a copy of expert weights per token.
 
-        Not for batches, whose verify passes have many tokens: the copies might not fit.
+        In a batch, verify passes have so many tokens that the copies might not fit into memory.
         """
         return nullcontext() if self.input_ids.shape[0] > 1 else self.model._optimize_model_for_decode()
 
     def prefill(self) -> Tensor:
         """Run prefill; return the logits of the last prompt tokens, (rows, 1, vocabulary)."""
         cache, logits = prefill(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
-        self.run.cache = cache  # which may have been replaced by the model
+        self.run.cache = cache  # the model may have replaced its cache
         start_recording(cache)
         mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         for name in ("inputs_embeds", CACHE):
@@ -131,7 +131,7 @@ class EagerEngine:
         length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.positions = None if positions is None else _last_positions(positions, len(self.rows))
-        if (most := last_position(config)) is not None:  # in slots: less by how far positions are ahead
+        if (most := last_position(config)) is not None:  # as a limit on slots, lower if positions are ahead
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
         return logits
@@ -147,9 +147,9 @@ class EagerEngine:
         return self
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row by the head at an exit layer; see `DraftEngine.draft`."""
+        """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
         attachment, block, start = self.attachment, self.block, perf_counter()
-        # Filling pending K/V of the block, beyond the last pass, is not part of a draft step's cost.
+        # A step that fills the block's K/V of several passes takes longer than usual, so its time is not recorded.
         is_usual = block is None or block.num_pending <= 1
         if self._draft_unembed is None:
             self._draft_unembed, is_usual = attachment.draft_unembed(), False
@@ -159,7 +159,7 @@ class EagerEngine:
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         with active(run):
             call = run.call_after(self._forward, inputs, start=fed)
-        if cache.offloading:  # it has prefetched the next layer, not the first
+        if cache.offloading:  # the next pass begins at layer 0, but a later layer was prefetched
             cache.prefetch(0, cache.only_non_sliding)
         if block is not None and exit_layer == block.block_layer:
             self._block_steps += 1
@@ -183,8 +183,8 @@ class EagerEngine:
         raise NotImplementedError
 
     def rollback(self) -> None:
-        """Roll the draft tokens' K/V back."""
-        # Each layer is cropped once: whenever a sliding-window layer is cropped, it drops tokens before the window.
+        """Roll back the draft tokens' K/V."""
+        # Each layer is cropped only once, since every crop lets a sliding-window layer drop tokens before its window.
         for layer_idx in range(max(self._fed, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self._fed)
             crop(self._slots.cache.layers[layer_idx], num_steps)
@@ -198,19 +198,19 @@ class EagerEngine:
         self._started = perf_counter()
         self._width = width = 1 + max(map(len, drafted))
         fed = [[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
-        # Padding of shorter drafts; its logits are not read.
+        # Shorter drafts are padded; the logits of the padding are not read.
         self._logits = self._forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed]).logits
 
     def drafted(self) -> None:
-        """`None`: drafts were read when they were made."""
+        """Return `None`, since drafts were read when they were made."""
 
     def logits(self) -> Tensor:
-        """(rows, width, vocabulary) of the last pass."""
+        """(rows, width, vocabulary) logits of the last pass."""
         assert self._logits is not None  # set by verify
         return self._logits
 
     def top_tokens(self) -> list[list[int]]:
-        """The top-1 token at each position; reading them is the round's one host synchronisation."""
+        """The top-1 token at each position of the last pass."""
         return greedy_tokens(self.logits()).tolist()
 
     def commit(self, new_tokens: list[list[int]]) -> None:
@@ -229,7 +229,7 @@ class EagerEngine:
         self._logits = None
 
     def select(self, rows: list[int]) -> None:
-        """Drop all other rows of the batch."""
+        """Keep only these rows of the batch."""
         self.rows = [self.rows[row] for row in rows]
         self.last_tokens = [self.last_tokens[row] for row in rows]
         index = self._slots.select(rows)
@@ -248,7 +248,7 @@ class EagerEngine:
         return self._slots.cache
 
     def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:
-        """Prepare the model's inputs of a pass over new tokens, after `start` draft tokens that the cache holds."""
+        """Prepare the model's inputs for a pass over `tokens`, which follow `start` draft tokens in the cache."""
         ids = self.input_ids.new_tensor(tokens)
         rows, width = ids.shape
         kwargs = {**self.model_kwargs, CACHE: self._slots.cache}
@@ -268,7 +268,7 @@ class EagerEngine:
         return self.model(**self.inputs_of(tokens, start), return_dict=True)
 
     def _attention(self) -> AbstractContextManager[None]:
-        """The attention of the call: on CPUs, batches and long prompts use `gqa_attention`."""
+        """Use `gqa_attention` for batches and long prompts on CPUs."""
         rows, length = self.input_ids.shape
         may_use_kernels = self.attachment.use_kernels is not False
         is_long = length >= LONG_PROMPT and may_use_kernels and is_loaded("prefill_attention", self.model.dtype)
@@ -278,6 +278,6 @@ class EagerEngine:
 
 
 def _last_positions(positions: Tensor, rows: int) -> Tensor:
-    """(..., rows) of (..., rows or 1, length) positions, copied."""
+    """Copy the last position of each row, (..., rows), from (..., rows or 1, length) positions."""
     last = positions[..., -1]
     return last.expand(*last.shape[:-1], rows).clone()

@@ -1,9 +1,9 @@
 """Attention that does not repeat the K/V of grouped query heads (GQA), on CPUs and in captured steps.
 
-Under a mask, transformers' `sdpa` repeats K/V for every query head of a group, in every layer and step. For 96 rows
-that took longer than all matrix products, and with a static cache it repeats every slot for each token. Instead, the
-query heads of a group are stacked as further queries of one head, under the same mask. On CPUs, unfilled slots of a
-static cache are skipped, and prefill, and decode over a static cache, have kernels of their own.
+With a mask, transformers' `sdpa` repeats K/V for every query head of a group, in every layer and step. For 96 rows
+the copies took longer than all matrix products, and with a static cache they include unfilled slots. Here, the query
+heads of a group are stacked as further queries of one head, with the same mask. On CPUs, unfilled slots of a static
+cache are skipped, and there are kernels for prefill and for decode over a static cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
 from ..routers.block_head import BlockHead
 
 NAME = "tide_gqa"
-OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change the scores, or where K/V are
+OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change scores, or the place of K/V
 
 _changing = Lock()
-# Number of active users, from several threads, and the configs that were changed for them.
+# By model: the number of active users in all threads, and the configs that were changed for them.
 _users: WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]] = WeakKeyDictionary()
 _num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
@@ -38,9 +38,9 @@ _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)
 
 @contextmanager
 def filled_up_to(end: Tensor) -> Iterator[None]:
-    """Let [`attend`] read only the slots before `end`, a () int64 tensor; the mask has to hide the others.
+    """Let [`attend`] read only the slots before `end`, a () int64 tensor; the mask has to hide all other slots.
 
-    On a GPU it reads all slots, since the host does not know `end`.
+    On a GPU, `attend` reads all slots, since the host does not know `end`.
     """
     token = _num_filled.set(end if end.device.type == "cpu" else None)
     try:
@@ -59,8 +59,8 @@ def gqa_attention(
 ) -> Iterator[None]:
     """Make a model use this attention instead of `sdpa`, until the last concurrent user is done.
 
-    A model with another attention implementation, or with only one, is not changed; with `cpu_only`, nor is one on
-    another device. `may_use_kernels` lets prefill use the compiled kernel.
+    A model is not changed if it uses another attention implementation than `sdpa`, supports only one, or, with
+    `cpu_only`, is not on a CPU. `may_use_kernels` lets prefill use the compiled kernel.
     """
     is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
     if not is_sdpa or (cpu_only and model.device.type != "cpu"):
@@ -86,7 +86,7 @@ def gqa_attention(
 def _sdpa_configs(model: PreTrainedModel) -> list[Any]:
     """The configs of the submodels that use `sdpa` attention and support other implementations.
 
-    Others are left out: an encoder that supports `eager` attention alone raises when another is set.
+    Other submodels are left out: an encoder that supports only `eager` attention would raise.
     """
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     configs = [part.config for part in parts if part._can_set_attn_implementation()]
@@ -119,8 +119,8 @@ def attend(
 
 
 def _needs_pytorch(*tensors: Tensor) -> bool:
-    """Whether a dispatch mode, gradients or autocast are active, which kernels do not support."""
-    has_mode = is_in_torch_dispatch_mode(include_infra_modes=False)  # traces may contain kernels
+    """Whether a user's dispatch mode, gradients or autocast are active, which the kernels do not support."""
+    has_mode = is_in_torch_dispatch_mode(include_infra_modes=False)  # not tracing modes: traces may contain kernels
     has_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     return has_mode or has_gradients or torch.is_autocast_enabled("cpu")
 
@@ -134,7 +134,7 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None
 ) -> Tensor | None:
-    """Attend with the query heads of a group stacked as queries of one head; `None` where that gains nothing.
+    """Attend with the query heads of a group stacked as queries of one head; `None` if impossible or without gain.
 
     Queries are (rows, heads, width, head_size), K/V (rows, KV heads, slots, head_size), the mask is (rows, 1, width,
     slots), and the result (rows, width, heads, head_size). `end` is the number of filled slots; `None` to read all.
@@ -143,7 +143,7 @@ def attend_grouped(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     is_usual = mask.shape[1] == 1 and key.shape == value.shape
-    is_narrow = group * width <= 2 * heads * size  # the mask is repeated, so it should be no larger than K/V
+    is_narrow = group * width <= 2 * heads * size  # the repeated mask should be no larger than repeated K/V
     has_gain = end is not None or group > 1
     if not (has_gain and is_usual and is_narrow):
         return None
@@ -159,13 +159,13 @@ def attend_grouped(
 def _attend_to_filled(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, end: Tensor, scale: float | None
 ) -> Tensor:
-    if mask.dtype is torch.bool:  # converted once, rather than by each call
+    if mask.dtype is torch.bool:  # the kernel takes an additive mask
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     found = decode_sdpa(query, key, value, mask, end, scale)
     return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale) if found is None else found
 
 
-# An op, since the number of slots that it reads differs from run to run.
+# An op of its own, so that traces do not depend on the number of filled slots, which differs from run to run.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define("attend_filled(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float? scale) -> Tensor")
 

@@ -1,4 +1,4 @@
-"""The engines by name, with what each keeps between calls, and which calls can run on steps of fixed shape."""
+"""The engines by name, their state between calls, and which calls can run on steps of fixed shape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EagerKind:
 
 
 class CompiledKind:
-    """`engine="compiled"`: steps of fixed shape, compiled on a CPU, and on a GPU captured as CUDA graphs as well."""
+    """`engine="compiled"`: steps of fixed shape, which are compiled and on a GPU also captured as CUDA graphs."""
 
     def __init__(self) -> None:
         self.steps: dict[str, StepStore] = {"cpu": CompiledSteps(), "cuda": CapturedSteps()}
@@ -95,7 +95,7 @@ def new_engines() -> dict[str, EngineKind]:
 
 
 def why_eager(model: Any, rows: int, model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why a call of so many rows cannot run on steps of fixed shape, or `None`."""
+    """The reason why a call with `rows` rows cannot run on steps of fixed shape; `None` if it can."""
     cache, config = model_kwargs[CACHE], model.config.get_text_config()
     attention = config._attn_implementation
     offloaded = {device for device in getattr(model, "hf_device_map", {}).values() if device in ("cpu", "disk")}

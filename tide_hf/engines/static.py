@@ -1,4 +1,4 @@
-"""The static engine: steps of fixed shape on a static cache, with one upload and one read a round.
+"""The static engine: steps of fixed shape on a static cache; on GPUs, one upload and one read per round.
 
 Prefill runs on the eager engine into the call's own cache, which is then copied into the static cache.
 """
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 class RowMap:
     """Maps sequences to rows of buffers, which may have more rows than there are sequences.
 
-    Shapes are fixed, so every row runs in every step. A row without a sequence, or whose sequence has finished, gets
-    the inputs of the first sequence, which are valid for the model; its results are ignored. `own` is the row of each
-    unfinished sequence, ascending.
+    Shapes are fixed, so every row runs in every step. A row without an unfinished sequence gets the inputs of the
+    first unfinished sequence, which are valid for the model, and the row's results are ignored. `own` has the rows of
+    the unfinished sequences, in ascending order.
     """
 
     def __init__(self, num_sequences: int, num_rows: int) -> None:
@@ -59,15 +59,15 @@ class RowMap:
         return [found[row] for row in self.own]
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Drop all other sequences."""
+        """Keep only these sequences."""
         self.own = [self.own[number] for number in sequences]
 
 
 class StaticEngine:
     """Runs one call on steps of fixed shape, after an eager prefill.
 
-    Rows that have stopped keep their places and cost, unless steps for fewer rows exist already. The eager engine
-    `eager` runs prefill, or the whole call while another call holds the steps.
+    Rows that have stopped still run in every step, unless steps for fewer rows exist already. The eager engine
+    `eager` runs prefill, or the whole call if the steps are not available.
     """
 
     def __init__(self, eager: EagerEngine, steps: StepStore) -> None:
@@ -78,15 +78,15 @@ class StaticEngine:
         self._has_steps = False
         self._buffers: StepBuffers | None = None
         self._slots: Any = None  # StaticCacheSlots, after prefill
-        self._rows: Any = None  # RowMap, likewise
+        self._rows: Any = None  # RowMap, after prefill
         self._position_shape: tuple[int, ...] | None = None
         self._positions: list[list[int]] = []  # each row's next position, one per kind (mRoPE)
-        self._added: list[int] = []  # generated tokens of each row
-        self._room = 0  # most tokens that a row may generate
-        self._accepted: list[int] | None = None  # accepted tokens of each row in the last pass
+        self._added: list[int] = []  # number of tokens that each row has added after prefill
+        self._room = 0  # most tokens that a row may add after prefill
+        self._accepted: list[int] | None = None  # number of tokens that each row accepted in the last pass
         self._layers = 0
-        self._num_fed = 0  # draft steps since the last rollback
-        # Exit layer and number of draft steps that were not read yet, and timestamps before and after them.
+        self._num_fed = 0  # number of draft steps since the last rollback
+        # Exit layer and number of the draft steps whose tokens are unread, and timestamps before and after these steps.
         self._unread: tuple[int, int, Any, Any] | None = None
         self._compactions = 0
         self._width, self._started = 0, 0.0
@@ -102,12 +102,12 @@ class StaticEngine:
 
     @property
     def block_layer(self) -> int | None:
-        """The exit layer at which the block head drafts in this call, if it does."""
+        """The exit layer of the block head; `None` if the block head does not draft in this call."""
         return self.eager.block_layer
 
     @property
     def free_slots(self) -> int | None:
-        """Learned positions that are left; `None` without such a limit."""
+        """How many draft tokens learned positions have room for; `None` without such a limit."""
         last = self.eager.last_slot
         return None if last is None else max(0, last - self._slots.length - 1)
 
@@ -118,12 +118,12 @@ class StaticEngine:
         return self._buffers
 
     def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of steps over the buffers' rows, whether or not they belong to a sequence."""
+        """Measured costs of steps over all rows of the buffers, since rows without a sequence run too."""
         return self.eager.attachment.costs_of(self.buffers.rows, self.name, self.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold the steps, unless another call does; see `Engine.running`."""
+        """Hold the lock on the steps, unless another call holds it; see `Engine.running`."""
         self._has_steps = self.steps.lock.acquire(blocking=False)
         try:
             with self.eager.running():
@@ -133,7 +133,7 @@ class StaticEngine:
                 self.steps.lock.release()
 
     def decoding(self) -> AbstractContextManager[None]:
-        """As the eager engine's."""
+        """See `EagerEngine.decoding`."""
         return self.eager.decoding()
 
     def prefill(self) -> Tensor:
@@ -149,7 +149,7 @@ class StaticEngine:
         self.eager.begin(tokens)
 
     def decoder(self, room: int) -> Engine:
-        """This engine; the eager one if the call cannot run on steps, or another call holds them."""
+        """This engine, or the eager engine if the call cannot run on steps or another call holds the steps."""
         eager = self.eager
         if not self._has_steps:
             return eager
@@ -157,7 +157,7 @@ class StaticEngine:
         if not all(getattr(layer, "is_initialized", True) for layer in cache.layers):
             logger.info("the call runs eagerly after prefill: some cache layers are empty")
             return eager
-        if positions is not None:  # as the model prepares them: PaliGemma counts from 1
+        if positions is not None:  # let the model prepare positions: PaliGemma counts from 1
             positions = eager.inputs_of([[token] for token in eager.last_tokens]).get("position_ids")
             if positions is None:
                 logger.info("the call runs eagerly after prefill: the model computes positions by itself")
@@ -179,7 +179,7 @@ class StaticEngine:
         return self
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row, with one step for each token that the exit layer has not processed."""
+        """Draft one token for each row, with one step for each token that the exit layer has not processed."""
         buffers, start, fed = self.buffers, perf_counter(), self._num_fed
         if fed == 0:
             self._upload([[token] for token in self.last_tokens])
@@ -220,14 +220,14 @@ class StaticEngine:
         self._logits = step.logits
 
     def drafted(self) -> list[list[int]] | None:
-        """The draft tokens of the last pass, if they were not read before."""
+        """The draft tokens of the last pass; `None` if they were read before."""
         if self._unread is None:
             return None
         lengths = map(len, self._drafted)
         return [found[WIDEST + 1 :][:length] for found, length in zip(self._read(), lengths, strict=True)]
 
     def logits(self) -> Tensor:
-        """(rows, width, vocabulary) of the last pass."""
+        """(rows, width, vocabulary) logits of the last pass."""
         own = self._rows.own
         return self._logits[: len(own)] if own[-1] == len(own) - 1 else self._logits[own]
 
@@ -251,7 +251,7 @@ class StaticEngine:
         self._prepared_before = self.steps.warm_up.num_prepared
 
     def select(self, rows: list[int]) -> None:
-        """Drop finished sequences: move to smaller buffers if there are some, else ignore their rows."""
+        """Keep only these sequences: move them to smaller buffers if some exist, else ignore the other rows."""
         if self._buffers is None:
             self.eager.select(rows)
             return
@@ -267,7 +267,7 @@ class StaticEngine:
             self._slots.show(self._rows.spread(self._rows.own))
 
     def finish(self, settle: bool) -> Any:
-        """Copy the K/V back to the call's own cache, if it is returned; see `Engine.finish`."""
+        """Copy the K/V back to the call's own cache, if the caller receives that cache; see `Engine.finish`."""
         eager = self.eager
         if self._buffers is not None and eager.is_returned:
             self._slots.settle()
@@ -278,11 +278,11 @@ class StaticEngine:
 
     @property
     def _is_warm(self) -> bool:
-        """Whether no step was prepared in this round, so that its time is that of its passes."""
+        """Whether no step was prepared in this round, so that the round's time is that of its passes."""
         return self.steps.warm_up.num_prepared == self._prepared_before
 
     def _read(self) -> list[list[int]]:
-        """The results of this round for each sequence; reading them is its one host synchronisation."""
+        """The results of this round for each sequence; the first call in a round waits for the device."""
         if self._results is None:
             self._results = self._rows.gather(self.steps.read(self.buffers))
         return self._results
@@ -299,7 +299,7 @@ class StaticEngine:
         self.buffers.write(self._slots.length, spread(self._positions), spread(ids), accepted)
 
     def _without_drafts(self, milliseconds: float) -> float:
-        """Record the cost of a finished round's unread draft steps; return the rest of its time."""
+        """Record the cost of a finished round's unread draft steps; return the rest of the round's milliseconds."""
         if self._unread is None:
             return milliseconds
         exit_layer, num_tokens, before, after = self._unread

@@ -41,7 +41,7 @@ class WarmUp:
 
     @contextmanager
     def shown(self, *, is_due: bool = False) -> Iterator[None]:
-        """Show the line once something is prepared within, or at once if that is due; nested uses share a line."""
+        """Show the line once something is prepared inside, or at once with `is_due`; nested uses share a line."""
         if is_due:
             self._draw()
         self._shown += 1
@@ -54,7 +54,7 @@ class WarmUp:
                 self._line = None
 
     def add(self, number: int, seconds: float, num_bytes: int = 0) -> None:
-        """Add what was prepared."""
+        """Add `number` prepared steps or kernels, with the seconds and bytes that they took."""
         self.num_prepared += number
         self.seconds += seconds
         self.bytes += num_bytes
@@ -71,11 +71,11 @@ class WarmUp:
 
 
 class WarmUpRounds(RowCriterion):
-    """Drafts one token with each head, then arbitrary tokens for each width of a verify pass, then ends all rows."""
+    """Drafts one token with each head, then arbitrary tokens for each verify width, and then ends all rows."""
 
     def __init__(self) -> None:
         self.engine: Any = None
-        self.rounds: list[tuple[str, int]] = []  # that are left: `("draft", exit_layer)` or `("verify", width)`
+        self.rounds: list[tuple[str, int]] = []  # still to run: `("draft", exit_layer)` or `("verify", width)`
 
     def begin(self, engine: Any, exit_layers: list[int]) -> WarmUpRounds:
         """Set the engine, once the call has one; return self."""
@@ -105,7 +105,7 @@ class WarmUpRounds(RowCriterion):
 
 
 def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int], max_length: int) -> float:
-    """Warm an engine up, as `TIDEGenerationMixin.tide_warm_up` says; return the seconds that it took.
+    """Warm an engine up, as `TIDEGenerationMixin.tide_warm_up` describes; return the seconds that it took.
 
     The batch sizes `numbers` are in descending order, since smaller batches share the memory of larger ones.
     """
@@ -123,7 +123,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
 
 
 def compile_kernels(attachment: Attachment) -> float:
-    """Compile the kernels that eager calls use once they are cached; return the seconds that it took."""
+    """Compile the kernels that eager calls use but do not compile themselves; return the seconds that it took."""
     dtypes = weight_dtypes(attachment.gates()) & CPP_TYPES.keys() if attachment.use_kernels is not False else ()
     missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
     counter = WarmUp("Compiling kernels for this CPU", "kernels")
@@ -135,7 +135,7 @@ def compile_kernels(attachment: Attachment) -> float:
 
 
 def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:
-    """Batch sizes, and whether rows are padded: prefill runs a batch at once, or in groups of similar length."""
+    """Pairs of batch size and whether rows are padded; prefill runs a batch at once or in groups of similar length."""
     return {(1, False), (2, False), (2, True), (most_rows, True)} if most_rows > 1 else {(1, False)}
 
 
@@ -156,10 +156,10 @@ def checked_rows(rows: Any, max_length: Any) -> list[int]:
 def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
-    """Run one call on arbitrary tokens: every step, or prefill alone if only one token may be generated."""
+    """Run one call on arbitrary tokens: all steps, or prefill alone if only one token may be generated."""
     rounds = WarmUpRounds()
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
-    ids = (columns + row[:, None]) % attachment.structure.vocab_size  # prefill runs equal rows once
+    ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows differ, since prefill runs equal rows once
     mask = torch.ones_like(ids)
     if padded:  # padding needs other graphs
         mask[1:, 0] = 0
@@ -169,14 +169,14 @@ def _run(
         max_new_tokens=max(1, max_length - length),
         stopping_criteria=[rounds],
         tide_engine=engine,
-        custom_generate=type(model)._sample,  # through which `generate` hands over the drafter
+        custom_generate=type(model)._sample,  # so that `generate` passes `make_drafter` on to `_sample`
         make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine)),
         **OPTIONS,
     )
 
 
 def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
-    """The exit layer of the head that the policy would choose at costs proportional to depth, if any."""
+    """The exit layer that the policy would choose if costs were proportional to depth; empty if it chooses none."""
     costs = CostTable(attachment.structure.num_layers, attachment.structure.head_share, WIDTHS)
     for _ in range(2):  # the first measurement is discarded
         costs.record(("verify", 1), 1.0)

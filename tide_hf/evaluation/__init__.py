@@ -1,7 +1,7 @@
-"""What early exits cost and bring: quality over thresholds, speed against baselines, a look into a model.
+"""Evaluation of early exits: quality at several thresholds, speed against baselines, facts about a model.
 
-`quality` measures perplexity over thresholds and shows it; `teacher_forcing` reads the exits of one pass over a text.
-`benchmark` times `generate` against baselines; `inspection` tells what a model can do. `lm_eval/` is a model for
+`quality` measures and shows perplexity by threshold; `teacher_forcing` computes early-exit logits of a given text.
+`benchmark` times `generate` against baselines; `inspection` reports what a model supports. `lm_eval/` is a model for
 lm-eval, `metrics/` a metric for evaluate.
 """
 

@@ -26,7 +26,7 @@ from ..routers.config import NEVER_EXIT, check_exit_threshold
 from ..routers.routers import TIDERouters
 from ..speculation.prefill import num_shared
 
-MAX_WARM_UPS = 6  # repeats of a run that compiles, since other tokens take other pass widths
+MAX_WARM_UPS = 6  # maximum number of runs until one compiles nothing, since each run may need new pass widths
 DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold never exits
 TRIAL_TOKENS = 8  # enough for one draft and verify round
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -34,12 +34,12 @@ FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErro
 
 @dataclass(frozen=True)
 class DecodingMethod:
-    """A method of decoding to compare: a model and options of its `generate`."""
+    """A decoding method to compare: a model and options of its `generate`."""
 
     name: str
     model: Any
     options: dict[str, Any] = field(default_factory=dict)
-    lossless: bool = True  # whether it claims the plain model's own tokens
+    lossless: bool = True  # whether the method claims to give the plain model's own tokens
     exit_threshold: float | None = None
 
 
@@ -57,23 +57,23 @@ class Run:
         return len(self.new_tokens) / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Tokens, times and statistics, ready for JSON."""
         figures = {"tokens": self.new_tokens, "seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
         return figures | {"stats": self.stats.to_dict() if self.stats is not None else None}
 
 
 @dataclass
 class PromptResult:
-    """One method on one prompt."""
+    """Results of one method on one prompt."""
 
     runs: list[Run] = field(default_factory=list)  # one per repeat
     equal: bool = True  # whether the tokens are the plain model's in every repeat
     same_start: float = 1.0  # share of the plain model's tokens before the first difference, minimum over repeats
-    speedup: float = 1.0  # median tokens per second over the plain model's
+    speedup: float = 1.0  # median tokens per second, divided by the plain model's
 
     @property
     def tokens_per_s(self) -> float:
-        """Median over the repeats."""
+        """Median tokens per second of the repeats."""
         return median(run.tokens_per_s for run in self.runs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,24 +84,24 @@ class PromptResult:
 
 @dataclass
 class Result:
-    """One method on all prompts."""
+    """Results of one method on all prompts."""
 
     method: DecodingMethod
     prompts: list[PromptResult]
-    # Over the plain model's tokens per second; None if the method claims to be lossless and is not.
+    # Tokens per second, divided by the plain model's; None if a method that claims to be lossless is not.
     speedup: float | None = None
-    warm_up_s: float = 0.0  # of engine warm-up, in runs that were then repeated
+    warm_up_s: float = 0.0  # seconds of engine warm-up, in runs that were then repeated
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all prompts over the seconds they take at each prompt's median rate."""
+        """Tokens of all prompts per second, if each prompt runs at its median rate."""
         tokens = [len(prompt.runs[0].new_tokens) for prompt in self.prompts]
         seconds = [count / prompt.tokens_per_s for count, prompt in zip(tokens, self.prompts, strict=True)]
         return sum(tokens) / sum(seconds)
 
     @property
     def num_equal(self) -> int:
-        """Prompts whose tokens equal the plain model's."""
+        """Number of prompts whose tokens equal the plain model's."""
         return sum(prompt.equal for prompt in self.prompts)
 
     @property
@@ -120,7 +120,7 @@ class Result:
         return self._ratio("accepted", "drafted")
 
     def _ratio(self, part: str, whole: str) -> float | None:
-        """The ratio of two statistics' sums over all runs."""
+        """The ratio of two statistics, each summed over all runs; `None` if the second sum is zero."""
         stats = [run.stats for prompt in self.prompts for run in prompt.runs if run.stats is not None]
         total = sum(getattr(one, whole) for one in stats)
         return sum(getattr(one, part) for one in stats) / total if total else None
@@ -143,10 +143,10 @@ def compare(
     repeats: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Run all methods on all prompts, greedily by default; the first method is the baseline of the others.
+    """Run all methods on all prompts, greedily by default; the first method is the baseline.
 
     `inputs` are keyword arguments of `generate` for each prompt (or batch of prompts). Each method has `repeats` timed
-    runs on each. `progress` is called after each of the `count_runs` runs.
+    runs on each prompt. `progress` is called after each run; `count_runs` gives the number of runs.
     """
     results = [Result(method, [PromptResult() for _ in inputs]) for method in methods]
     for result in results:  # untimed, since the first run allocates buffers and selects kernels
@@ -168,7 +168,7 @@ def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
 
 
 def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> Run:
-    """One run, repeated while it includes engine warm-up, which is counted separately."""
+    """Time a run; repeat it while it includes engine warm-up, whose seconds are added to `result.warm_up_s`."""
     for _ in range(MAX_WARM_UPS):
         run = timed_run(result.method, inputs, max_new_tokens)
         warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
@@ -192,7 +192,7 @@ def _compare_with(plain: Result, result: Result) -> None:
 def timed_run(
     method: DecodingMethod, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any = None
 ) -> Run:
-    """Generate once, greedily by default, from a fixed seed; `inputs` and `streamer` are those of `generate`."""
+    """Generate once, greedily by default, from a fixed seed; `inputs` and `streamer` are passed to `generate`."""
     model = method.model
     device = input_device(model)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -243,9 +243,9 @@ def tide_methods(
     exit_threshold: float | None = None,
     engine: str = "eager",
 ) -> list[DecodingMethod]:
-    """Plain `generate` of `model`, and each mode on a copy of it that shares its weights.
+    """Plain `generate` of `model`, and each mode on a weight-sharing copy with TIDE attached.
 
-    `model` is not attached and stays so: its `generate` runs no code of this library. Without routers only
+    `model` itself never has TIDE attached: its `generate` runs no code of this library. Without routers only
     `self_speculative` can run. The approximate modes run at [`usable_threshold`].
     """
     check_plain(model)
@@ -255,7 +255,7 @@ def tide_methods(
 
 
 def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMethod:
-    """An attached model decoding in `mode`, at `exit_threshold` if the mode is approximate."""
+    """Decoding in `mode` with an attached model, at `exit_threshold` if the mode is approximate."""
     if mode == "self_speculative":
         return DecodingMethod(mode, attached, {"tide_mode": mode})
     options = {"tide_mode": mode, "exit_threshold": exit_threshold}
@@ -263,7 +263,7 @@ def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMeth
 
 
 def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
-    """The threshold for the approximate modes: given, calibrated, or the default if the calibrated one never exits."""
+    """Return `exit_threshold`, else the calibrated threshold, or the default if that lets no token exit."""
     if exit_threshold is not None:
         return check_exit_threshold(exit_threshold)
     calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
@@ -284,7 +284,7 @@ def assistant_early_exit(model: Any) -> DecodingMethod:
 def runnable_methods(
     methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
 ) -> tuple[list[DecodingMethod], dict[str, str]]:
-    """The methods of transformers that run, tried for a few tokens, and the errors of the others by name."""
+    """Try methods of transformers for a few tokens; return those that run, and the others' errors by name."""
     running, failing = [], {}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # transformers warns about its own assistants

@@ -28,7 +28,7 @@ from ..speculation.attachment import Attachment, hybrid_drafter
 
 @dataclass(frozen=True)
 class LayerConvergence:
-    """Similarity of the states after `layer` executed layers to the final ones."""
+    """Similarity of the states after `layer` executed layers to the final states."""
 
     layer: int
     converged: float  # share of the tokens whose cosine similarity with the final state exceeds the threshold
@@ -44,11 +44,11 @@ def convergence_by_layer(
     max_length: int = 512,
     batch_size: int = 4,
 ) -> list[LayerConvergence]:
-    """Compare the states after each layer but the last with the final one, both before the final norm.
+    """Compare the states after each layer but the last with the final states, both before the final norm.
 
-    `convergence_threshold` is the cosine similarity that counts as converged (0.98 in the TIDE paper). Texts are
-    truncated to `max_length` tokens, and empty ones are ignored. The model may be attached; it is not changed. Raises
-    [`CalibrationError`] without any text, or if a state is NaN.
+    `convergence_threshold` is the cosine similarity above which a state has converged (0.98 in the TIDE paper). Texts
+    are truncated to `max_length` tokens; empty texts are ignored. The model may have TIDE attached; it is not changed.
+    Raises [`CalibrationError`] without any text, or if a state is NaN.
     """
     encoded = [tokenizer(text, truncation=True, max_length=max_length)["input_ids"] for text in texts]
     documents = [Document(tokens, first=0) for tokens in encoded if tokens]
@@ -60,7 +60,7 @@ def convergence_by_layer(
         check_parity(model, structure)
         layers = list(range(1, structure.num_layers))
         reader = StateReader(model, structure, Unembed(model, structure), layers)
-        sums, count = torch.zeros(len(layers), 2, dtype=torch.float64), 0  # of converged tokens, and of cosines
+        sums, count = torch.zeros(len(layers), 2, dtype=torch.float64), 0  # over tokens: converged or not, and cosine
         for rows in plan_batches(documents, batch_size):
             batch = reader.read(documents, rows)
             count += len(batch)
@@ -75,7 +75,7 @@ def inspect_model(
 ) -> dict[str, Any]:
     """Gather everything that `tide-hf inspect` shows, ready for JSON; convergence is measured on `texts`.
 
-    Raises [`UnsupportedModelError`] for a model without any support, [`BaseModelMismatchError`] for another's routers.
+    Raises [`UnsupportedModelError`], or [`BaseModelMismatchError`] if the routers belong to another model.
     """
     structure = find_structure(model)
     check_parity(model, structure)
@@ -108,7 +108,7 @@ def structure_facts(model: PreTrainedModel, structure: DecoderStructure) -> dict
 def mode_facts(
     model: PreTrainedModel, structure: DecoderStructure, routers: TIDERouters | None
 ) -> dict[str, dict[str, Any]]:
-    """For each mode whether the model supports it, and why not or what is missing."""
+    """Whether the model supports each mode, and a note if it does not or if routers are missing."""
     parts = (type(model), structure, Unembed(model, structure), routers)
     attachment = Attachment(*parts, MODES[0], NEVER_EXIT, hybrid_drafter)
     facts: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Quality of early exits over thresholds: perplexity, agreement and depth, all from one pass over the text.
+"""Quality of early exits at several thresholds: perplexity, agreement and depth, from one pass over the text.
 
 `measure_quality` makes the record, `quality_table` and `save_quality_plot` show it.
 """
@@ -47,12 +47,12 @@ OTHER_STRATEGY_NOTE = "These routers have kv_cache_strategy={strategy!r}, which 
 
 @dataclass(frozen=True)
 class TextScores:
-    """Exit scores, losses and agreement of each of E exit layers and the full model at N tokens."""
+    """Exit scores of E exit layers, and losses and agreement of these layers and the full model, at N tokens."""
 
     exit_layers: list[int]  # ascending
     num_layers: int
     scores: Tensor  # (N, E) float32
-    losses: Tensor  # (N, E + 1) float32, negative log-likelihood of the next token in nats; the full model's last
+    losses: Tensor  # (N, E + 1) float32, negative log-likelihood of the next token in nats; full model last
     agrees: Tensor  # (N, E + 1) bool, whether the top token is the full model's
     confidences: Tensor  # (N, E) float32, the exit head's largest probability (CALM's score, arXiv 2207.07061)
     document_ids: Tensor  # (N,)
@@ -95,9 +95,9 @@ class TextScores:
 def read_texts(
     dataset: object, tokenizer: PreTrainedTokenizerBase, *, samples: int, max_length: int, seed: int
 ) -> tuple[list[Document], int]:
-    """Draw documents as calibration does, counting all tokens of a text and those of a chat's last answer.
+    """Draw documents as calibration does; all tokens of a text are counted, but only the last answer of a chat.
 
-    Returns them, and the number of rows that could not be used.
+    Returns the documents, and the number of rows that could not be used.
     """
     documents, num_skipped = read_documents(dataset, tokenizer, samples=samples, max_length=max_length, seed=seed)
     whole = [Document(one.tokens, first=0) if one.first <= 1 else one for one in documents]  # texts have first=1
@@ -112,13 +112,13 @@ def score_texts(
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> TextScores:
-    """Score every token of documents of `read_texts` at every exit layer, in one pass.
+    """Score every counted token of the documents at every exit layer, in one pass.
 
-    The model may be attached, and the routers are not changed. `advance` is called with the number of documents done.
+    The model may have TIDE attached. The routers are not changed. `advance` is called with each batch's size.
     """
     structure = find_structure(model)
     unembed = Unembed(model, structure)
-    routers = copy.deepcopy(routers).place(input_device(model), model.dtype)  # the caller's may be in use elsewhere
+    routers = copy.deepcopy(routers).place(input_device(model), model.dtype)  # the originals may be in use elsewhere
     reader = StateReader(model, structure, unembed, routers.exit_layers)
     parts = []
     with full_depth(model):
@@ -131,7 +131,7 @@ def score_texts(
 
 @torch.no_grad()
 def _score_batch(unembed: Unembed, routers: TIDERouters, batch: StateBatch) -> tuple[Tensor, ...]:
-    """Scores, losses, agreement, confidence and document of counted tokens, on the CPU."""
+    """The tensors of [`TextScores`] for one batch, at counted tokens that have a next token, on the CPU."""
     has_next = batch.counted.clone()
     has_next[:-1] &= batch.document_ids[:-1] == batch.document_ids[1:]
     has_next[-1] = False
@@ -172,11 +172,11 @@ class QualityOptions:
 
     Attributes:
         text: Texts or chats: a list, a file, a folder or a Hub data set, as for `calibrate`.
-        thresholds: Exit thresholds to measure; the routers' calibrated one is added.
-        samples: Most texts.
+        thresholds: Exit thresholds to measure; the routers' calibrated threshold is added.
+        samples: Maximum number of texts.
         max_length: Length in tokens at which a text is truncated.
         confidence: Confidence of all intervals.
-        batch_size: Most texts per forward pass.
+        batch_size: Maximum number of texts per forward pass.
         seed: Seed of the sample of texts.
     """
 
@@ -209,15 +209,15 @@ def measure_quality(
     """Compare the base model with early exits at several thresholds.
 
     Args:
-        model: The base model, not attached; it is not changed.
-        tokenizer: Its tokenizer.
-        routers: Its routers; they are not changed.
+        model: The base model, without TIDE attached; it is not changed.
+        tokenizer: The base model's tokenizer.
+        routers: The base model's routers; they are not changed.
         options: What to measure.
         steps: Progress bars; default: none.
 
     Returns:
-        The record, ready for JSON; its "perplexity" describes the data and has one row per threshold, after the base
-        model's, whose "exit_threshold" is `None`.
+        The record, ready for JSON. Its entry "perplexity" describes the data and has a row for the base model, whose
+        "exit_threshold" is `None`, followed by one row per threshold.
 
     Raises:
         CalibrationError: The data cannot be read.
@@ -254,7 +254,7 @@ def measure_quality(
 
 
 def quality_table(record: dict[str, Any]) -> tuple[str, TextTable, str]:
-    """Title, table and note of a record."""
+    """Title, table and note that show the record of `measure_quality`."""
     part = record["perplexity"]
     note = f"{PERPLEXITY_NOTE.format(**part)} {DEPTH_NOTE.format(**record)}"
     if record["kv_cache_strategy"] != "recompute":
@@ -280,17 +280,17 @@ def _value_and_interval(figure: dict[str, Any] | None, form: str, interval_form:
 
 
 def save_quality_plot(record: dict[str, Any], file: str | os.PathLike[str]) -> None:
-    """Draw perplexity over the base model's against depth; matplotlib has to be installed (`tide-hf[plots]`)."""
+    """Plot perplexity, divided by the base model's, against depth, as PNG; needs matplotlib (`tide-hf[plots]`)."""
     figure = figure_maker()(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
     draw_curve(figure.subplots(), record["perplexity"])
     figure.savefig(file, format="png")
 
 
 def draw_curve(axes: Any, part: dict[str, Any]) -> None:
-    """A point per threshold with its interval, and a line where the base model is."""
+    """Draw a point with its interval for each threshold, and a line for the base model."""
     rows = part["rows"][1:]
     depths = [100 * row["depth_fraction"]["value"] for row in rows]
-    values = [row["ratio"]["value"] for row in rows]  # paired with the base model's, so the intervals are narrower
+    values = [row["ratio"]["value"] for row in rows]  # ratios on the same tokens have narrower intervals
     intervals = [row["ratio"]["interval"] or [row["ratio"]["value"]] * 2 for row in rows]
     below = [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]
     above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]

@@ -1,8 +1,8 @@
 """Teacher-forced early exit: the exit layer and logits at each position of a given text, from one full pass.
 
-Every position is treated as a decode step, those of a prompt too. Attention sees exact K/V, as in `post_hoc` and in
-`early_exit` with `kv_cache_strategy="recompute"` (the default); with `"propagate"` or `"zero_pad"` deeper layers would
-see other K/V.
+Every position, even in a prompt, is treated as a decode step. Attention sees exact K/V, as in `post_hoc` and in
+`early_exit` with `kv_cache_strategy="recompute"` (the default). With `"propagate"` or `"zero_pad"` deeper layers would
+see K/V that are not exact.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ExitLogits:
     """Logits and exit layer at every position of a text."""
 
     logits: Tensor  # (rows, length, vocab_size) of the next token, in the model's dtype
-    exit_layers: Tensor  # (rows, length) layers executed for them, int64; all layers where a position does not exit
+    exit_layers: Tensor  # (rows, length) int64, layers executed for the logits; `num_layers` where no exit is taken
 
 
 @torch.no_grad()
 def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Tensor], device: torch.device) -> Tensor:
-    """(..., E) exit scores in float32 on `device`, of (..., hidden_size) states before the final norm by exit layer."""
+    """Exit scores (..., E), float32 on `device`, of `states` (..., hidden_size) before the final norm."""
     columns = []
     for layer in routers.exit_layers:
         point = on_device(routers[layer], states[layer])
@@ -47,18 +47,18 @@ def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Ten
 def exit_logits(
     model: PreTrainedModel, routers: TIDERouters, input_ids: Tensor, *, exit_threshold: float, **inputs: Any
 ) -> ExitLogits:
-    """Read every position of a text from the earliest exit layer whose router's score reaches the threshold.
+    """Compute logits at every position of a text, from the earliest exit layer whose score reaches the threshold.
 
     Args:
-        model: The base model, attached or not.
-        routers: Its routers, placed beside it: `attach` does that, else `routers.place(input_device(model),
-            model.dtype)`.
-        input_ids: (rows, length); padding on the right needs no mask.
+        model: The base model, with or without TIDE attached.
+        routers: The model's routers, placed beside the model: `attach` does that; otherwise call
+            `routers.place(input_device(model), model.dtype)`.
+        input_ids: (rows, length) token ids; right padding needs no mask.
         exit_threshold: Exit where `score >= exit_threshold`; above 1 gives the base model's own logits.
         **inputs: For the model's forward: `attention_mask`, `position_ids`.
 
     Returns:
-        The logits, and the layers that they are from.
+        The logits, and the exit layer that each position's logits come from.
     """
     structure = find_structure(model)
     unembed = model._tide.unembed if isinstance(model, TIDEGenerationMixin) else Unembed(model, structure)

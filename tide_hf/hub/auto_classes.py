@@ -1,6 +1,6 @@
 """Classes registered with transformers' auto classes: a repository of routers loads as its base model with TIDE.
 
-The routers' config names the base model. The model classes of this library are imported only when one is loaded.
+The routers' config names the base model. This library's model classes are imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tide_hf
 from ..common.errors import ConfigurationError
 from ..routers.config import FOR_BOTH, TIDEConfig, bad_file
 
-# Arguments of a registered class that concern the routers' repository only, or that the auto class adds.
+# Arguments of `from_pretrained` that concern the routers' repository only, or that transformers' auto class adds.
 OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
 
 
@@ -30,13 +30,13 @@ class TIDEAutoModel:
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], *, config: TIDEConfig, **kwargs: Any) -> Any:
         """Load the base model that the routers at `name_or_path` were made for, and attach them.
 
-        `config` is theirs, with the caller's changes. Other arguments and errors are those of
-        `TIDEModelForCausalLM.from_pretrained`. `revision` is the routers'; the base is loaded at
-        `config.base_model_revision`. `token`, `cache_dir`, `local_files_only` and the like are for both.
+        `config` is the routers' config with the caller's changes. Other arguments and errors are those of
+        `TIDEModelForCausalLM.from_pretrained`. `revision` applies to the routers, `config.base_model_revision` to the
+        base model; `token`, `cache_dir`, `local_files_only` and similar options apply to both.
 
         Raises:
             ConfigurationError: The config names no base model that can be loaded.
-            RoutersFileError: The repository also has an adapter, which transformers would load into the base.
+            RoutersFileError: The repository also has an adapter, which transformers would load into the base model.
         """
         shared = _chosen(kwargs, FOR_BOTH)
         base = base_of(name_or_path, config, **shared)
@@ -46,7 +46,7 @@ class TIDEAutoModel:
             if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:
                 raise bad_file(name_or_path, "an adapter_config.json beside them")
             options["adapter_kwargs"] = {**options["adapter_kwargs"], "revision": config.base_model_revision}
-        # The config's dtype is the one requested for the base. `attach` casts the routers.
+        # In float32, since the config's dtype is that requested for the base model; `attach` casts the routers.
         where = shared | _chosen(kwargs, ("revision", "subfolder"))
         routers = tide_hf.TIDERouters.from_pretrained(name_or_path, config=config, dtype="float32", **where)
         return tide_hf.TIDEModelForCausalLM.from_pretrained(
@@ -61,7 +61,7 @@ class TIDEAutoTokenizer:
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], *inputs: Any, **kwargs: Any) -> Any:
         """Load the tokenizer of the base model that the routers at `name_or_path` were made for.
 
-        Arguments are those of `AutoTokenizer.from_pretrained`, with the exceptions of [`TIDEAutoModel`].
+        Arguments are those of `AutoTokenizer.from_pretrained`; `revision` and `subfolder` are the routers'.
         """
         shared = _chosen(kwargs, FOR_BOTH)
         config = TIDEConfig.from_pretrained(name_or_path, **shared, **_chosen(kwargs, ("revision", "subfolder")))
@@ -73,7 +73,7 @@ class TIDEAutoTokenizer:
 def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwargs: Any) -> str:
     """The base model that the config of the routers at `name_or_path` names.
 
-    Raises [`ConfigurationError`] if it names none, or routers, or a folder although the routers are on the Hub.
+    Raises [`ConfigurationError`] if it names no model, other routers, or a folder while the routers are on the Hub.
     """
     base = config.base_model_name_or_path
     if base is None:
@@ -98,7 +98,7 @@ def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationErr
     )
 
 
-# The keys and classes that transformers' auto classes register.
+# The key and class to register with each of transformers' auto classes.
 REGISTERED: dict[str, tuple[Any, type]] = {
     "AutoConfig": (TIDEConfig.model_type, TIDEConfig),
     "AutoModelForCausalLM": (TIDEConfig, TIDEAutoModel),

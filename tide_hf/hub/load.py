@@ -36,15 +36,15 @@ LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
 
 # While loading, transformers replaces `PreTrainedModel.tie_weights`. Overlapping loads would restore each other's
 # replacement, and no later model of the process would get tied embeddings. The lock is reentrant because loading a
-# repository of routers loads the base model that they name.
+# repository of routers loads the base model that the routers name.
 _one_at_a_time = threading.RLock()
 
 
 def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwargs: Any) -> Any:
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
 
-    Image-text models that are not causal language models are loaded by `AutoModelForImageTextToText`. `ask_hub` checks
-    first that the Hub can be reached, and raises [`ModelNotFoundError`] if it cannot or has no such repository.
+    Image-text models that are not causal language models are loaded by `AutoModelForImageTextToText`. `ask_hub` first
+    checks the name, and raises [`ModelNotFoundError`] if it is no folder and no repository on the Hub or in the cache.
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
@@ -62,7 +62,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
 def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
     """Load a base model and its tokenizer; from the cache, without retries, if the Hub cannot be reached.
 
-    `model.weights_origin` is the source of the weights. Raises [`ModelNotFoundError`] if it cannot be read.
+    `model.weights_origin` is the source of the weights. Raises [`ModelNotFoundError`] if the model cannot be loaded.
     """
     name = os.fspath(name)
     options = hub_options(name, {}, _model_not_found)
@@ -84,7 +84,7 @@ def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwar
 
 
 def _is_image_text_model(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an image-text model and not a causal language model; its config is in the cache by now."""
+    """Whether `name` is an image-text model and not a causal language model; its config is in the cache by now."""
     config = kwargs.get("config")
     if config is None:
         options = {option: kwargs[option] for option in CONFIG_OPTIONS if option in kwargs}
@@ -103,7 +103,7 @@ def _model_not_found(name: str | os.PathLike[str], got: str, needed: str = "") -
 
 
 def shipped_routers(model: Any) -> str | None:
-    """The folder of shipped routers for a base model, recognised by its output head, or for its Hub name; if any."""
+    """The folder of routers shipped for a base model (recognised by its output head) or for a Hub name, or `None`."""
     folders = _shipped_folders()
     if isinstance(model, (str, os.PathLike)):
         return folders.get(os.fspath(model).replace("/", "--"))
@@ -144,7 +144,7 @@ def default_routers(model: PreTrainedModel) -> TIDERouters:
 
 
 def log_no_routers(model: PreTrainedModel) -> None:
-    """Log at INFO that a model is attached without routers, and whether some are shipped for it."""
+    """Log at INFO that a model is attached without routers, and whether routers for it are shipped."""
     if logger.isEnabledFor(logging.INFO):
         folder = shipped_routers(model)
         hint = f"; those for {Path(folder).name} fit this model: routers={DEFAULT_ROUTERS!r}" if folder else ""
@@ -152,7 +152,7 @@ def log_no_routers(model: PreTrainedModel) -> None:
 
 
 def _shipped_folders() -> dict[str, str]:
-    """Folders of shipped routers by Hub name with "--" for "/", in the source tree or installed."""
+    """The folders of shipped routers in the source tree or installed, by Hub name with "--" for "/"."""
     package = Path(__file__).parent.parent
     files = [*package.glob("model_cards/*/config.json"), *package.parent.glob("model_cards/*/config.json")]
     return dict(sorted((file.parent.name, str(file.parent)) for file in files))

@@ -47,12 +47,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command line, to be published: local paths are reduced to their last part."""
+    """The command line in a form that can be published: local paths are reduced to their last part."""
     return f"tide-hf {shlex.join(map(without_folders, argv))}"
 
 
 def without_folders(word: str) -> str:
-    """A word of a command line, a local path reduced to its last part."""
+    """Reduce a local path in a word of a command line to its last part."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     path = Path(value)
     is_place = path.is_absolute() or path.parts[:1] in (("~",), ("..",)) or (len(path.parts) > 1 and path.exists())
@@ -62,7 +62,7 @@ def without_folders(word: str) -> str:
 def commit(file: Path = Path(__file__)) -> str | None:
     """The git commit of the source tree of `file`; `None` if it was installed from a wheel.
 
-    That commit must have the file, since an environment may lie inside an unrelated repository.
+    The commit must contain the file, since an environment may lie inside an unrelated repository.
     """
     git = shutil.which("git")
     if git is None:

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Modules of transformers, and the auto class of each, whose registration is in auto_classes.py.
+# Auto classes by their module of transformers; auto_classes.py defines what is registered with each.
 AUTO_CLASSES = {
     "transformers.models.auto.configuration_auto": "AutoConfig",
     "transformers.models.auto.modeling_auto": "AutoModelForCausalLM",
@@ -21,7 +21,7 @@ AUTO_CLASSES = {
 
 
 def register_with_transformers() -> None:
-    """Register with the auto classes that are loaded, and with the others once they are."""
+    """Register with the auto classes that are imported already, and with the others when they are imported."""
     finder = _Finder()
     for module in AUTO_CLASSES:
         if module in sys.modules:
@@ -39,7 +39,7 @@ def _register(module: str) -> None:
 
 
 class _Finder:
-    """Import hook that registers after a module has run."""
+    """Import hook that registers with a module's auto class right after the module is imported."""
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()

@@ -1,7 +1,7 @@
-"""The private folder that Inductor compiles into for this library, and the lock under which it does.
+"""The private folder that Inductor compiles into for this library, and the lock that is held meanwhile.
 
-Inductor loads code from its cache unchecked, and its default is a folder in the temporary directory that all users
-share, which another user may have created first. So it is given a folder that nobody else can write to.
+Inductor loads code from its cache folder unchecked. Its default folder is in the temporary directory that all users
+share, so another user may have created it first. Here Inductor gets a folder that nobody else can write to.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..common.errors import KernelError, quoted
 from ..common.files import cache_folder, is_private_folder, make_private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-HEADERS = ("_HEADER_DIR", "_HEADER_LOCK_DIR", "_precompile_header")  # of Inductor's codecache
+HEADERS = ("_HEADER_DIR", "_HEADER_LOCK_DIR", "_precompile_header")  # attributes of Inductor's codecache
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Trace and compile, one thread at a time, into [`compile_cache_folder`].
+    """Context for tracing and compiling, one thread at a time, into [`compile_cache_folder`].
 
     Tracing changes `torch.nn.Module` for the whole process, and Dynamo and Inductor do not expect traces in other
-    threads. Their own lock is taken, so a caller's `torch.compile` in another thread waits too. The cache folder is an
-    environment variable, which is restored afterwards, so that a caller's own cache stays where it was.
+    threads. Dynamo's own lock is taken, so a caller's `torch.compile` in another thread waits too. The environment
+    variables for the cache folder are restored afterwards, so that a caller's own cache stays where it was.
     """
     from torch._dynamo.convert_frame import compile_lock  # noqa: PLC0415
 
@@ -58,15 +58,15 @@ def compiling() -> Iterator[None]:
 def compile_cache_folder() -> Path:
     """The folder that Inductor compiles into: one that nobody but this user can write to.
 
-    It is the caller's `TORCHINDUCTOR_CACHE_DIR`, or `inductor` in [`cache_folder`]. Where others can write to both, it
-    is a temporary folder of this process, and the log says so. Raises [`KernelError`] if no folder can be created.
+    It is the caller's `TORCHINDUCTOR_CACHE_DIR`, or else `inductor` in [`cache_folder`]. If neither is private, it is a
+    temporary folder of this process, and a warning is logged. Raises [`KernelError`] if no folder can be created.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
 
-    requested = os.environ.get(VARIABLE)  # PyTorch itself sets it to its default
+    requested = os.environ.get(VARIABLE)  # PyTorch itself sets the variable to its default
     candidates = [(cache_folder() / "inductor").absolute()]
     if requested and os.path.abspath(requested) != os.path.abspath(default_cache_dir()):
-        candidates.insert(0, Path(requested).resolve())  # the caller may name a link, which is followed only now
+        candidates.insert(0, Path(requested).resolve())  # the caller's folder may be a link, followed once
     for folder in candidates:
         try:
             make_private_folder(folder)
@@ -83,7 +83,7 @@ def compile_cache_folder() -> Path:
 
 @cache
 def _remove_truncated(folder: Path) -> None:
-    """Remove libraries whose linker was killed, which Inductor would try to load for ever; done once a process.
+    """Remove libraries whose linker was killed, since Inductor would try to load them for ever; runs once.
 
     A library that another process is linking is locked by Inductor, and stays.
     """
@@ -95,11 +95,11 @@ def _remove_truncated(folder: Path) -> None:
 
 
 def _is_truncated(library: Path) -> bool:
-    """Whether an ELF file ends before its section headers do, which are its last part."""
+    """Whether an ELF file is cut off before the end of its section headers, which come last."""
     with library.open("rb") as file:
         header = file.read(64)
     if not (header.startswith(b"\x7fELF\x02\x01") or b"\x7fELF\x02\x01".startswith(header)):
-        return False  # of another system
+        return False  # not a 64-bit ELF file: from another system
     if len(header) < 64:
         return True
     offset, (size, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
@@ -134,9 +134,9 @@ def _temporary_folder() -> Path:
 
 @contextmanager
 def _headers_in(folder: Path) -> Iterator[None]:
-    """Have Inductor precompile headers into a folder; by itself it ignores the cache folder and takes its default one.
+    """Have Inductor precompile headers into a folder; otherwise it always uses a folder in its default cache.
 
-    The function that precompiles them is replaced as well, since it remembers what it has precompiled elsewhere.
+    The precompiling function is replaced as well, since it remembers headers that it has precompiled elsewhere.
     """
     from torch._inductor import codecache, config  # noqa: PLC0415
 

@@ -34,14 +34,14 @@ USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1")
 MIN_CAPABILITY = (7, 5)  # Turing
-MIN_CLIENT = "0.17"  # of the package kernels: the first in which every call takes the trusted repositories
+MIN_CLIENT = "0.17"  # of the package kernels: the first in which every call has `trust_remote_code`
 DIGEST = "sha256"
 
 logger = logging.getLogger(__name__)
 
 
 class Ops:
-    """The kernels of one model, or none for plain PyTorch, and the reason for either."""
+    """The kernels of one model, or `None` for plain PyTorch, and the reason for that choice."""
 
     def __init__(self, kernels: ModuleType | None, reason: str, request: tuple[Any, ...] = ()) -> None:
         self.kernels = kernels
@@ -72,7 +72,7 @@ class Ops:
         return self
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle the request alone, since whether kernels can be loaded depends on the machine."""
+        """Pickle only the request, since whether kernels can be loaded depends on the machine."""
         return (load_kernels, self._request) if self._request else "PLAIN"
 
 
@@ -91,9 +91,9 @@ def load_kernels(
 
     Args:
         repo: Hub repository of the kernels, the only one that is trusted.
-        revision: Its commit, 40 hexadecimal digits; default: the one that this version of tide_hf was tested with.
-        use_kernels: `"auto"`: on an NVIDIA GPU from Turing on, if the kernels can be loaded. `True`: raise if they
-            cannot. `False`: plain PyTorch.
+        revision: Commit of `repo`, 40 hexadecimal digits; default: the commit that this tide_hf was tested with.
+        use_kernels: `"auto"`: use kernels on NVIDIA GPUs from Turing on, if they can be loaded. `True`: raise if they
+            cannot be used. `False`: use plain PyTorch.
         device: The model's device; default: the GPU, if there is one.
 
     Raises:
@@ -152,7 +152,7 @@ def _obstacle(device: torch.device, in_interpreter: bool) -> str | None:
 
 
 def _fetch(repo: str, revision: str | None) -> ModuleType | str:
-    """Load the build for this machine from the folder in `LOCAL_KERNELS`, or from the Hub, or say why it cannot be."""
+    """Load this machine's build from the folder in `LOCAL_KERNELS` or from the Hub, or return why that fails."""
     try:
         kernels: Any = import_module("kernels")
     except ImportError:
@@ -172,7 +172,7 @@ def _fetch(repo: str, revision: str | None) -> ModuleType | str:
             return f"revision {revision!r} is no commit (40 hexadecimal digits), and other names can change"
         else:
             check_files(kernels.install_kernel(repo, revision=revision, trust_remote_code=[repo]))
-        # Only this repository is trusted: its dependencies are not.
+        # Only this repository is trusted, not its dependencies.
         module: ModuleType = kernels.get_kernel(repo, revision=revision or "local", trust_remote_code=[repo])
         return module
     except (AttributeError, HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
@@ -180,7 +180,7 @@ def _fetch(repo: str, revision: str | None) -> ModuleType | str:
 
 
 def check_files(variant: Path) -> None:
-    """Verify the checksums of a build, before any of its code runs; `ValueError` if one is not as its metadata says."""
+    """Verify a build's checksums before any of its code runs; raise `ValueError` if one is not as in its metadata."""
     path = variant / "metadata.json"
     try:
         digest = json.loads(path.read_text())["digest"]

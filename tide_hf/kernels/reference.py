@@ -1,6 +1,6 @@
 """Reference implementations of the fused ops, in plain PyTorch.
 
-Each has a kernel of the same name and semantics in `hub_kernels/tide-kernels`.
+Each op has a kernel of the same name and semantics in `hub_kernels/tide-kernels`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NORMS = ("rms", "rms_float32", "rms_one_plus", "layer")
 def normalize(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, norm: str = "rms"
 ) -> Tensor:
-    """Normalise the last dimension of (..., D), rounding to the dtype at the point where models with this norm do.
+    """Normalise the last dimension of (..., D), rounding to the input's dtype where models with this norm round.
 
     `"rms"` rounds before the multiplication by the weight (Llama and most others); `"rms_float32"` after it (OLMo 2,
     gpt-oss); `"rms_one_plus"` after it, with a weight of `1 + weight` (Gemma); `"layer"` is LayerNorm.
@@ -60,7 +60,7 @@ def norm_route(
 
 
 def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows (N, D) stably by their exit mask (N,): those that continue first, then those that exit.
+    """Sort rows (N, D) stably by their exit mask (N,): rows that continue first, then rows that exit.
 
     Returns:
         (N, D) rows; (N,) int64 source index of each; (2,) int32 counts of continuing and exiting rows, on the device.
@@ -82,9 +82,9 @@ def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | Non
 
 
 def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather the slots of a KV cache: slot `order[row, i]` of every head becomes slot `i`.
+    """Gather slots of a K/V cache: slot `order[row, i]` of every head becomes slot `i`.
 
-    Keys and values are (rows, heads, slots, size), and the order (rows, kept) int64 is ascending along each row; -1
+    Keys and values are (rows, heads, slots, size), and `order` (rows, kept) int64 is ascending along each row, or -1
     where the slot's contents do not matter. The kernel moves the slots in place; the reference returns new tensors.
     """
     index = order.clamp(min=0)[:, None, :, None].to(keys.device)

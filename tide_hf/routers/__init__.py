@@ -1,6 +1,6 @@
-"""What is learned and goes to the Hub: routers and exit heads, their config, their files and their card.
+"""The learned modules (routers and exit heads), with their config, files and model card.
 
-`routers` and `config` are a `PreTrainedModel` and its config; `exit_points` are the modules of an
-exit layer, `block_head` the head with a decoder layer of its own. `files` writes them and refuses damaged ones.
-`publish` uploads them with the `card`, which shows the calibration record; `tables` shows it in a terminal.
+`routers` has the `PreTrainedModel` that holds all learned modules, `config` its config. `exit_points` has the modules
+of an exit layer, `block_head` a head with a decoder layer of its own. `files` saves routers and refuses damaged files.
+`publish` uploads routers with their `card`; `tables` formats the calibration record for the card and the terminal.
 """

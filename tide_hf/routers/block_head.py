@@ -2,8 +2,8 @@
 
 A linear head sees the hidden state at its exit layer. The block head also sees the previous token's last hidden state,
 which the last verify pass has computed, and attends to all earlier tokens through its own K/V (compare EAGLE, arXiv
-2401.15077). It therefore drafts from far fewer layers than a linear head. It only drafts: in `early_exit` a token that
-exits has no last hidden state for the next one.
+2401.15077). It therefore drafts from far fewer layers than a linear head. `early_exit` cannot use it: a token that
+exits has no last hidden state for the next token to read.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, Aut
 from ..base_model.structure import TUPLE_LAYERS, DecoderStructure, cache_argument_of, find_structure
 from ..common.errors import ConfigurationError, TIDEError, UnsupportedModelError
 
-# Errors of transformers' constructors for a config that fits no model.
+# Errors that transformers' constructors raise for a config that fits no model.
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
 JSON_TYPES = (str, int, float, bool, list, dict, type(None))
-PROBE_VOCABULARY = 8  # the layer is taken from a model of two layers and this vocabulary
+PROBE_VOCABULARY = 8  # vocabulary size of the two-layer model from which the layer is taken
 
 
 class BlockHead(nn.Module):
-    """Translator and decoder layer, from a config of `block_config_of`; its K/V are number `layer_idx` in the cache."""
+    """Translator and decoder layer of a config from `block_config_of`; `layer_idx` numbers its K/V in the cache."""
 
     def __init__(self, hidden_size: int, block_config: dict[str, Any], layer_idx: int) -> None:
         super().__init__()
         self.translator = nn.Linear(2 * hidden_size, hidden_size)
         self.layer, self.returns_tuple = _build_layer(block_config)
-        self.layer.to(self.translator.weight.dtype)  # it was built in the dtype of the base model's config
+        self.layer.to(self.translator.weight.dtype)  # the layer was built in the dtype of the base model's config
         for module in self.layer.modules():
             if "layer_idx" in vars(module):
                 setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
 
     def translate(self, hidden_states: Tensor, prev_hidden_state: Tensor) -> Tensor:
-        """Join the states, both (..., D) after the final norm, into the layer's input (..., D)."""
+        """Join two states, each (..., D) after the final norm, into the input (..., D) of the decoder layer."""
         return self.translator(torch.cat([hidden_states, prev_hidden_state], dim=-1))
 
     def state_of(self, output: Any) -> Tensor:
@@ -45,7 +45,7 @@ class BlockHead(nn.Module):
         return output[0] if self.returns_tuple else output
 
     def use_attention_of(self, config: Any) -> None:
-        """Use the base model's attention implementation, since the block head gets its masks."""
+        """Use the attention implementation of the base model, since the block head gets the base model's masks."""
         for module in self.layer.modules():
             layer_config: Any = vars(module).get("config")
             if layer_config is not None:
@@ -53,9 +53,9 @@ class BlockHead(nn.Module):
 
 
 def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:
-    """The config, small enough to store, of a block head that drafts after `block_layer` layers of `model`.
+    """Return the config, in JSON types, of a block head that drafts after `block_layer` layers of `model`.
 
-    Raises [`UnsupportedModelError`] if the next layer has no full attention, or holds more than weights.
+    Raises [`UnsupportedModelError`] if the layer after these lacks full attention or cannot be built from a config.
     """
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
@@ -64,7 +64,7 @@ def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_l
     sliding = may_slide and getattr(config, "sliding_window", None)
     if structure.is_recurrent or kind not in (None, "full_attention") or sliding:
         raise _no_block(model, f"layer {block_layer} of kind {kind or 'sliding_attention'}")
-    if types and kind not in types[:block_layer]:  # a mask's width follows the first layer of its kind
+    if types and kind not in types[:block_layer]:  # the first layer of a kind sets the width of that kind's mask
         raise _no_block(model, f"no layer of kind {kind} before layer {block_layer}")
     settings = config.to_diff_dict()
     settings |= {"model_type": config.model_type, "num_hidden_layers": 2, "vocab_size": PROBE_VOCABULARY}
@@ -83,7 +83,7 @@ def _build_layer(block_config: dict[str, Any]) -> tuple[nn.Module, bool]:
     settings = dict(block_config)
     try:
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # text inside a model that takes media has no head
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # the text model of a multimodal model has no head
             model = AutoModel.from_config(config)
             cache_argument_of(model, model.layers[0])
             return model.layers[0], config.model_type in TUPLE_LAYERS

@@ -20,7 +20,7 @@ from .tables import describe_threshold, rows_by_layer, tables_of
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 MARKUP = re.compile(r'[<>`"\[\]\\]')
-MAX_CURVES = 8  # in distinguishable colours
+MAX_CURVES = 8  # more would not get distinguishable colours
 
 
 def write_model_card(
@@ -28,8 +28,8 @@ def write_model_card(
 ) -> Path:
     """Write `README.md` for calibrated routers, and plots in `plots/` if matplotlib is installed.
 
-    `repo_id`, the Hub repository in the card's example, defaults to `folder`'s name. `license`, an identifier of the
-    Hub, has no default, because heads derive from the base model and the publisher has to decide about the licence.
+    `repo_id`, the Hub repository in the card's example, defaults to `folder`'s name. `license`, a license identifier of
+    the Hub, is left out by default: heads derive from the base model, so the publisher has to decide.
     Raises [`ConfigurationError`] if the routers have not been calibrated.
     """
     record = routers.config.calibration
@@ -90,7 +90,7 @@ def _render(
 
 
 def _without_markup(value: Any) -> Any:
-    """The value with all strings on one line and without markup of Markdown, HTML or code.
+    """Put each string in `value` on one line, and replace markup characters of Markdown and HTML by `?`.
 
     The record may come from a stranger, while readers of the card trust its publisher.
     """
@@ -102,7 +102,7 @@ def _without_markup(value: Any) -> Any:
 
 
 def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
-    """Figures on the certify split, as the Hub's evaluation results."""
+    """Figures on the certify split, as evaluation results for the Hub."""
     figures = [
         ("agreement", f"Agreement with the full model at exit layer {layer}", row["agreement"])
         for layer, row in rows_by_layer(record)
@@ -123,7 +123,7 @@ def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
 
 
 def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """About ten rows of the grid, with those around the last certified one."""
+    """About ten rows of the threshold table, including the last certified row and the row after it."""
     last = max((index for index, row in enumerate(table) if row["certified"]), default=0)
     shown = set(range(0, len(table), max(1, len(table) // 8))) | {last, min(last + 1, len(table) - 1)}
     return [row for index, row in enumerate(table) if index in shown]
@@ -132,7 +132,7 @@ def _sampled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
     """Draw the calibration record: exit depths, agreement by depth, reliability, and risk against threshold.
 
-    Plots that an older record lacks figures for are left out. Raises [`MissingPackageError`] without matplotlib.
+    A plot is left out if an older record lacks its figures. Raises [`MissingPackageError`] without matplotlib.
     """
     make_figure = figure_maker()
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def save_plots(record: dict[str, Any], folder: str | os.PathLike[str]) -> list[P
 
 
 def _has(record: dict[str, Any], figure: str) -> bool:
-    """Whether a record has the table of thresholds, or a figure of every layer."""
+    """Whether a record has `figure` for every exit layer, or, for `"table"`, the table of thresholds."""
     if figure == "table":
         return bool((record.get("threshold") or {}).get("table"))
     layers = rows_by_layer(record)
@@ -196,7 +196,7 @@ def _draw_risk(axes: Any, record: dict[str, Any]) -> None:
     axes.grid(alpha=0.3)
 
 
-# By name: how a plot is drawn, and the figure that it needs.
+# For each plot, the function that draws it and the figure that the plot needs.
 PLOTS: dict[str, tuple[Callable[[Any, dict[str, Any]], None], str]] = {
     "exit_depth": (_draw_exit_depths, "exit_rate"),
     "agreement": (_draw_agreement, "agreement"),

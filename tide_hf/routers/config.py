@@ -22,14 +22,14 @@ from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
 from ..common.errors import ConfigurationError, RoutersFileError, quoted, short
 
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
-# Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds the last one). Others are
-# refused, because transformers takes names of files, attention kernels and code from some of them.
+# Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds `_commit_hash`). Other fields
+# are refused, because some of them name files, attention kernels or code for transformers to load.
 INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
 # Arguments of `from_pretrained` that apply to both repositories, the base model's and the routers'.
 FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 WHERE = (*FOR_BOTH, "revision", "subfolder")  # arguments of `from_pretrained` that locate files
-MAX_BLOCK_COUNT = 2**12  # of layers or experts in block_config
-CODE_FIELDS = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")  # they name code
+MAX_BLOCK_COUNT = 2**12  # most layers or experts in block_config
+CODE_FIELDS = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")  # these name code
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -37,30 +37,30 @@ class TIDEConfig(PreTrainedConfig):
 
     Args:
         base_model_name_or_path (`str`, *optional*): Hub name or folder of the frozen base model.
-        base_model_revision (`str`, *optional*): Its revision.
+        base_model_revision (`str`, *optional*): Revision of the base model.
         unembed_hash (`str`, *optional*): Fingerprint of the base model's head (see [`unembed.unembed_hash`]).
-        weights_sha256 (`str`, *optional*): Of the file of weights that was saved with this config.
+        weights_sha256 (`str`, *optional*): SHA-256 of the weights file that was saved with this config.
         hidden_size (`int`): Width of the base model's hidden states.
         num_hidden_layers (`int`): Number of decoder layers of the base model.
         vocab_size (`int`): Rows of the base model's head.
         exit_layers (`list[int]`, *optional*): Numbers of executed layers after which a token may exit, each in
             1 ... `num_hidden_layers` - 1. Default: the multiples of `checkpoint_interval` from `min_layers` on.
         checkpoint_interval (`int`): Spacing of default exit layers.
-        min_layers (`int`): Shallowest default exit layer; it does not restrict a given `exit_layers`.
+        min_layers (`int`): Smallest default exit layer; ignored if `exit_layers` is given.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
-        block_layer (`int`, *optional*): Layers executed before a block head drafts (see [`block_head.BlockHead`]);
-            `None` if there is none. `early_exit` and `post_hoc` do not use it.
+        block_layer (`int`, *optional*): Number of layers executed before the block head (see [`block_head.BlockHead`])
+            drafts; `None` without a block head. `early_exit` and `post_hoc` do not use the block head.
         block_config (`dict`, *optional*): Config of the block head's decoder layer: the base model's text config.
-        draft_vocab_size (`int`, *optional*): Size of the draft vocabulary, the most frequent tokens; `None` is all.
-            A small one saves most of the output head in draft steps. Verification always uses the whole vocabulary,
-            and so does drafting if the base model's head is quantised or offloaded.
+        draft_vocab_size (`int`, *optional*): Number of most frequent tokens that drafts choose from; `None`: all.
+            A small size saves most of the output head's cost in draft steps. Verify passes always use the whole
+            vocabulary, and so do draft steps if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
-        exit_threshold (`float`): A token exits if its exit score is at least this. Above 1 none exits.
-        kv_cache_strategy (`str`): K/V of the layers that a token skips in `early_exit`: `"recompute"` (exact:
+        exit_threshold (`float`): A token exits if its exit score is at least this value. Above 1, no token exits.
+        kv_cache_strategy (`str`): How `early_exit` gets the K/V of layers that a token skips: `"recompute"` (exact:
             computed with the next token that runs these layers), `"propagate"` (computed at once from the state at the
             exit layer) or `"zero_pad"` (zeros).
-        compaction_threshold (`float`): Share of holes above which a batch's cache is compacted.
+        compaction_threshold (`float`): Share of holes (rejected slots) above which the cache of a batch is compacted.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
     """
 
@@ -93,7 +93,7 @@ class TIDEConfig(PreTrainedConfig):
         check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
         check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
         for name in RULES.keys() & TIDEConfig.__annotations__.keys():
-            if getattr(self, name) is not getattr(TIDEConfig, name):  # a default may be None
+            if getattr(self, name) is not getattr(TIDEConfig, name):  # defaults need not pass the check
                 check_field(name, getattr(self, name))
         if self.num_hidden_layers == 0 and self.exit_layers is None:
             return  # transformers builds a bare TIDEConfig() to compare defaults
@@ -128,7 +128,7 @@ class TIDEConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the config that a `config.json` holds; `kwargs` are as in `PreTrainedConfig.from_dict`.
+        """Build a config from the content of a `config.json`; `kwargs` are as in `PreTrainedConfig.from_dict`.
 
         Raises:
             ConfigurationError: A field is unknown, has the wrong type or an impossible value.
@@ -160,7 +160,7 @@ def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[Any
 
 
 def find_file(name_or_path: str | os.PathLike[str], name: str, subfolder: str = "", **where: Any) -> Path:
-    """The path of a file in a folder or a Hub repository; `where` is as for `cached_file`."""
+    """The path of a file in a folder or a Hub repository. `where` holds options of transformers' `cached_file`."""
     if not Path(name_or_path).is_dir():
         return Path(str(cached_file(name_or_path, name, subfolder=subfolder, **where)))
     file = Path(name_or_path, subfolder, name)
@@ -190,7 +190,7 @@ def bad_config(got: str) -> ConfigurationError:
 
 
 def default_exit_layers(num_layers: int, interval: int, min_layers: int) -> list[int]:
-    """Multiples of `interval` in `min_layers` ... `num_layers` - 1; the middle layer where there is none."""
+    """Multiples of `interval` from `min_layers` to `num_layers` - 1; if there are none, the middle layer."""
     layers = [layer for layer in range(interval, num_layers, interval) if layer >= min_layers]
     return layers or [max(1, num_layers // 2)]
 
@@ -209,17 +209,17 @@ def check_exit_layers(exit_layers: Any, num_layers: int) -> list[int]:
 
 
 def check_exit_threshold(value: Any) -> float:
-    """Return `value` as a float, or raise [`ConfigurationError`] where it is no finite, non-negative number."""
+    """Return `value` as a float, or raise [`ConfigurationError`] if it is not a finite, non-negative number."""
     return float(check_field("exit_threshold", value))
 
 
 def check_min_layers(value: object) -> int:
-    """Return `value`, or raise [`ConfigurationError`] where it is no number of layers."""
+    """Return `value`, or raise [`ConfigurationError`] if it is not a valid number of layers."""
     return check_field("min_layers", value)
 
 
 def check_field(name: str, value: Any) -> Any:
-    """Return `value`, or raise [`ConfigurationError`] where the rule for the field `name` refuses it."""
+    """Return `value`, or raise [`ConfigurationError`] if the rule for the field `name` refuses the value."""
     is_valid, expected = RULES[name]
     if not is_valid(value):
         raise invalid(name, value, expected)
@@ -287,8 +287,8 @@ def _one_of(*values: Any) -> tuple[Check, str]:
 
 
 HASH = (_matches("[0-9a-f]{1,64}"), "at most 64 hexadecimal digits")
-# For each field a check, and what it allows. Sizes are beyond any model's, yet small enough that no file causes an
-# endless loop or allocation.
+# A check for each field, and a description of valid values. Maximum sizes exceed those of any model, yet are small
+# enough that no file causes an endless loop or a huge allocation.
 RULES: dict[str, tuple[Check, str]] = {
     "hidden_size": _whole_number(2**20),
     "num_hidden_layers": _whole_number(2**12),
@@ -304,7 +304,7 @@ RULES: dict[str, tuple[Check, str]] = {
         lambda value: isinstance(value, str) and 0 < len(value) <= 1024 and value.isprintable(),
         "printable text of at most 1024 characters",
     ),
-    # It becomes a path in the cache of huggingface_hub.
+    # The revision becomes a path in the cache of huggingface_hub.
     "base_model_revision": (_matches(r"(?!.*\.\.)\w[\w./+-]{0,254}"), "a commit, branch or tag"),
     "unembed_hash": HASH,
     "weights_sha256": HASH,
@@ -315,7 +315,7 @@ RULES: dict[str, tuple[Check, str]] = {
 
 
 def _fields(required: dict[str, Check], optional: dict[str, Check]) -> Check:
-    """A check of a JSON object: the fields that it must have, and those that may be missing or null."""
+    """Make a check for a JSON object with `required` fields, and `optional` fields that may be missing or null."""
 
     def is_valid(value: Any) -> bool:
         if not (isinstance(value, dict) and all(check(value.get(name)) for name, check in required.items())):
@@ -326,7 +326,7 @@ def _fields(required: dict[str, Check], optional: dict[str, Check]) -> Check:
 
 
 def _map(key: str, is_valid: Check) -> Check:
-    """A check of a JSON object whose keys match a pattern and whose values pass a check."""
+    """Make a check for a JSON object whose keys match the pattern `key` and whose values pass `is_valid`."""
     is_key = _matches(key)
     return lambda value: isinstance(value, dict) and all(is_key(str(k)) and is_valid(v) for k, v in value.items())
 
@@ -342,14 +342,14 @@ def _numbers(*names: str) -> dict[str, Check]:
 LAYER_FIGURES = _numbers(
     "router_auc", "confidence_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost"
 )
-COVERAGE = _map(r"[01]\.[0-9]{1,4}", _is_number)  # by precision
+COVERAGE = _map(r"[01]\.[0-9]{1,4}", _is_number)  # keys are precisions
 LAYER = _fields({"agreement": _is_share}, LAYER_FIGURES | {"documents_before": _is_count, "coverage": COVERAGE})
 TOLERANCE = _fields(
     _numbers("tolerance"),
     _numbers("exit_threshold", "disagreement", "depth_fraction")
     | {"interval": lambda value: _list(_is_number)(value) and len(value) == 2},
 )
-# For each part of a calibration record a check, and what it allows. Older records lack some parts.
+# A check for each part of a calibration record, and a description of valid values. Older records lack some parts.
 RECORD_RULES: dict[str, tuple[Check, str]] = {
     "exit_layers": (_map("[1-9][0-9]{0,3}", LAYER), "by exit layer an agreement from 0 to 1, and numbers"),
     "block": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),

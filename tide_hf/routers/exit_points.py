@@ -1,4 +1,4 @@
-"""Modules of an exit layer: router and exit head; and the block head with its confidence."""
+"""Modules of an exit layer (router and exit head), and the block head with its calibrated confidence."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ExitRouter(nn.Module):
 
 
 class ExitHead(nn.Module):
-    """Maps the hidden state at an exit layer to one for the base model's final norm and output head.
+    """Maps the hidden state at an exit layer to a state for the base model's final norm and output head.
 
-    `"identity"` returns it unchanged (the published system). `"linear"` is `h + A h + b`, with A of full rank
-    (`rank=None`) or of rank r (as in Tuned Lens, arXiv 2303.08112).
+    `"identity"` returns the state unchanged, as in the published system. `"linear"` returns `h + A h + b` (as in Tuned
+    Lens, arXiv 2303.08112), with A of full rank (`rank=None`) or of rank `rank`.
     """
 
     def __init__(self, hidden_size: int, strategy: str, rank: int | None) -> None:
@@ -68,7 +68,7 @@ class BlockPoint(nn.Module):
     """A block head with calibrated confidence.
 
     The probability of the drafted token predicts its acceptance far better than a router on the state does. Platt
-    scaling, with two parameters, calibrates it.
+    scaling, with two parameters, calibrates this probability.
     """
 
     def __init__(self, config: TIDEConfig) -> None:

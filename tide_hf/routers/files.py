@@ -57,7 +57,7 @@ def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> Routers
 
 
 def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) -> None:
-    """Write weights and config such that a kill at any time leaves the old routers or the new ones.
+    """Write weights and config; a process killed at any time leaves either the old routers or the new ones.
 
     Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which
     [`matching_config`] uses if the config file is still the old one.
@@ -83,9 +83,9 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
 
 
 def matching_config(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
-    """The config that weights were saved with, after checking the checksum in it (safetensors has none).
+    """Check weights against the checksum in their config (safetensors has none); return the config they belong to.
 
-    That is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
+    This is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
     versions have no checksum and are accepted. Raises [`RoutersFileError`] if the weights are damaged, or belong to
     another config. `content` is a weights file that safetensors could read.
     """
@@ -116,7 +116,7 @@ def _header(content: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _digest(config: str, content: bytes) -> str:
-    """SHA-256 of a config, and of a safetensors file without the metadata, which holds the digest."""
+    """SHA-256 of a config and of a safetensors file without its metadata, where the digest itself is stored."""
     header, start = _header(content)
     header.pop("__metadata__", None)
     digest = hashlib.sha256(config.encode())
@@ -128,10 +128,10 @@ def _digest(config: str, content: bytes) -> str:
 def read_router_pt(
     path: str | os.PathLike[str], hidden_size: int, num_layers: int
 ) -> tuple[int, dict[int, tuple[Tensor, Tensor]]]:
-    """Read a published `router.pt` without executing code in it, for a base model of that size.
+    """Read a published `router.pt`, without executing code in it, for a base model of the given size.
 
-    Returns the routers' bottleneck B, and by exit layer the weights of `down`, (B, D), and of `up`, (1, B). A router
-    after the last layer has nothing to skip and is left out.
+    Returns the routers' bottleneck width B, and for each exit layer the weights of `down`, (B, D), and `up`, (1, B). A
+    router after the last layer has nothing to skip and is left out.
     """
     if not Path(path).is_file():
         raise RoutersNotFoundError(
@@ -159,7 +159,7 @@ def read_router_pt(
 
 
 def _check_parts(path: str | os.PathLike[str]) -> None:
-    """Check the checksums of a `torch.save` file, which torch itself does not; its older form has none."""
+    """Check the checksums of a `torch.save` file, which torch does not check. Only files in zip format have them."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -168,7 +168,7 @@ def _check_parts(path: str | os.PathLike[str]) -> None:
 
 
 def _dense_weight(layer: Any, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The weight `name`, refused where it is sparse, nested, quantised, complex or of another shape."""
+    """Return the weight `name`; refuse a weight that is sparse, nested, quantised, complex or of another shape."""
     weight = layer[name]
     is_dense = type(weight) in (Tensor, nn.Parameter) and not weight.is_nested and weight.layout == torch.strided
     if not (is_dense and weight.dtype.is_floating_point and weight.device.type == "cpu"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
-from huggingface_hub.errors import HTTPError  # of httpx, which huggingface_hub renamed once
+from huggingface_hub.errors import HTTPError  # from httpx or httpx2, depending on the version
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel
 
@@ -18,13 +18,13 @@ from ..common.errors import ConfigurationError, HubError, quoted
 from .card import write_model_card
 from .config import invalid
 
-# Where transformers looks for the files of a custom_generate repository. The last may be left out.
+# Where transformers looks for the files of a custom_generate repository; requirements.txt is optional.
 CUSTOM_GENERATE = {
     "generate.py": "custom_generate/generate.py",
     "README.md": "README.md",
     "requirements.txt": "custom_generate/requirements.txt",
 }
-PLACEHOLDER = "org/tide"  # what the source calls the repository that it is uploaded to
+PLACEHOLDER = "org/tide"  # in the source, a placeholder for `repo_id`
 
 
 def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None = None, **options: Any) -> CommitInfo:
@@ -32,7 +32,7 @@ def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None 
     _check_repo_id(repo_id)
     _check_base(routers.config.base_model_name_or_path)
     with tempfile.TemporaryDirectory() as folder:
-        # First, since routers without a record have no card.
+        # The card comes first, since writing it fails for routers without a calibration record.
         write_model_card(routers, folder, repo_id=repo_id, license=license)
         routers.save_pretrained(folder)
         return _upload(folder, repo_id, **{"commit_message": "Upload routers", **options})
@@ -70,7 +70,7 @@ def _upload(
     token: str | bool | None = None,
     **options: Any,
 ) -> CommitInfo:
-    """Commit a folder, with further options of `HfApi.upload_folder`; the repository and the branch are made."""
+    """Commit a folder; create repository and branch if needed. `options` go to `HfApi.upload_folder`."""
     api = HfApi(library_name="tide_hf", library_version=__version__, token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -84,7 +84,7 @@ def _upload(
             expected="the Hub within reach, and a token that may write there",
             do="Check the name and the network, and log in with: hf auth login",
         ) from error
-    except ValueError as error:  # of HfApi, which has the Hub look at the card's metadata before it uploads
+    except ValueError as error:  # HfApi lets the Hub check the card's metadata before the upload
         raise HubError(
             f"{repo_id} does not take what is to be uploaded",
             got=f"'{' '.join(str(error).split())}'",
@@ -101,7 +101,7 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _check_base(base: str | None) -> None:
-    """Refuse a base that nobody else can load: a repository of routers says which model to load."""
+    """Refuse a base model that others cannot load: a repository of routers only names the base model."""
     try:
         validate_repo_id(base or "")
         valid = not os.path.isdir(base or "")

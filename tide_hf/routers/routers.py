@@ -32,8 +32,8 @@ class TIDERouters(PreTrainedModel):
     Index it by exit layer: `routers[12].router`, `routers[12].head`.
 
     Attributes:
-        block: Block head and its confidence, for `config.block_layer`; `None` where there is none.
-        draft_vocab: (draft_vocab_size,) token ids of the draft vocabulary, int64; `None` for all.
+        block: Block head and its confidence, for `config.block_layer`; `None` without a block head.
+        draft_vocab: (draft_vocab_size,) token ids of the draft vocabulary, int64; `None`: all tokens.
     """
 
     draft_vocab: Tensor | None
@@ -69,7 +69,7 @@ class TIDERouters(PreTrainedModel):
     def place(self, device: torch.device, dtype: torch.dtype) -> TIDERouters:
         """Cast and move for decoding with a base model on `device` in `dtype`; return self.
 
-        Heads get the model's dtype, since their output enters its final norm; routers compute in float32.
+        Heads get the model's dtype, since the model's final norm reads their output; routers compute in float32.
         """
         self.to(device)
         for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
@@ -105,19 +105,19 @@ class TIDERouters(PreTrainedModel):
     ) -> TIDERouters:
         """Read the `router.pt` of the published system (`tide-inference`).
 
-        Its layers are 0-based positions and its routers have no bias; both are converted here. Its scores at layer
-        position i equal ours at `exit_layer` i + 1. A router after the last layer has nothing to skip and is left out.
+        The file numbers layers from 0, and its routers have no bias; both are converted. Its router at layer i becomes
+        the router of exit layer i + 1. A router after the last layer has nothing to skip and is left out.
 
         Args:
             path: The file. It is read with `weights_only=True`, so code inside it cannot run.
-            base_model: The model it was calibrated for.
-            exit_threshold: The published default is 0.85.
+            base_model: The model that the routers were calibrated for.
+            exit_threshold: Exit threshold; 0.85 is the published default.
 
         Returns:
             Routers with identity heads.
 
         Raises:
-            RoutersFileError: The file is no such file, holds code, or does not fit `base_model`.
+            RoutersFileError: The file is not a `router.pt`, holds code, or does not fit `base_model`.
         """
         structure = find_structure(base_model)
         bottleneck_dim, published = read_router_pt(path, structure.hidden_size, structure.num_layers)
@@ -135,7 +135,7 @@ class TIDERouters(PreTrainedModel):
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> TIDERouters:
         """Load routers from a folder or a Hub repository. Nothing but `config.json` and `model.safetensors` is read.
 
-        Nothing is written but the Hub's cache.
+        Only the Hub's cache is written to.
 
         Args:
             name_or_path: Folder or repository.
@@ -163,8 +163,8 @@ class TIDERouters(PreTrainedModel):
             config = matching_config(name_or_path, weights, config)
             if changes:
                 config = TIDEConfig.from_dict(config.to_dict() | changes)
-            # Without a name transformers looks for no other files, such as adapter_config.json, whose adapter would
-            # become a part of the routers.
+            # Without a name, transformers looks for no other files. An adapter_config.json, for example, would make
+            # its adapter a part of the routers.
             routers, info = super().from_pretrained(
                 None, config=config, state_dict=tensors, **{**kwargs, "output_loading_info": True}
             )
@@ -182,12 +182,12 @@ class TIDERouters(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *, is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """Write config and safetensors; a reader sees the old routers or the new ones, also after a kill.
+        """Write config and safetensors. Readers see either the old or the new routers, even if the process is killed.
 
         Args:
-            save_directory: Folder; made where it does not exist.
+            save_directory: Folder; created if it does not exist.
             is_main_process: Whether this process is the one that writes.
-            **kwargs: As in `PreTrainedModel.save_pretrained`: `push_to_hub`, `repo_id` and what goes with them.
+            **kwargs: `push_to_hub=True` uploads the routers as well, with `repo_id` and options of `push_to_hub()`.
 
         Raises:
             RoutersNotSavedError: The files could not be written.
@@ -213,16 +213,16 @@ class TIDERouters(PreTrainedModel):
         """Upload config, weights and the card that `card.write_model_card` writes, in one commit.
 
         Args:
-            repo_id: Hub repository, such as `"org/name"`; made where it does not exist.
-            license: Its identifier for the card, such as `"apache-2.0"`; default: none (see `write_model_card`).
-            private: Whether a repository that is made is private; `None` leaves it to the organisation.
+            repo_id: Hub repository, such as `"org/name"`; created if it does not exist.
+            license: License identifier for the card, such as `"apache-2.0"`; default: none (see `write_model_card`).
+            private: Whether a newly created repository is private; `None`: the default of the organisation.
             create_pr: Open a pull request instead of committing.
             commit_message: Message of the commit.
-            revision: Branch to commit to, made where it does not exist; default: `main`.
+            revision: Branch to commit to, created if it does not exist; default: `main`.
             token: As in huggingface_hub; default: that of `hf auth login` or `HF_TOKEN`.
 
         Returns:
-            The commit: a string with its address, and `pr_url` of a pull request.
+            The commit: a string with its URL; the attribute `pr_url` is the URL of a pull request, if any.
 
         Raises:
             ConfigurationError: The routers were not calibrated, or their base model is not on the Hub.
@@ -241,7 +241,7 @@ class TIDERouters(PreTrainedModel):
             ignore_base_mismatch: Accept another model of the same shape.
 
         Raises:
-            BaseModelMismatchError: Shapes differ; or heads (see [`unembed.unembed_hash`]), where not ignored.
+            BaseModelMismatchError: Shapes differ, or heads ([`unembed.unembed_hash`]) unless `ignore_base_mismatch`.
         """
         check_base_model(self.config, model, ignore_base_mismatch=ignore_base_mismatch)
 

@@ -61,13 +61,13 @@ class TextTable:
     rows: list[list[str]]
 
     def markdown(self) -> str:
-        """As a table of Markdown."""
+        """Format the table as Markdown."""
         lines = [self.headings, ["---:"] * len(self.headings), *self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTable, str]]:
-    """Titles, tables and notes; tables that an older record lacks are left out."""
+    """Return the title, table and note of each table for which the record has figures."""
     layers = [(f"{layer} of {num_layers}", row) for layer, row in rows_by_layer(record)]
     block = [(f"{row['layer']} of {num_layers}", row) for row in [record.get("block")] if row is not None]
     tables = [
@@ -80,12 +80,12 @@ def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTa
 
 
 def rows_by_layer(record: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Exit layers, ascending, and their figures; JSON keys are strings."""
+    """Return exit layers as integers, ascending, with their figures."""
     return sorted((int(layer), row) for layer, row in record.get("exit_layers", {}).items())
 
 
 def _figures_table(first: str, rows: list[tuple[str, Any]], columns: dict[str, tuple[str, str]]) -> TextTable:
-    """Named rows of figures, without the columns that no row has a figure for."""
+    """Make a table of named rows; leave out columns for which no row has a figure."""
     known = {
         figure: column for figure, column in columns.items() if any(row.get(figure) is not None for _, row in rows)
     }
@@ -118,20 +118,20 @@ def _tolerance_table(record: dict[str, Any]) -> TextTable:
 
 
 def shown(value: float | None, form: str, missing: str = MISSING) -> str:
-    """A figure in a format of Python's `format`."""
+    """Format a figure with a format specification of Python; `missing` replaces `None`."""
     return missing if value is None else format(value, form)
 
 
 def shown_interval(ends: Sequence[float] | None, form: str) -> str:
-    """Both ends of an interval."""
+    """Format both ends of an interval."""
     return MISSING if ends is None else " to ".join(format(end, form) for end in ends)
 
 
 def rich_table(title: str, table: TextTable) -> Table:
-    """For a terminal of 80 columns."""
+    """Make a table for a terminal of 80 columns."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for heading in table.headings:
-        shown.add_column("\n".join(heading.split()), justify="right", overflow="fold")  # no figure loses digits
+        shown.add_column("\n".join(heading.split()), justify="right", overflow="fold")  # folded, no figure loses digits
     for row in table.rows:
         shown.add_row(*row)
     return shown

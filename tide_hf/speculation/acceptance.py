@@ -1,4 +1,4 @@
-"""Tokens chosen from the base model's own full-depth logits as plain decoding chooses them, whatever was drafted."""
+"""Choose tokens from the base model's own full-depth logits as plain decoding does, whatever was drafted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .engine import Draft
 from .ranks import Ranks
 from .rows import Row, Stopping
 
-# Processors without state that look at each row by itself; all others are called with whole batches.
+# Stateless processors that treat each row by itself. With any other processor, all are called with whole batches.
 BY_ROW = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
@@ -45,15 +45,15 @@ BY_ROW = (
 class AcceptanceRule:
     """Chooses the tokens of one call, and ends its rows.
 
-    The rows of a batch accept drafts each by itself where all processors and criteria look at each row by itself.
-    Where one of them is not known to, or rows have to stay level, they advance `together`: processors and criteria are
-    called once for each position, in order, with all rows, as in plain decoding, and one rejected draft stops them all.
+    The rows of a batch accept drafts independently if all processors and criteria are known to treat each row by
+    itself. If not, or with `stay_level`, the rows advance `together`: processors and criteria are called once for each
+    position, in order, with all rows, as in plain decoding, and a rejected draft of one row ends the round for all.
 
     Args:
         call: The call.
         ranks: Processes that have to draw the same tokens.
-        padding_is_returned: Whether the caller gets scores, or K/V, of the padding after rows that ended.
-        stay_level: Whether the rows have to have the same length, since the model's attention counts slots.
+        padding_is_returned: Whether the caller gets scores or K/V of the padding that follows ended rows.
+        stay_level: Whether all rows must have the same length, since the model's attention counts cache slots.
     """
 
     def __init__(self, call: Call, ranks: Ranks, padding_is_returned: bool, stay_level: bool = False) -> None:
@@ -71,13 +71,13 @@ class AcceptanceRule:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether more than each position's top token matters."""
+        """Whether choosing tokens needs logits, and not only the top-1 token at each position."""
         return bool(
             self.config.do_sample
             or len(self.processors_of[0])
             or self.returns_scores
             or self.returns_logits
-            or self.together  # their criteria may read scores
+            or self.together  # criteria on whole batches may read scores
         )
 
     @property
@@ -86,7 +86,7 @@ class AcceptanceRule:
         return max(row.stopped_at or 0 for row in self.rows)
 
     def room(self, row: Row) -> int:
-        """How many tokens `row` may still add; a stopped one that stays in the batch only follows the others."""
+        """How many tokens `row` may still add; a stopped row in the batch only grows to the longest row's length."""
         if row.stopped_at is not None and not self.together:
             return max(len(other.tokens) for other in self.rows) - len(row.tokens)
         # At least one, as in plain decoding, which checks no criterion before the first token.
@@ -100,10 +100,10 @@ class AcceptanceRule:
         top_tokens: list[list[int]] | None,
         depth: int,
     ) -> list[list[int]]:
-        """Choose tokens for each row that still decodes, position by position, until one differs from its draft.
+        """Choose tokens for each row of `batch`, position by position, until a token differs from the row's draft.
 
-        The full-depth pass, of `depth` layers, gives (rows, width, vocabulary) logits with `needs_logits`, otherwise
-        the top-1 token at each position of each row. Returns each row's new tokens: accepted drafts and one more.
+        A full-depth pass, of `depth` layers, gave `logits` (rows, width, vocabulary) if `needs_logits`, otherwise the
+        `top_tokens` at each position of each row. Returns each row's new tokens: accepted drafts and one more.
         """
         before = [len(row.tokens) for row in batch]
         if self.together:
@@ -158,7 +158,7 @@ class AcceptanceRule:
                 break
 
     def _add(self, row: Row, token: int, draft: Draft, position: int, depth: int) -> bool:
-        """Add a token, or padding to a row that ended; return whether it was drafted."""
+        """Add a token, or padding if the row has ended; return whether it equals the draft token."""
         if row.stopped_at is not None and self.stopping.pads:
             token = self.stopping.pad_token_id
         matched = position < len(draft.tokens) and token == draft.tokens[position]
@@ -167,12 +167,12 @@ class AcceptanceRule:
         return matched
 
     def _may_differ(self, row: Row) -> bool:
-        """Whether `row` has ended and no one reads the model's output for its padding."""
+        """Whether `row` has ended and the model's output for its padding is not used."""
         return row.stopped_at is not None and self.stopping.pads and not self.padding_is_returned
 
 
 def _of_row(processors: Any, index: int) -> LogitsProcessorList:
-    """The processors of one row; from transformers 5.23 on one of them has the prompt length of each row."""
+    """The processors of one row; since transformers 5.23 one processor stores the prompt length of every row."""
     found = LogitsProcessorList()
     for processor in processors:
         lengths = getattr(processor, "prompt_ignore_length", None)

@@ -40,7 +40,7 @@ DrafterFactory = Callable[["Attachment", list[list[int]], Any], Drafter]
 
 @dataclass
 class Attachment:
-    """What TIDE adds to a model. It holds nothing of a single call, only what a call uses that names nothing else."""
+    """What TIDE adds to a model: parts, measurements and defaults for calls, but no state of a single call."""
 
     base_class: type  # the model's own class
     structure: DecoderStructure
@@ -66,7 +66,7 @@ class Attachment:
         return self.routers.config if self.routers is not None else TIDEConfig()
 
     def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
-        """Measured costs of a batch of `num_rows`, at first those of the next larger batch that is known."""
+        """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs."""
         key = (engine, widths, num_rows)
         if key not in self.costs:
             larger = [rows for *known, rows in list(self.costs) if known == [engine, widths] and rows > num_rows]
@@ -79,7 +79,7 @@ class Attachment:
 
     @contextmanager
     def running(self, engine: str) -> Iterator[None]:
-        """What a call on an engine is decoded inside of."""
+        """The context in which a call on `engine` is decoded."""
         gates = self.gates()
         for gate in gates:
             gate.release_if_changed()
@@ -91,7 +91,7 @@ class Attachment:
         return list(linear_gates(self.structure, self.block_head))
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
-        """The layouts that eager calls may read; those of kernels only where these are compiled already."""
+        """The weight layouts that eager calls may read; kernels' layouts only if the kernels are compiled already."""
         is_ready = all(is_loaded("skinny_gemm", dtype) for dtype in weight_dtypes(gates))
         may_use_kernels = self.use_kernels is not False and is_ready
         return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
@@ -106,7 +106,7 @@ class Attachment:
         return self.routers.block_head if self.routers is not None else None
 
     def draft_unembed(self) -> DraftUnembed:
-        """The unembedding of drafts, whose copy of the draft vocabulary's rows lasts until the head changes."""
+        """The unembedding of drafts; its copy of the draft vocabulary's rows is renewed when the head changes."""
         vocab = self.routers.draft_vocab if self.routers is not None else None
         if not is_plain_linear(self.structure.head):
             return DraftUnembed(self.unembed)
@@ -126,7 +126,7 @@ class Attachment:
             engine.release()
 
     def require_routers(self, needed_by: str) -> TIDERouters:
-        """The routers, or an error that says what needs them."""
+        """Return the routers; without any, raise an error that says what needs them."""
         if self.routers is None:
             raise UnsupportedOptionError(
                 f"{needed_by} needs routers",
@@ -137,7 +137,7 @@ class Attachment:
         return self.routers
 
     def check_model(self, model: Any, mode: str) -> None:
-        """Raise where the model, as it is now, cannot run in `mode`."""
+        """Raise if the model in its present state cannot run in `mode`."""
         self.check_mode(mode)
         check_layers(model, self.structure)
         self._check_head(model)
@@ -145,7 +145,7 @@ class Attachment:
         check_uncompiled(model, self.structure)
 
     def note_fallback(self, error: TIDEError) -> str:
-        """Log that calls decode plainly, as a warning at the first of a kind; return why."""
+        """Log why a call decodes plainly, as a warning the first time for each kind of reason; return the reason."""
         reason = error.problem
         kind = reason.partition(": got ")[0]
         level = logging.INFO if kind in self._fallbacks else logging.WARNING
@@ -154,7 +154,7 @@ class Attachment:
         return reason
 
     def _check_head(self, model: Any) -> None:
-        """Raise where the vocabulary is smaller than when TIDE was attached: exit heads would draft lost tokens."""
+        """Raise where the vocabulary is smaller than when TIDE was attached: exit heads would draft removed tokens."""
         head, known = model.get_output_embeddings(), self.structure.vocab_size
         if head is self.structure.head or self.routers is None:
             return
@@ -183,7 +183,7 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: Dra
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
     priors, known = head_priors(attachment, engine), attachment.structure.vocab_size
     return HybridDrafter(
-        # A placeholder of an image may be no token of the model's vocabulary.
+        # The token id of an image placeholder may lie outside the model's vocabulary.
         [[token if token < known else 0 for token in prompt] for prompt in prompts],
         engine.costs_of,
         priors,
@@ -193,7 +193,7 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: Dra
 
 
 def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]:
-    """The exit layers at which a head drafts, and how often it agreed when it was calibrated."""
+    """The exit layers whose heads draft, and how often each head agreed with the base model in calibration."""
     config = attachment.config
     record = config.calibration or {}
     measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}

@@ -1,7 +1,7 @@
-"""One call of `generate`, and what `self_speculative` requires of it so that the output can be the base model's own.
+"""One call of `generate`, and what `self_speculative` requires of a call so that the output is the base model's own.
 
-Each check raises a typed error. `generation` turns it into plain decoding, by transformers' own loop at full depth,
-unless TIDE was attached with `strict=True`.
+Each check raises a typed error. `generation` catches the error and decodes plainly, by transformers' own loop at full
+depth, unless TIDE was attached with `strict=True`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..depth.kv_cache import find_cache
 from ..depth.multi_token_passes import check_multi_token_passes, multi_token_limit
 from .rows import max_length_of
 
-# Methods that transformers' loop calls at each token, and the speculative loop does not. The models named here override
-# them in ways that the speculative loop need not follow: tests compare their tokens with plain decoding's.
+# Methods of transformers' loop, which the speculative loop replaces. The model types named here override a method in a
+# way that the speculative loop need not follow: tests compare its tokens with plain decoding's.
 LOOP_METHODS: dict[str, frozenset[str]] = {
     "_sample": frozenset(),
     "_has_unfinished_sequences": frozenset(),
@@ -49,12 +49,12 @@ class Call:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and answer; a caller's MaxLengthCriteria replaces what the config says."""
+        """The most tokens of prompt and answer; a caller's MaxLengthCriteria overrides the config."""
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
 
 
 def check_call(model: Any, call: Call) -> None:
-    """Refuse a call whose output, or whose cache, rounds of drafts and verify passes cannot give."""
+    """Refuse a call whose output the speculative loop cannot give, or whose cache it cannot use."""
     mode, rows = "tide_mode='self_speculative'", call.input_ids.shape[0]
     config = model.config.get_text_config()
     _check_loop(model._tide.base_class, model.config.model_type)
@@ -80,7 +80,7 @@ def check_call(model: Any, call: Call) -> None:
 
 
 def _check_loop(base_class: Any, model_type: str) -> None:
-    """Refuse a model whose class decodes by a loop of its own, or holds state between the tokens."""
+    """Refuse a model class that decodes by its own loop, or keeps state of its own from token to token."""
     for name, known in LOOP_METHODS.items():
         if getattr(base_class, name, None) is not getattr(GenerationMixin, name) and model_type not in known:
             raise UnsupportedModelError(
@@ -92,9 +92,9 @@ def _check_loop(base_class: Any, model_type: str) -> None:
 
 
 def _check_length(config: Any, call: Call) -> None:
-    """Refuse an answer in which multi-token passes attend to other keys, or within which rotary embeddings change.
+    """Refuse an answer in which multi-token passes attend to other keys than single-token passes, or RoPE changes.
 
-    The latter go by positions: `input_ids` may be padded, or a part of the prompt.
+    RoPE depends on positions, not on the length of `input_ids`, which may be padded, or only a part of the prompt.
     """
     limits = rope_limits(config)
     if not limits and multi_token_limit(config) is None:

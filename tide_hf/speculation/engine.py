@@ -1,4 +1,4 @@
-"""What the speculative loop is composed of, as protocols: the engine that runs its passes, and the drafter."""
+"""Protocols of the parts of the speculative loop: the engine that runs its passes, and the drafter."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from .call import Call
 from .policy import CostTable
 
-UNREAD = -1  # stands for a draft token that is still on the device
+UNREAD = -1  # placeholder for a draft token that the host has not read
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a draft that one source wrote; `exit_layer` is 0 where no layer ran."""
+    """A part of a draft that one source wrote; `exit_layer` is 0 if no layer ran."""
 
     source: str
     length: int
@@ -25,7 +25,7 @@ class Piece:
 
 @dataclass
 class Draft:
-    """Draft tokens of one row in one round, possibly none, and the sources that took turns to write them."""
+    """Draft tokens of one row in one round, possibly none, and the sources that wrote them."""
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Draft:
         return self
 
     def exit_layer_of(self, position: int) -> int:
-        """The layer that drafted the token at `position`, 0 where no layer ran."""
+        """The exit layer that drafted the token at `position`; 0 if no layer ran."""
         for piece in self.pieces:
             if position < piece.length:
                 return piece.exit_layer
@@ -47,7 +47,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Where the drafts of one call come from."""
+    """Drafts the tokens of one call."""
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft at most `limits[i]` tokens for each row `rows[i]` that still decodes."""
@@ -57,29 +57,29 @@ class Drafter(Protocol):
 
 
 class DraftEngine(Protocol):
-    """The part of an engine that a drafter uses: decoding by a draft head, one token a row at a time."""
+    """The part of an engine that a drafter uses: drafting with a head, one token per row at a time."""
 
     temperature: float  # of the call's sampling; 0 for greedy decoding
     reads_drafts: bool  # whether the host reads each draft token; if not, `draft_unread` replaces `draft`
 
     @property
     def block_layer(self) -> int | None:
-        """The exit layer of the block head, which drafts after no other source; `None` where it does not draft."""
+        """The exit layer of the block head, `None` if it does not draft; it cannot continue another source's draft."""
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
-        """Decode one token for each row by the head at an exit layer; return the tokens and their exit scores.
+        """Draft one token for each row with the head at an exit layer; return the tokens and their exit scores.
 
-        `drafted` are the tokens that each row has drafted in this round, as many for all rows.
+        `drafted` are the tokens that each row has drafted in this round, equally many for all rows.
         """
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
-        """Decode so many tokens for each row, which the host does not read before they are verified."""
+        """Draft `num_tokens` tokens for each row; the host does not read them before they are verified."""
 
     def rollback(self) -> None:
         """Forget the draft steps since the last rollback, and their K/V."""
 
     def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of this engine's passes over so many rows."""
+        """Measured costs of this engine's passes over `num_rows` rows."""
 
 
 class Engine(DraftEngine, Protocol):
@@ -97,13 +97,13 @@ class Engine(DraftEngine, Protocol):
 
     @property
     def free_slots(self) -> int | None:
-        """Tokens that the cache has room for after the last ones; `None` for a cache that grows."""
+        """How many draft tokens the cache or learned positions have room for; `None` without such a limit."""
 
     def running(self) -> AbstractContextManager[None]:
-        """What all other methods are called inside of; after an error the caller's cache can still be used."""
+        """The context for all other methods; after an error in it the caller's cache can still be used."""
 
     def decoding(self) -> AbstractContextManager[None]:
-        """What rounds are run inside of."""
+        """The context in which rounds run."""
 
     def prefill(self) -> Tensor:
         """Run prefill; return the logits of the last prompt tokens, (rows, 1, vocabulary)."""
@@ -112,16 +112,16 @@ class Engine(DraftEngine, Protocol):
         """Set each row's first generated token."""
 
     def decoder(self, room: int) -> Engine:
-        """The engine that runs the rounds, in which a row may generate `room` tokens: this one, or another."""
+        """The engine (this or another) that runs the rounds, in which a row may add at most `room` tokens."""
 
     def verify(self, drafted: list[list[int]]) -> None:
         """Run one full-depth pass over each row's last token and what it has drafted."""
 
     def drafted(self) -> list[list[int]] | None:
-        """The draft tokens of the last pass, where they were not read before; else `None`."""
+        """The draft tokens of the last pass; `None` if they were read before."""
 
     def logits(self) -> Tensor:
-        """(rows, width, vocabulary) of the last pass; those after a row's last draft token are arbitrary."""
+        """(rows, width, vocabulary) logits of the last pass; arbitrary after a row's last draft token."""
 
     def top_tokens(self) -> list[list[int]]:
         """The top-1 token at each position of the last pass."""
@@ -133,27 +133,27 @@ class Engine(DraftEngine, Protocol):
         """
 
     def select(self, rows: list[int]) -> None:
-        """Drop all other rows of the batch."""
+        """Keep only these rows of the batch."""
 
     def finish(self, settle: bool) -> Any:
-        """Return the cache as plain decoding would leave it, if the caller receives it; `settle` aligns its rows."""
+        """Return the cache, as after plain decoding if the caller receives it; `settle` removes rejected tokens."""
 
 
 class EngineKind(Protocol):
-    """An engine as users name it, with what it retains from call to call."""
+    """An engine as users name it, with its state between calls."""
 
     @property
     def warm_up_seconds(self) -> float:
         """Seconds that its warm-up has taken so far."""
 
     def showing_warm_up(self) -> AbstractContextManager[None]:
-        """Show on a terminal that it warms up, while it does."""
+        """The context that shows the progress of a warm-up on a terminal."""
 
     def engine(self, model: Any, attachment: Any, call: Call) -> Engine:
         """The engine of one call on an attached model."""
 
     def log_eager(self, reason: str) -> None:
-        """Log that a call which asked for this engine runs eagerly, as a warning at the first of each reason."""
+        """Log that a call which asked for this engine runs eagerly, as a warning the first time for each reason."""
 
     def release(self) -> None:
         """Free the memory that is retained between calls."""

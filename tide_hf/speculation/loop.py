@@ -1,12 +1,12 @@
 """The self-speculative loop: cheap drafts, one full-depth pass to verify them, rollback of rejected ones.
 
 A round asks the drafter for draft tokens, the engine for one full-depth pass over them, and the acceptance rule which
-of them the base model would have chosen. Every token was chosen from the base model's own full-depth logits, after the
-same processors; drafts only decide how many positions one pass covers. Since a draft names one token, "draw from p and
-compare" is speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192), and a single row draws the same random
-numbers in the same order as plain decoding.
+of them the base model would have chosen. Every token is chosen from the base model's own full-depth logits, after the
+same processors; drafts only decide how many positions one pass covers. Since a draft names one token at each position,
+"draw from p and compare" is speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192), and a single row
+draws the same random numbers in the same order as plain decoding.
 
-The rows of a batch draft to a common width and accept lengths of their own; see `depth.kv_cache.CacheSlots`.
+All rows of a batch are verified at one width, and each accepts its own number of tokens: `depth.kv_cache.CacheSlots`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class SpeculativeDecoder:
     def __init__(self, engine: Engine, rule: AcceptanceRule, stats: ExitStats, drops_stopped: bool) -> None:
         self.engine, self.rule, self.rows, self.stats = engine, rule, rule.rows, stats
         self.drops_stopped = drops_stopped
-        self.batch = list(rule.rows)  # those that still decode, in the order of the cache
+        self.batch = list(rule.rows)  # the rows in the batch, in the order of the cache
 
     def decode(self, make_drafter: Callable[[Engine], Drafter]) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate until every row is stopped, with the drafter made for the engine that decodes after prefill."""
+        """Generate until all rows have stopped; `make_drafter` gets the engine that decodes after prefill."""
         with self.engine.running():
             first = self._prefill()
             if not self._is_done():
@@ -98,7 +98,7 @@ class SpeculativeDecoder:
             self.engine.select(remaining)
 
     def _is_done(self) -> bool:
-        """Whether all have stopped; rows that stayed in the batch must also be as long as the longest."""
+        """Whether all rows have stopped; rows that stay in the batch must also be as long as the longest row."""
         if any(row.stopped_at is None for row in self.rows):
             return False
         return self.drops_stopped or all(len(row.tokens) >= self.rule.length for row in self.rows)

@@ -1,4 +1,4 @@
-"""What to draft next: measured costs and acceptances in, a decision out. Knows no model and no tensor."""
+"""Decide what to draft next from measured costs and acceptance rates, without access to models or tensors."""
 
 from __future__ import annotations
 
@@ -10,43 +10,42 @@ from statistics import median
 from threading import Lock
 
 MAX_DRAFT = 15
-DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # verify widths one more than these, to learn few costs well
-MIN_GAIN = 1.05  # a draft must promise this much over plain decoding, since the figures are noisy
+DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # few, so that each verify width (one more) is measured often
+MIN_GAIN = 1.05  # least expected speed-up of a draft over plain decoding, since measurements are noisy
 
-PRIOR_SLOPE = 0.1  # before it is measured, one more token in a verify pass is taken to cost a tenth of a pass
+PRIOR_SLOPE = 0.1  # prior cost of one more token in a verify pass, as a share of a plain pass
 TRUSTED_SAMPLES = 4
 SAMPLES = 15
-FORGET_AFTER = 50  # plain passes, after which every other cost loses its oldest sample
-PACE_SAMPLES = 3  # plain passes that tell how fast the machine is at the moment
-COMPARABLE = 16  # passes after a plain one, as long as they are taken to be run at its pace
-STALE = 128  # passes after a plain one, when another one has to be run
+FORGET_AFTER = 50  # every so many plain passes, each other cost loses its oldest sample
+PACE_SAMPLES = 3  # latest plain passes, whose median is the machine's present pace
+COMPARABLE = 16  # other costs are recorded within so many verify passes after a plain pass
+STALE = 128  # after so many verify passes without a plain pass, a plain pass has to run
 
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
 
-_lock = Lock()  # of all tables, since a table with one of its own could not be copied
+_lock = Lock()  # shared by all tables, since a table with its own lock could not be copied
 
 
 class CostTable:
     """Running costs of passes on this machine, in milliseconds. Calls in several threads may share a table.
 
     Keys are `("verify", width)` for a full-depth pass over `width` tokens (width 1 is plain decoding) and
-    `("draft", exit_layer)` for one draft token. The speed of a machine changes by the second with what else it does, so
-    other costs are stored as multiples of what plain passes cost just before them. Until a key has a few samples its
-    estimate leans on an optimistic prior, so that it gets tried; samples of what is not used are forgotten over time,
-    so that it is tried again.
+    `("draft", exit_layer)` for one draft token. The speed of a machine changes by the second with its load, so other
+    costs are stored as multiples of the latest plain passes' cost. Until a key has a few samples, its estimate leans on
+    an optimistic prior, so that the key gets tried; old samples are forgotten over time, so that it is tried again.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
-        head_share: Share of the output head in a pass's weights, likewise.
-        widths: Those of verify passes, where others are padded to them; empty where a pass may have any width.
+        head_share: Share of the output head in the weights of a pass, for the same prior.
+        widths: Widths to which verify passes are padded; empty if a pass may have any width.
     """
 
     def __init__(self, num_layers: int, head_share: float = 0.0, widths: Sequence[int] = ()) -> None:
         self.num_layers, self.head_share, self.widths = num_layers, head_share, tuple(widths)
-        self._samples: dict[CostKey, deque[float]] = {}  # in plain passes
+        self._samples: dict[CostKey, deque[float]] = {}  # in multiples of a plain pass
         self._medians: dict[CostKey, float] = {}
-        self._estimates: dict[CostKey, float] = {}  # since the last change: asking is part of every round
+        self._estimates: dict[CostKey, float] = {}  # cached until the next change, since every round reads them
         self._plain_ms: deque[float] = deque(maxlen=SAMPLES)
         self._pace = 1.0  # milliseconds of a plain pass at present
         self._plain_passes = 0
@@ -65,7 +64,7 @@ class CostTable:
         return table
 
     def record(self, key: CostKey, milliseconds: float) -> None:
-        """Add a measurement. The first of each key is dropped: it pays for buffers and kernel choices."""
+        """Add a measurement. The first of each key is dropped, since it includes allocations and kernel choices."""
         with _lock:
             if key == PLAIN:
                 self._record_plain(milliseconds)
@@ -79,11 +78,11 @@ class CostTable:
 
     @property
     def ready(self) -> bool:
-        """Whether plain decoding, against which everything is compared, has been measured, and not too long ago."""
+        """Whether plain decoding, the baseline of all costs, has been measured recently enough."""
         return bool(self._plain_ms) and self._since_plain < STALE
 
     def verify(self, width: int) -> float:
-        """Expected milliseconds of a full-depth pass over `width` tokens; never more than of a wider one."""
+        """Expected milliseconds of a full-depth pass over `width` tokens; at most that of any wider pass."""
         if self.widths:
             if width > self.widths[-1]:
                 return math.inf
@@ -128,7 +127,7 @@ class CostTable:
         return self._blend(("verify", width), self._interpolate(width))
 
     def _blend(self, key: CostKey, prior: float) -> float:
-        """The measured cost; with few samples, their mean with the prior where that is lower."""
+        """The measured cost; with few samples, averaged with the prior if the prior is lower."""
         measured, count = self._medians.get(key), len(self._samples.get(key, ()))
         if measured is None:
             return prior
@@ -137,7 +136,7 @@ class CostTable:
         return (measured * count + min(prior, measured)) / (count + 1)
 
     def _interpolate(self, width: int) -> float:
-        """Cost of an unmeasured width between, or beyond, the trusted ones."""
+        """Interpolate, or extrapolate, the cost of a width from the widths with enough samples."""
         known = [(1, 1.0)]
         for (kind, measured_width), value in self._medians.items():
             if kind == "verify" and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
@@ -152,15 +151,15 @@ class CostTable:
 
 
 def step_width(num_tokens: int, widths: Sequence[int]) -> int:
-    """The least of the available `widths` of verify passes that holds so many tokens."""
+    """The smallest of `widths`, the available widths of verify passes, that holds `num_tokens` tokens."""
     return next(width for width in widths if width >= num_tokens)
 
 
 class AcceptanceTable:
-    """Running probability that the next draft token of a source is accepted, forgetting slowly.
+    """Running estimates of the probability that the next draft token of a source is accepted.
 
-    A source's prior counts for `weight` observations at any time; `decay` is the weight that earlier ones retain
-    at each new one.
+    A source's prior always counts as `weight` observations. Each new observation multiplies the weight of earlier
+    observations by `decay`.
     """
 
     def __init__(self, priors: dict[str, float], weight: float = 4.0, decay: float = 0.97) -> None:
@@ -168,7 +167,7 @@ class AcceptanceTable:
         self._counts = {source: [0.0, 0.0] for source in priors}
 
     def record(self, source: str, num_drafted: int, n_matches: int) -> None:
-        """Add one verified draft. Tokens after the first rejected one say nothing."""
+        """Add one verified draft. Tokens after the first rejected one are not counted."""
         trials = min(num_drafted, n_matches + 1)
         self.forget(source, self._decay**trials)
         counts = self._counts[source]
@@ -176,7 +175,7 @@ class AcceptanceTable:
         counts[1] += trials
 
     def forget(self, source: str, share: float) -> None:
-        """Reduce the weight of a source's observations to this share of it."""
+        """Multiply the weight of a source's observations by `share`."""
         self._counts[source] = [share * count for count in self._counts[source]]
 
     def probability(self, source: str) -> float:
@@ -190,7 +189,7 @@ class Option:
     """A source that could draft in this round."""
 
     source: str
-    rows: tuple[tuple[float, int], ...]  # of each row, the acceptance of a draft token and the most tokens on offer
+    rows: tuple[tuple[float, int], ...]  # per row, the acceptance rate of a draft token and the most tokens on offer
     exit_layer: int = 0  # the layer that drafts, 0 where no layer runs
 
     def expected_tokens(self, num_drafts: int) -> float:
@@ -200,7 +199,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The source of a round's drafts (`None`: plain decoding), its length, and the expected cost of a new token."""
+    """The source of a round's drafts (`None`: plain decoding), their length, and the expected cost of a new token."""
 
     option: Option | None = None
     num_draft_tokens: int = 0
@@ -244,9 +243,9 @@ def worth_another_draft(
 ) -> bool:
     """Whether one more draft token for each row pays for itself.
 
-    `survivals` are the rows' probabilities that all `drafted` tokens so far are accepted, and `acceptance` is that of
-    the next, where these are. `ms_per_token` is what a token costs in rounds like this one, the most that one more may
-    cost. `catch_up` says that the layer has yet to process the drafted tokens, which another source wrote.
+    `survivals` are the rows' probabilities that all `drafted` tokens so far are accepted; `acceptance` is the
+    probability that the next token is accepted after them. `ms_per_token` is the expected cost of a new token in this
+    round, the most that one more may cost. With `catch_up` the layer must first process the tokens of another source.
     """
     draft = costs.draft(exit_layer)
     if catch_up:
@@ -256,10 +255,10 @@ def worth_another_draft(
 
 
 def choose_continuation(offers: list[tuple[float, int]], survivals: list[float], drafted: int, costs: CostTable) -> int:
-    """How many tokens per row that cost nothing to draft are worth a wider verify pass; 0 where none is.
+    """The number of further tokens per row, free to draft, that best pays for a wider verify pass; 0 if none does.
 
-    `offers` are the rows' acceptance of such a token and the most tokens on offer; `survivals` the probabilities that
-    all tokens drafted so far (`drafted`, in the longest row) are accepted.
+    `offers` are the rows' acceptance rates of such a token and the most tokens on offer; `survivals` are the rows'
+    probabilities that all tokens drafted so far (`drafted` in the longest row) are accepted.
     """
     best, best_gain = 0, 0.0
     most = max(limit for _, limit in offers)

@@ -23,11 +23,11 @@ from ..depth.kv_cache import crop_layers
 # of tokens in that time, so there the whole batch is one pass.
 PASS_TOKENS = 40
 _BY_ROW = ("attention_mask", "position_ids")
-_SHARED = (bool, int, float, str, type(None))  # other inputs of the model, if they are the same for all rows
+_SHARED = (bool, int, float, str, type(None))  # types of model inputs that are the same for all rows
 
 
 class PrefixCache:
-    """The K/V cache of the last call with a single sequence, for a prompt that begins with the same tokens."""
+    """The K/V cache of the last single-sequence call, for a prompt that begins with the same tokens."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config(decoder=True)
@@ -35,14 +35,14 @@ class PrefixCache:
         self._cache: DynamicCache | None = None
 
     def take(self, prompt: Sequence[int]) -> DynamicCache:
-        """A cache with the K/V of the tokens that the prompt shares with the last text, except its last token.
+        """Return a cache, possibly empty, with the K/V of the longest stored prefix of `prompt[:-1]`.
 
-        The call may write to it. If the call succeeds, pass the cache to [`PrefixCache.store`]; if not, drop it.
+        The call may write to the cache. After success, pass the cache to [`PrefixCache.store`]; else drop it.
         """
         shared = num_shared(self._tokens, prompt[:-1])
         surplus = len(self._tokens) - shared
         cache, self._cache, self._tokens = self._cache, None, []
-        # K/V of rotary embeddings that change with the length are not those of a longer text.
+        # Beyond such a limit, rotary angles depend on the length, so K/V of another text cannot be reused.
         rope_changes = any(limit < len(prompt) for limit in rope_limits(self.config).values())
         if cache is None or shared == 0 or rope_changes:
             return DynamicCache(config=self.config)
@@ -53,7 +53,7 @@ class PrefixCache:
         return cache
 
     def store(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
-        """Store a call's cache for the next one, with the tokens of prompt and answer; the last may have no K/V."""
+        """Store a call's cache for the next call; `tokens` are prompt and answer, and the last may have no K/V."""
         self._cache, self._tokens = cache, list(tokens)[: cache.get_seq_length()]
 
 
@@ -66,8 +66,8 @@ def num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
 class Group:
     """Rows of a batch whose prompts are prefilled in one pass."""
 
-    distinct: list[int]  # rows of the pass, each with another prompt
-    rows: list[int]  # rows that get its K/V: these, and those with an equal prompt
+    distinct: list[int]  # rows that the pass runs, with different prompts
+    rows: list[int]  # rows that get K/V of this pass: `distinct`, and rows with equal prompts
     index: list[int]  # for each of `rows` the index of its prompt in `distinct`
     length: int  # tokens of the longest prompt, to which the others are padded
 
@@ -75,7 +75,7 @@ class Group:
 def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]]:
     """Group rows by length, with the least total cost of passes (`pass_tokens` each) and tokens, padding included."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    best, begins = [(0, 0)], [0]  # for the first rows: cost and number of their groups, and where the last one begins
+    best, begins = [(0, 0)], [0]  # for the first n rows: cost and number of groups; start of the last group
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
         cost, count, begin = min(
@@ -121,7 +121,7 @@ def prefill(
 
 
 def groups_of(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[Group] | None:
-    """The cheapest groups for the prompts of a call, (rows, length); `None` for one pass over all of them."""
+    """The cheapest groups for the prompts of a call, (rows, length); `None` for one pass over all rows."""
     if len(input_ids) == 1 or not _can_be_split(model, input_ids, model_kwargs):
         return None
     own = [value.movedim(-2, 0).flatten(1) for name in _BY_ROW if (value := model_kwargs.get(name)) is not None]
@@ -142,14 +142,14 @@ def _group(distinct: list[int], firsts: list[int], length: int) -> Group:
 
 
 def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """The rows' lengths: without padding where passes without it are known to be cheaper."""
+    """The rows' lengths; without their left padding if passes without padding are known to be cheaper."""
     rows, length = input_ids.shape
     if (
         input_ids.device.type != "cpu"
         or any(model_kwargs.get(name) is None for name in _BY_ROW)
         or any(limit < length for limit in rope_limits(model.config.get_text_config()).values())
-        or getattr(model, "is_quantized", False)  # a pass then costs more than reading weights does
-        or set((getattr(model, "hf_device_map", None) or {"": "cpu"}).values()) != {"cpu"}  # or than this, offloaded
+        or getattr(model, "is_quantized", False)  # then a pass costs more than reading the weights
+        or set((getattr(model, "hf_device_map", None) or {"": "cpu"}).values()) != {"cpu"}  # likewise if offloaded
     ):
         return [length] * rows
     mask = model_kwargs["attention_mask"].long()
@@ -187,7 +187,7 @@ def _fill(whole: Cache, caches: list[DynamicCache], groups: list[Group], length:
 
 
 def _padded(states: list[Tensor], groups: list[Group], length: int) -> Tensor:
-    """(rows, heads, length, D) of the groups' (distinct, heads, up to length, D), which all end at the last token."""
+    """Left-pad the groups' states, (distinct, heads, up to length, D), and join them to (rows, heads, length, D)."""
     _, heads, _, size = states[0].shape
     padded = states[0].new_zeros((sum(len(group.rows) for group in groups), heads, length, size))
     for state, group in zip(states, groups, strict=True):

@@ -1,4 +1,4 @@
-"""Processes that share one model by tensor parallelism, which have to take the same decisions."""
+"""Processes that share one model by tensor parallelism, and have to take the same decisions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import distributed
 class Ranks:
     """The processes of a model, which follow the measurements and random draws of the first one."""
 
-    group: Any = None  # `None` for one process alone
-    device: torch.device | None = None  # of their messages
+    group: Any = None  # process group; `None` for a single process
+    device: torch.device | None = None  # for messages between the processes
 
     @property
     def many(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one process."""
         return self.group is not None
 
     def agree(self, value: float) -> float:
-        """The first process's value; all have to call this in the same order."""
+        """Return the first process's value; all processes have to call this in the same order."""
         if self.group is None:
             return value
         message = torch.tensor([value], dtype=torch.float64, device=self.device)

@@ -11,20 +11,20 @@ from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-# Other criteria that look at each row by itself. Time is not one of them: it ends all rows with the same token.
+# Further criteria that judge each row by itself. MaxTimeCriteria does not: it ends all rows at the same step.
 BY_ROW = (StopStringCriteria,)
 
 
 @dataclass
 class Row:
-    """One sequence of the call. Scores and logits are stored where they are returned, (1, vocabulary) of each token."""
+    """One sequence of the call; `scores` and `logits`, (1, vocabulary) per token, are filled only to be returned."""
 
     index: int  # in the output
     prompt: Tensor  # (1, length), padding included
     last: int = 0  # the last token, which the next pass processes
     tokens: list[int] = field(default_factory=list)  # the new tokens
-    stopped_at: int | None = None  # the number of new tokens with which a criterion stopped it
-    depths: list[int] = field(default_factory=list)  # the layer that each new token was read from
+    stopped_at: int | None = None  # the number of new tokens when a criterion stopped the row
+    depths: list[int] = field(default_factory=list)  # the layer that each new token was read from; 0 for an n-gram
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class Row:
 
 
 def by_step(by_row: Iterable[list[Tensor]]) -> tuple[Tensor, ...]:
-    """(rows, vocabulary) of each step, from as many (1, vocabulary) of each row."""
+    """Concatenate each step's tensors of all rows, (1, vocabulary) each, to (rows, vocabulary)."""
     return tuple(torch.cat(step) for step in zip(*by_row, strict=True))
 
 
@@ -45,14 +45,14 @@ class RowCriterion(StoppingCriteria):
     """Receives every new token of every row as soon as it is final, and may end the row: for streaming and cancelling.
 
     Pass it in `generate(stopping_criteria=[...])`, with a `pad_token_id` in the generation config. In
-    `self_speculative` a row that it ends costs nothing from then on, and it is not called for rows that have ended.
-    In the other modes such rows stay in the batch, and it is called for their padding as well.
+    `self_speculative` ended rows leave the batch where possible, and the criterion is not called for them again. In
+    the other modes ended rows stay in the batch, and the criterion is called for their padding as well.
     """
 
-    eos_token_id = None  # transformers pads the rows that end by a criterion with this attribute
+    eos_token_id = None  # transformers pads ended rows only if a criterion has this attribute
 
     def stops_row(self, index: int, token: int) -> bool:
-        """Whether the row of this index in the batch ends with this token, its last."""
+        """Whether the row at `index` in the batch ends with `token`, the row's last token."""
         raise NotImplementedError
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -62,13 +62,13 @@ class RowCriterion(StoppingCriteria):
 
 
 def max_length_of(criteria: Iterable[Any]) -> int | None:
-    """Most tokens of prompt and answer that criteria allow; `None` where none of them counts tokens."""
+    """The most tokens of prompt and answer that the criteria allow; `None` without a MaxLengthCriteria."""
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     return min(lengths, default=None)
 
 
 class Stopping:
-    """The stopping criteria that `generate` prepared for a call; the common ones are checked without a tensor."""
+    """The stopping criteria that `generate` prepared for a call; common criteria are checked without tensors."""
 
     def __init__(self, criteria: Any, generation_config: Any) -> None:
         self.eos_tokens: set[int] = set()
@@ -96,14 +96,14 @@ class Stopping:
         return self.together([row])[0]
 
     def together(self, rows: list[Row]) -> list[bool]:
-        """Whether each row ends with its last token; criteria on whole batches are called for all of them at once."""
+        """Whether each row ends with its last token; criteria on whole batches are called once for all rows."""
         stops = [row.stopped_at is not None or self._ends(row) for row in rows]
         if not self.others:
             return stops
         ids = torch.cat([row.ids for row in rows])
         scores = by_step(row.scores for row in rows) or None
         found = torch.tensor(stops, device=ids.device)
-        for criterion in self.others:  # all of them, whatever the first returns, as in plain decoding
+        for criterion in self.others:  # all are called, whatever the first returns, as in plain decoding
             answer = criterion(ids, scores)
             if isinstance(answer, Tensor) and answer.shape == (len(rows), 1):  # as StoppingCriteria documents it
                 answer = answer[:, 0]

@@ -1,6 +1,6 @@
-"""Steps of fixed shape, prepared once and run again: compiled, and on GPUs captured as CUDA graphs.
+"""Steps of fixed shape, prepared once and run many times: compiled, and on GPUs captured as CUDA graphs.
 
-`static_cache` and `step_buffers` are the tensors that steps read and write. `step_store` keeps the steps. It has
-`step_compiler` compile them, by `graphs` of layers with the kernels that `fused_linears` gives them, and on GPUs
-`capture` capture them.
+`static_cache` and `step_buffers` have the tensors that steps read and write. `step_store` prepares and keeps steps:
+`step_compiler` compiles them from `graphs`, whose linear layers `fused_linears` fuses, and on GPUs `capture` captures
+them.
 """

@@ -1,6 +1,6 @@
 """Capture functions on tensors at fixed addresses as CUDA graphs, and adapt a model's forward to that.
 
-A capture allows nothing that needs the host: neither a value that the host reads, nor a tensor made of its numbers.
+During a capture, the host must neither read values of the device nor make device tensors from its own numbers.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ UNIQUE = (aten._unique2, aten.unique_consecutive, aten.unique_dim)
 INDEXING = (aten.index, aten.index_put, aten.index_put_)
 
 
-# Before, masks of eager attention were made of a number that the host had.
+# Older versions make masks of eager attention from a number on the host, which a capture does not allow.
 HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
 
 
 @dataclass
 class Replay:
-    """A function that can run again."""
+    """A function that can run many times, directly or as a CUDA graph."""
 
-    run: Callable[[], Any]  # the function, or the replay of its graph; the next run may overwrite its result
+    run: Callable[[], Any]  # the function, or the replay of its graph; the next run may overwrite the result
     pool: Any = None  # memory pool that graphs share
-    refused: str | None = None  # why there is no graph; `None` if there is one, or none was requested
+    refused: str | None = None  # why the function was not compiled or captured; `None` on success
     may_do_later: bool = False  # whether capture failed for a temporary reason, such as lack of memory
-    references: Any = None  # to objects that must stay alive
+    references: Any = None  # objects that must stay alive
 
 
 class HostReads(TorchDispatchMode):
@@ -77,7 +77,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _in_masking(frame: FrameType | None) -> bool:
-    """Whether transformers' mask code made the call, which skips it during capture."""
+    """Whether the call comes from transformers' mask code, which skips such calls during capture."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "transformers.masking_utils":
@@ -104,18 +104,18 @@ _capturing = Lock()  # another thread's work on the stream would be captured as 
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures of a device, since they share memory; PyTorch's own is bound to the first device.
+    """One stream for all captures on a device, which share memory. PyTorch's own stream is bound to the first device.
 
-    Warm-up runs use it too, since cuBLAS keeps a workspace for every stream that it has seen.
+    Warm-up runs use this stream too, since cuBLAS keeps a workspace for every stream.
     """
     return torch.cuda.Stream(device)
 
 
 def capture(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
-    """Capture a function in a CUDA graph; without success, the replay runs it as it is and says why.
+    """Capture a function in a CUDA graph; if that fails, the `Replay` runs the function itself and says why.
 
-    The function reads and writes tensors at fixed addresses; those in `state` are restored after trial runs. `pool` is
-    the memory pool that it shares with other graphs.
+    The function reads and writes tensors at fixed addresses; tensors in `state` are restored after trial runs. `pool`
+    is the memory pool that the graph shares with other graphs.
     """
     restore = restorer(state)
     with _capturing, torch.cuda.device(device):
@@ -157,9 +157,9 @@ def capture(function: Callable[[], Any], state: list[Tensor], device: torch.devi
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    # cuBLAS keeps a workspace per stream, and a graph goes on using the one that it was captured with. So it must be
-    # the graph's own: earlier ones are freed by the next capture, and later calls must not use this one. The outer
-    # stream context restores the current stream even if ending the capture fails.
+    # A graph uses the cuBLAS workspace of its capture at every replay, so no one else may use or free that workspace.
+    # Workspaces are cleared before the capture, so that cuBLAS allocates a new one, and after it, so that later calls
+    # do not use it. The outer stream context restores the current stream even if ending the capture fails.
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with (
@@ -172,24 +172,24 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
 
 
 def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> None:
-    """Clean up after a capture whose end failed, which PyTorch does not; `function` can be captured.
+    """Clean up after a capture that could not be ended, since PyTorch does not; `function` must be capturable.
 
-    The pool is not used again, since PyTorch 2.11 still allocates pinned memory for it.
+    The pool is not reused, since PyTorch 2.11 still allocates pinned memory for it.
     """
-    with suppress(RuntimeError):  # or the allocator would query the lost graph at each allocation
+    with suppress(RuntimeError):  # without this, every allocation would query the lost graph
         torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)  # only if the line before succeeded: it decrements a count
+        torch._C._cuda_releasePool(device.index, pool)  # it decrements a count, so only if the line above succeeded
     other = _recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), _stream_of(device))
-    with suppress(RuntimeError), other:  # or random numbers would raise until another capture ends
+    with suppress(RuntimeError), other:  # without this, drawing random numbers would raise until another capture ends
         function()
 
 
 @contextmanager
 def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
-    """Make a model's forward capturable, with the same results but for rounding, for a step of so many tokens.
+    """Make a model's forward capturable, for a step of `tokens` tokens; results differ by rounding alone.
 
-    Mixtures of experts run as when `generate` decodes on GPUs, with a copy of expert weights for each token. Steps of
-    more than `WIDEST` tokens do so only outside bfloat16, where grouped products, the alternative, need the host.
+    Mixtures of experts run as when `generate` decodes on GPUs, with a copy of expert weights for each token. In
+    bfloat16, steps of more than `WIDEST` tokens use grouped products instead, which need the host in other dtypes.
     """
     with ExitStack() as changes:
         if not HAS_CAPTURABLE_MASKS:
@@ -201,7 +201,7 @@ def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
 
 
 def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
-    """The result of transformers' function of this name, made on the device."""
+    """Make the mask of transformers' `eager_mask` on the device, without the host."""
     may_attend = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
     if may_attend is None:
         return None
@@ -210,7 +210,7 @@ def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor |
 
 @contextmanager
 def _masks_made_on_the_device() -> Iterator[None]:
-    """Make masks of eager attention by [`eager_mask`], in other threads as well."""
+    """Make the masks of eager attention by [`eager_mask`], in all threads."""
     before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager_mask
     try:

@@ -1,7 +1,7 @@
 """Graph passes over linear layers.
 
-Layers that read the same input are fused into one product, such as QKV: fewer kernel starts and larger reads. Layers
-whose weights are plain or quantised call their kernel directly, without the Python of the op that looks up layouts.
+Layers that read the same input, such as QKV, are fused into one product: fewer kernel launches and larger reads. Layers
+whose weights are plain or quantised call their kernel directly, without the Python op that looks up layouts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear
 class LinearWeights(NamedTuple):
     """The weights of one product, fused or not."""
 
-    indices: list[int]  # among the graph's constants
-    layout: int  # in `WEIGHT_LAYOUTS`
+    indices: list[int]  # of the weights among the graph's constants
+    layout: int  # index in `WEIGHT_LAYOUTS`
 
 
 def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool) -> list[LinearWeights]:
@@ -79,7 +79,7 @@ def _fuse(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
 def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearWeights]:
     """Call the GEMM kernels directly where weights are plain or quantised; return the quantised products.
 
-    The graph is changed in place: `packed` and `scales` of each of these become its last inputs, after the constants.
+    The graph is changed in place: `packed` and `scales` of each quantised product become inputs after the constants.
     """
     indices = _indices_of_constants(graph, constants)
     quantized: list[LinearWeights] = []
@@ -115,6 +115,6 @@ def layouts_of(products: list[LinearWeights], constants: list[Tensor]) -> list[W
 
 
 def quantized_tensors(quantized: list[WeightLayout]) -> list[Tensor]:
-    """The further inputs that [`call_kernels`] adds for quantised weights."""
+    """The values of the graph inputs that [`call_kernels`] adds for quantised weights."""
     layouts = [layout for layout in quantized if isinstance(layout, QuantizedWeight)]
     return [tensor for layout in layouts for tensor in (layout.packed, layout.scales)]

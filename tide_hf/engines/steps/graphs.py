@@ -1,4 +1,4 @@
-"""Graphs of steps and of decoder layers: traced below the model's Python, and compiled with Inductor.
+"""Graphs of steps and of decoder layers: traced at the level of PyTorch's operators, and compiled with Inductor.
 
 Each decoder layer is traced by itself, with its weights and K/V as arguments, so that layers with equal operations
 share a compiled graph.
@@ -26,20 +26,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...kernels.compile_cache import compiling
 from .fused_linears import LinearWeights, call_kernels, fuse_linears, layouts_of, quantized_tensors
 
-VALUES_PER_THREAD = 16384  # for fewer, synchronising another thread costs more than it saves
+VALUES_PER_THREAD = 16384  # with fewer, another thread costs more than it saves
 
-CompileGraph = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # of a graph and its inputs
+CompileGraph = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # called with a graph and its inputs
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:
     """Trace a function with static shapes, or with symbolic sizes (see [`Sizes`]); data-dependent operations raise."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    # Else it logs a traceback of errors that are handled here.
+    # Otherwise this logger prints tracebacks of errors that callers handle.
     before, fake_logger.disabled = fake_logger.disabled, True
     shapes: Any = torch.fx.experimental._config
     mode: Any = "symbolic" if dynamic else "fake"
     try:
-        with shapes.patch(use_duck_shape=False):  # or equal sizes would be assumed equal
+        with shapes.patch(use_duck_shape=False):  # otherwise sizes that are equal now would be assumed always equal
             return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     finally:
         fake_logger.disabled = before
@@ -50,7 +50,7 @@ class Sizes:
 
     def __init__(self, graph: fx.GraphModule) -> None:
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        inputs = [node.meta["val"] for node in placeholders if "val" in node.meta]  # constants have none
+        inputs = [node.meta["val"] for node in placeholders if "val" in node.meta]  # constants have no `val`
         self._env = inputs[0].fake_mode.shape_env
         sizes = [size for tensor in inputs for size in tensor.shape]
         self._guards = self._env.produce_guards_expression(placeholders=sizes) or "True"
@@ -84,7 +84,7 @@ def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
 
 
 def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph with Inductor, for the shapes of these inputs or, if traced so, for symbolic sizes."""
+    """Compile a graph with Inductor, for the shapes of `inputs`, or for symbolic sizes if traced with them."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     sized = {node: node.meta["val"] for node in placeholders if _changes_size(node.meta.get("val"))}
     # Inductor uses its cache on disk only with a shape environment.
@@ -130,8 +130,8 @@ def in_parts(graph: fx.GraphModule, layer: OpOverload, compile_graph: CompileGra
 class OperationLog(TorchDispatchMode):
     """Records each operation with its arguments, where tensors are named by their origin.
 
-    Two functions with equal logs over inputs of the same shapes compute the same from their inputs and constants, where
-    the constants (tensors that are neither inputs nor results, in order of first use) correspond in order.
+    Functions with equal logs compute the same from their inputs and constants. Constants are tensors that are neither
+    inputs nor results; those of two functions correspond by their order of first use.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -161,7 +161,7 @@ class OperationLog(TorchDispatchMode):
 
     @property
     def key(self) -> tuple[tuple[Any, str], ...]:
-        """The operations; equal for functions that compute the same."""
+        """The recorded operations; functions with equal keys compute the same."""
         return tuple(self._entries)
 
     def _name(self, tensor: Tensor) -> str:
@@ -181,9 +181,9 @@ class _Compiled(NamedTuple):
     """A compiled graph of a layer, which takes inputs, constants and tensors of quantised weights."""
 
     function: Callable[..., Any]  # returns a tuple
-    sizes: Sizes | None  # that it serves, if they are symbolic
+    sizes: Sizes | None  # input sizes that it serves; `None` for static shapes
     fused: list[LinearWeights]  # products whose weights are among the constants
-    quantized: list[LinearWeights]  # likewise
+    quantized: list[LinearWeights]  # quantised products, likewise
 
 
 class LayerGraph:
@@ -205,7 +205,7 @@ class LayerGraphs:
     """Compiles the graphs of layers."""
 
     def __init__(self, compile_graph: CompileGraph) -> None:
-        self.has_room = False  # whether there is memory for one more copy of the weights, in steps
+        self.has_room = False  # whether memory allows one more copy of the weights, for steps alone
         self._compile = compile_graph
         self._compiled: dict[tuple, _Compiled] = {}
         # By operations: the compiled graph, and the order of its constants.
@@ -219,12 +219,12 @@ class LayerGraphs:
     def graph_of(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], dynamic: bool = False
     ) -> LayerGraph:
-        """The graph of a layer.
+        """Compile the graph of a layer, or reuse that of a layer with equal operations.
 
-        `function` runs the layer on `inputs`, which change from pass to pass, their sizes too if `dynamic`. Other
-        tensors that it reads or writes have fixed addresses.
+        `function` runs the layer on `inputs`, which change from pass to pass; with `dynamic`, their sizes change too.
+        All other tensors that the layer reads or writes have fixed addresses.
         """
-        with OperationLog(inputs) as log:  # a tenth of the cost of a trace, and most layers are equal
+        with OperationLog(inputs) as log:  # takes a tenth of a trace's time, and most layers are equal
             function(*inputs)
         operations = (dynamic, log.key)
         if operations in self._by_operations:
@@ -236,7 +236,7 @@ class LayerGraphs:
         taken = [*inputs, *constants, *quantized_tensors(layouts_of(quantized, constants))]
         kind = (dynamic, graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
         if kind not in self._compiled:
-            compiled_function = self._compile(graph, taken)  # which may add guards on sizes
+            compiled_function = self._compile(graph, taken)  # compiling may add guards on sizes
             self._compiled[kind] = _Compiled(compiled_function, Sizes(graph) if dynamic else None, fused, quantized)
         compiled = self._compiled[kind]
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}

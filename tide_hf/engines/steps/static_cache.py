@@ -1,8 +1,8 @@
 """A static KV cache, for steps whose shapes and addresses must not change.
 
 Every layer holds as many slots as the call may need, sliding window or not: the model's own masks hide slots outside
-the window, padding, and unfilled slots. The slots that a pass writes are a tensor on the device, so a rollback lowers a
-number, and the next pass overwrites the rejected slots.
+the window, padding, and unfilled slots. The slots that a pass writes are a tensor on the device, so a rollback sets a
+lower start, and the next pass overwrites the rejected slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CachePosition:
 class StaticKVLayer(CacheLayerMixin):
     """K/V of one layer, (rows, heads, capacity, head size) each."""
 
-    is_compileable = True  # or transformers would omit the mask of a single token
+    is_compileable = True  # otherwise transformers would omit the mask for a single token
     is_sliding = False
 
     def __init__(self, keys: Tensor, values: Tensor, position: CachePosition) -> None:
@@ -50,7 +50,7 @@ class StaticKVLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All slots, from the first on."""
+        """The number of slots that masks cover (all), and the first of them."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> Any:
@@ -99,7 +99,7 @@ def fill(cache: Cache, source: Cache, length: int) -> None:
 
 
 def take_rows(layer: Any, source: Any, length: int, rows: list[int]) -> None:
-    """Copy the first `length` slots of some rows, ascending, into the first rows of a layer, possibly the same."""
+    """Copy `length` slots of `rows` (ascending) of `source` into the first rows of `layer`, possibly the same layer."""
     for into, part in zip(_kv(layer), _kv(source), strict=True):
         for row, taken in enumerate(rows):  # ascending, so no row is overwritten before it is read
             if into[row].data_ptr() != part[taken].data_ptr():
@@ -125,14 +125,14 @@ class StaticCacheSlots(CacheSlots):
         super().__init__(cache, length, attention_mask, compaction_threshold, torch.device("cpu"))
 
     def make_room(self, width: int) -> bool:
-        """Compact the cache if `width` more slots would not fit; return whether they fit then."""
+        """Compact the cache if `width` more slots would not fit; return whether they fit afterwards."""
         most = self.cache.layers[0].get_max_length()
         if self.length + width > most:
             self.settle()
         return self.length + width <= most
 
     def show(self, rows: list[int]) -> None:
-        """Reorder the masks and holes of the rows."""
+        """Set masks and holes to those of `rows`, in this order."""
         if self.mask is not None:
             self.mask = self.mask[rows]
         if self.holes is not None:
@@ -142,7 +142,7 @@ class StaticCacheSlots(CacheSlots):
         """Do nothing, since the next pass overwrites the slots."""
 
     def _move(self, order: Tensor, total: int) -> None:
-        order = order.to(self.cache.layers[0].keys.device)  # once, since each upload synchronises with the GPU
+        order = order.to(self.cache.layers[0].keys.device)  # uploaded once, since each upload synchronises with the GPU
         for layer in self.cache.layers:
             keys, values = _kv(layer)
             for part, moved in zip((keys, values), kv_compact(keys, values, order), strict=True):

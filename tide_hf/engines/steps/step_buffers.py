@@ -22,11 +22,11 @@ from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...routers.routers import TIDERouters
 from .static_cache import fill, first_rows, static_cache, take_rows
 
-WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; others are padded
+WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; other widths are padded to the next of these
 WIDEST = WIDTHS[-1]
-BUCKET = 256  # slots; buffers, and so graphs, are shared up to the next multiple
-FIRST_SLOTS = 1024  # of buffers that grow, where a call may need so many
-SPARE_SLOTS = 256  # for holes, with several rows
+BUCKET = 256  # slots; capacities are multiples of it, so that calls share buffers and graphs
+FIRST_SLOTS = 1024  # of growing buffers at first, unless the call needs fewer
+SPARE_SLOTS = 256  # for holes, in buffers of several rows
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class ModelParts:
     unembed: Unembed
     draft_unembed: DraftUnembed
     routers: TIDERouters | None
-    execute_layer: Any = None  # as of `LayerRun`
+    execute_layer: Any = None  # as in `LayerRun`
 
 
 class StepBuffers:
-    """The tensors of all steps of one number of rows and slots.
+    """The tensors of all steps with the same numbers of rows and slots.
 
     Args:
         parts: The parts of the model that steps run.
         like: A filled cache of the model, for shapes and dtypes.
         rows: Number of sequences.
         capacity: Slots per sequence.
-        position_shape: Leading dimensions of the positions (mRoPE has one), `()` for plain ones; `None` if the model
-            takes no positions.
-        has_block: Whether the block head drafts, whose K/V are the last layer of the cache.
+        position_shape: Leading dimensions of the positions (mRoPE has one), `()` for plain positions; `None` if the
+            model takes no positions.
+        has_block: Whether the block head drafts; its K/V are the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
-        shared: A static cache of as many slots and more rows, whose first rows to use.
+        shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StepBuffers:
     def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
         """Copy in a cache of `length` tokens, a (rows, length) mask and the block's previous hidden state.
 
-        Cache and hidden state may have fewer rows, the first ones.
+        Cache and hidden state may have fewer rows than the buffers; they fill the first rows.
         """
         fill(self.cache, source, length)
         self.write_mask(mask)
@@ -105,7 +105,7 @@ class StepBuffers:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
 
     def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
-        """Copy some rows, in ascending order, of other buffers into the first rows; they may share memory.
+        """Copy `rows` (ascending) of other buffers into the first rows of these; the two may share memory.
 
         `length` is the number of filled slots; the mask is (rows of these buffers, length).
         """
@@ -123,7 +123,7 @@ class StepBuffers:
         self.mask.copy_(self._host_mask, non_blocking=True)
 
     def write(self, start: int, positions: list[list[int]], ids: list[list[int]], accepted: list[int] | None) -> None:
-        """Upload the inputs of a round, by one asynchronous copy, to the slots from `start` on.
+        """Upload the inputs of a round by one asynchronous copy; `start` is the slot of the first token.
 
         `positions` are those of each row's first token, one per kind (mRoPE); `ids` each row's last token and draft;
         `accepted` the number of tokens that each row accepted in the previous pass, `None` before the first.
@@ -140,7 +140,7 @@ class StepBuffers:
             self.draft_hidden_state.copy_(self.prev_hidden_state)
 
     def read(self) -> list[list[int]]:
-        """Wait for the round; return per row the full model's tokens and, from index `WIDEST` on, its input tokens."""
+        """Wait for the round; return per row the full model's tokens and, from index `WIDEST` on, the pass's input."""
         return self._results.tolist()
 
     def state(self) -> list[Tensor]:
@@ -205,16 +205,16 @@ class StepBuffers:
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self.position_shape is not None:
             positions = self.positions[..., None] + torch.arange(width, device=self.device) + fed
-            if self.last_position is not None:  # padding tokens may lie beyond it
+            if self.last_position is not None:  # padding tokens may lie beyond the last position
                 positions = positions.clamp(max=self.last_position - 1)
             inputs["position_ids"] = positions
         return self.parts.model(**inputs, return_dict=True)
 
 
 def slots_for_now(filled: int, most: int) -> int:
-    """Number of slots of growing buffers: powers of two, for few graphs, and at most twice what is filled.
+    """Number of slots of growing buffers that hold `filled` tokens, in a call that may need `most` slots.
 
-    The call may need `most` slots.
+    With `WIDEST` more it is a power of two, so that few graphs serve all calls.
     """
     slots = FIRST_SLOTS // 2
     while slots < most and (slots < FIRST_SLOTS or slots - WIDEST <= filled):

@@ -1,11 +1,11 @@
-"""Compile steps, and the decoder layers of prefill: one graph shared by all layers of a kind, and one around them.
+"""Compile steps, and the decoder layers of prefill; layers with equal operations share a compiled graph.
 
-A step of fixed shape is traced below the model's Python, so no code per model family is needed. In the trace of the
-whole step each layer is a single op, which runs the graph of that layer.
+A step of fixed shape is traced at the level of PyTorch's operators, so no model family needs code of its own. In the
+trace of the whole step each layer is a single op, which runs the graph of that layer.
 
-Prefill spends a fifth to a third of its time between matrix products, in forty small operations per layer, each of
-which reads and writes all tokens. Its layers are compiled for symbolic sizes. Guards on sizes, such as the choice of
-the fastest weight layout, bound the sizes that a graph serves; others get a graph of their own.
+Prefill spends a fifth to a third of its time outside matrix products, in forty small operations per layer, each of
+which reads and writes all tokens. Layers of prefill are compiled for symbolic sizes. Guards on sizes, such as the
+choice of the fastest weight layout, bound the sizes that a graph serves; other sizes get another graph.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .capture import Replay, restorer
 from .fused_linears import call_kernels, layouts_of, quantized_tensors
 from .graphs import CompileGraph, LayerGraph, LayerGraphs, in_parts, lift_constants, traced
 
-MAX_PREFILL_GRAPHS = 8  # per layer, by sizes; further sizes run natively
+MAX_PREFILL_GRAPHS = 8  # per layer, for different sizes; further sizes run uncompiled
 
-# Dynamo and Inductor raise RuntimeError, also without a compiler or for data-dependent shapes; a compiled graph raises
-# AssertionError for inputs that do not match its own.
+# Dynamo and Inductor raise RuntimeError, also if there is no compiler or shapes depend on data; a compiled graph raises
+# AssertionError if its inputs do not match those that it was compiled for.
 COMPILE_ERRORS = (RuntimeError, AssertionError)
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ _numbers = itertools.count()
 
 
 class Region:
-    """One decoder layer in one kind of step, whose hidden states have the shape and dtype of `like`."""
+    """The graph of one decoder layer in one step; its output has the shape and dtype of `like`."""
 
     def __init__(self, graph: LayerGraph, like: Tensor) -> None:
         self.graph, self.shape, self.dtype = graph, like.shape, like.dtype
@@ -79,8 +79,8 @@ class Region:
         _regions[self.number] = self
 
 
-# The op writes K/V without declaring the mutation, which would cost Inductor seconds per step. Layers cannot be
-# reordered, since each reads the previous one's output, and `_trace` checks that none is eliminated.
+# The op does not declare that it writes K/V, since declared mutations cost Inductor seconds per step. Layers cannot be
+# reordered, since each reads the previous one's output, and `_trace` checks that no layer is eliminated.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define("layer(Tensor[] inputs, int region) -> Tensor")
 
@@ -106,7 +106,7 @@ class StepCompiler:
         self._compile = compile_graph
         self.graphs = LayerGraphs(compile_graph)
         self._regions: list[Region | None] | None = None  # set while a step is recorded
-        self._to_insert: Iterator[Region | None] | None = None  # set while it is traced
+        self._to_insert: Iterator[Region | None] | None = None  # set while the step is traced
 
     def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer in place of `gate.native`."""
@@ -122,9 +122,9 @@ class StepCompiler:
         return output
 
     def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
-        """Compile a step; without success, the replay runs it as it is and says why.
+        """Compile a step; if that fails, the `Replay` runs the step uncompiled and says why.
 
-        The step reads and writes tensors at fixed addresses; those in `state` are restored after trial runs.
+        The step reads and writes tensors at fixed addresses; tensors in `state` are restored after trial runs.
         """
         restore = restorer(state)
         try:
@@ -189,7 +189,7 @@ def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
 
 
 class _TracedStaticCache:
-    """Stands for the static cache while a layer is traced, with that layer's K/V alone."""
+    """Replaces the static cache while a layer is traced, with that layer's K/V alone."""
 
     def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, start: Tensor) -> None:
         self.keys, self.values, self.slots, self.start = keys, values, slots, start
@@ -207,8 +207,8 @@ class CompiledPrefill:
     """Runs the layers of prefill compiled where possible, else natively."""
 
     def __init__(self, graphs: LayerGraphs, warm_up: WarmUp) -> None:
-        self.num_compiled = 0  # layers that ran compiled so far
-        self.refused: dict[type, str] = {}  # why kinds of layer cannot be compiled, by class
+        self.num_compiled = 0  # number of layer calls that ran compiled so far
+        self.refused: dict[type, str] = {}  # why layers cannot be compiled, by their class
         self._graphs, self._warm_up = graphs, warm_up
         self._known: defaultdict[tuple, list[LayerGraph]] = defaultdict(list)
 
@@ -260,7 +260,7 @@ class CompiledPrefill:
 
 
 class _TracedEmptyCache:
-    """Stands for an empty cache while a layer is traced."""
+    """Replaces an empty cache while a layer is traced."""
 
     def __init__(self) -> None:
         self.stored: tuple[Tensor, ...] = ()
@@ -274,7 +274,7 @@ class _TracedEmptyCache:
 
 
 def _writes_first_tokens(arguments: LayerArguments, gate: LayerGate) -> bool:
-    """Whether a layer is about to write the first tokens of a dynamic cache."""
+    """Whether a layer is about to write the first tokens to its part of a dynamic cache."""
     if arguments.cache is None or len(arguments.cache.layers) <= gate.layer_idx:
         return False
     layer = arguments.cache.layers[gate.layer_idx]

@@ -28,8 +28,8 @@ from .step_compiler import CompiledPrefill, StepCompiler
 
 MEMORY_SHARE = 0.5  # of the free memory, which a call's buffers may take
 MAX_GRAPHS = 64
-MAX_BUFFERS = 8  # by number of rows and slots
-PLAIN = (bool, float, str)  # settings; not int, which may count calls, and not objects, which may be set lazily
+MAX_BUFFERS = 8  # each for one number of rows and slots
+PLAIN = (bool, float, str)  # types of settings; an int may count calls, and an object may be set lazily
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class StepStore:
 
     def __init__(self, compile_graph: CompileGraph | None, description: str) -> None:
         self._compile_graph = compile_graph
-        self.warm_up = WarmUp(description, "steps")  # includes the memory of buffers
-        self.reads, self.replays = 0, 0  # host synchronisations, and steps run
+        self.warm_up = WarmUp(description, "steps")  # its bytes include buffers
+        self.reads, self.replays = 0, 0  # numbers of host synchronisations, and of steps run
         self.lock = Lock()
         self.release()
 
@@ -86,7 +86,7 @@ class StepStore:
             self._parts, self._fingerprint = found, fingerprint
 
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
-        """Buffers of at least `slots` slots and `rows` rows, in a call that has begun.
+        """Buffers of at least `slots` slots and `rows` rows; `refresh` has to be called before.
 
         Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
         cost less than preparing further steps. `like` is the filled cache of the call, and `kinds` are as for
@@ -108,7 +108,7 @@ class StepStore:
         return self._buffers[key]
 
     def fits(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
-        """Whether the K/V of what [`buffers`] would return are allocated, or fit into memory; if not, say so."""
+        """Whether the K/V of [`buffers`] with these arguments exist or fit into memory; log a warning if not."""
         (_, capacity, *_), alike = self._key_of(like, rows, slots, kinds)
         if any(other[1] == capacity for other in alike):
             return True
@@ -121,7 +121,7 @@ class StepStore:
         return False
 
     def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, Any]) -> tuple[tuple, list[tuple]]:
-        """The key of the buffers to reuse or to allocate, and the keys of all that are large enough."""
+        """The key of the buffers to reuse or to allocate, and the keys of all that exist and are large enough."""
         first: Any = like.layers[0]
         capacity = capacity_for(rows, slots)
         others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
@@ -130,7 +130,7 @@ class StepStore:
         return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
-        """Existing buffers with fewer rows and the same steps, for the `rows` sequences that are left."""
+        """Existing buffers that have fewer rows, and all steps of `buffers`, for the `rows` remaining sequences."""
         kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)
         steps = self._steps_of(buffers)
         for key in sorted(key for key in self._buffers if key[1:] == kind and rows <= key[0] < buffers.rows):
@@ -184,7 +184,7 @@ class StepStore:
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        """Prepare a step of so many tokens in all rows together."""
+        """Prepare a step of `tokens` tokens in all rows together."""
         raise NotImplementedError
 
 
@@ -192,7 +192,7 @@ class CompiledSteps(StepStore):
     """The steps of one model on a CPU, compiled."""
 
     kind = "compiled steps"
-    reads_drafts = True  # free on a CPU
+    reads_drafts = True  # on a CPU, reading costs nothing
     grows = True  # a few sizes serve all calls; unfilled slots would take memory and mask computation
 
     def __init__(self, compile_graph: CompileGraph = compile_graph) -> None:
@@ -210,7 +210,7 @@ class CompiledSteps(StepStore):
         self.prompts = CompiledPrefill(self.compiler.graphs, self.warm_up)
 
     def refresh(self, parts: Callable[[], ModelParts]) -> None:
-        """As `StepStore.refresh`; also drops graphs whose converted weights have changed."""
+        """See `StepStore.refresh`; all graphs are also dropped if converted weights have changed."""
         if any(gate.converted.get(layout) is not found for (gate, layout), found in self._converted.items()):
             self.release()
         super().refresh(parts)
@@ -219,7 +219,7 @@ class CompiledSteps(StepStore):
         parts, graphs = buffers.parts, self.compiler.graphs
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
-        if not self._converted:  # checked once, since the copies made then have taken memory
+        if not self._converted:  # checked before the first step only: its copies take memory
             graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
         with gqa_attention(parts.model, block), allowed_layouts(layouts):
@@ -229,15 +229,15 @@ class CompiledSteps(StepStore):
 
 
 class CapturedSteps(StepStore):
-    """The steps of one model on a GPU, captured.
+    """The steps of one model on a GPU, captured as CUDA graphs.
 
-    The compiled step is captured, or the eager one if it cannot be compiled. A step that cannot be captured runs
+    The compiled step is captured, or the eager step if compilation fails. A step that cannot be captured runs
     without a graph.
     """
 
     kind = "CUDA graphs"
-    reads_drafts = False  # synchronising on each costs more than its score saves
-    grows = False  # unfilled slots cost next to nothing, other steps much
+    reads_drafts = False  # waiting for each draft token costs more than its exit score saves
+    grows = False  # unfilled slots cost next to nothing, but preparing further steps costs much
 
     def __init__(
         self, make_replay: Callable[..., Replay] = capture, compile_graph: CompileGraph | None = compile_graph
@@ -268,10 +268,10 @@ class CapturedSteps(StepStore):
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch has reserved on a GPU, to compare before and after; 0 on other devices."""
+    """Bytes that PyTorch has reserved on a GPU, to measure what preparing a step takes; 0 on other devices."""
     if device.type != "cuda":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()  # captures free these, and empty the cache, too
+    torch._C._cuda_clearCublasWorkspaces()  # captures do the same, which must not count as a difference
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
@@ -285,7 +285,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def fingerprint_of(parts: ModelParts) -> tuple:
-    """What graphs depend on that may change between calls: modules, weight addresses, attention, hooks, settings."""
+    """What graphs depend on, if it can change between calls: modules, weight addresses, attention, hooks, settings."""
     facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
         for module in root.modules():  # one walk for modules and tensors, since it takes time in every call
@@ -296,7 +296,7 @@ def fingerprint_of(parts: ModelParts) -> tuple:
 
 
 def _address(tensor: Tensor) -> int:
-    """A tensor's address; 0 for subclasses such as quantised weights, which are identified by the object."""
+    """A tensor's address; 0 for subclasses such as quantised weights, which are identified by `id` alone."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 

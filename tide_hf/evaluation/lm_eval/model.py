@@ -18,14 +18,14 @@ from ..teacher_forcing import exit_logits
 
 
 class RowStops(StoppingCriteria):
-    """Ends each row at its first stop string. lm-eval's own criterion keeps the state of a batch, not of its rows."""
+    """Ends each row at its first stop string; lm-eval's own criterion works only for a whole batch at once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
         self.start = start  # tokens of the prompt, padding included
         lengths = [len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops]
-        self.lookback = max(lengths, default=0) + 2  # a text may come in other tokens than the tokenizer would choose
+        self.lookback = max(lengths, default=0) + 2  # a model may split a stop string into more tokens than encode does
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """(rows, length) tokens -> (rows,) whether each row has just reached a stop string."""
@@ -35,16 +35,16 @@ class RowStops(StoppingCriteria):
 
 @register_model("tide_hf")
 class TIDELM(HFLM):
-    """A causal language model that lm-eval scores as TIDE decodes it.
+    """A causal language model with TIDE attached, for lm-eval.
 
-    Tasks that generate go through `generate` in `tide_mode`. Likelihoods are the base model's own in
-    `self_speculative`; in `early_exit` and `post_hoc` each position is read from the earliest exit layer whose router's
-    score reaches the threshold, as if every token had been decoded by itself (see `evaluation.teacher_forcing`), the
-    last one of the context among them. The results' config has the depth that tokens were read from, under `tide`.
+    Generation tasks call `generate` in `tide_mode`. Likelihoods are the base model's own in `self_speculative`. In
+    `early_exit` and `post_hoc` the logits at each position are those of the earliest exit layer whose router's score
+    reaches the threshold, as if every token, also of the context, were decoded by itself (see
+    `evaluation.teacher_forcing`). The results' config reports the mean depth of the tokens under `tide`.
 
     Args:
         pretrained: As in lm-eval's `hf`: Hub name or folder of the base model, or a model.
-        routers: Its routers: a folder, a Hub repository or `TIDERouters`.
+        routers: The base model's routers: a folder, a Hub repository or `TIDERouters`.
         tide_mode: `"self_speculative"`, `"early_exit"` or `"post_hoc"`.
         exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
         routers_revision: Revision of the routers' Hub repository.
@@ -70,7 +70,7 @@ class TIDELM(HFLM):
         if tide_mode != "self_speculative":
             self.model._tide.require_routers(f"tide_mode={tide_mode!r}")
         self._depths_of_call: Iterator[Tensor] | None = None
-        self._layers_executed: dict[str, list[int]] = {"likelihood": [], "generation": []}  # by token
+        self._layers_executed: dict[str, list[int]] = {"likelihood": [], "generation": []}  # of each token
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """(rows, length) tokens, padded on the right -> (rows, length, vocab_size) logits."""
@@ -91,7 +91,7 @@ class TIDELM(HFLM):
         return read.logits
 
     def _select_cont_toks(self, logits: Tensor, contlen: int | None = None, inplen: int | None = None) -> Tensor:
-        """Cut a row's continuation out of its logits; lm-eval does so row by row, in the order of the call."""
+        """Select the logits of a row's continuation, and count its depths; lm-eval calls this row by row, in order."""
         if self._depths_of_call is not None and contlen and inplen:
             self._layers_executed["likelihood"] += next(self._depths_of_call)[inplen - contlen : inplen].tolist()
         return super()._select_cont_toks(logits, contlen=contlen, inplen=inplen)
@@ -109,7 +109,7 @@ class TIDELM(HFLM):
                 use_cache=True,
                 **kwargs,
             )
-        stats = self.model.last_exit_stats  # none of beam search
+        stats = self.model.last_exit_stats  # None after beam search
         for layers in stats.per_token if stats is not None else ():
             self._layers_executed["generation"] += layers
         return sequences
@@ -119,7 +119,7 @@ class TIDELM(HFLM):
         return torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes next to the results: the mode, and the depth of all tokens so far."""
+        """Facts that lm-eval stores with its results, among them the mode and the mean depth of all tokens so far."""
         attachment = self.model._tide
         depth = {
             f"{kind}_depth_fraction": sum(layers) / len(layers) / attachment.structure.num_layers

@@ -1,7 +1,7 @@
 // Kernel arguments, as pointers and sizes. Kernels are compiled once per dtype, so they include none of PyTorch's
-// tensor headers, which take longer to compile than a kernel does. ops.cpp, compiled once, fills these structs in.
+// tensor headers, which take longer to compile than a kernel. ops.cpp, compiled once, fills these structs in.
 //
-// Pointers without a type are to values of the kernel's dtype. Sizes and strides count values; tensors without strides
+// `void` pointers point to values of the kernel's dtype. Sizes and strides count values; tensors without strides
 // are contiguous. A kernel uses at most `threads` threads.
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct PrefillAttention {
   const void *query, *key, *value;  // (rows, heads, tokens, size)
   const bool* mask;                 // (queries, slots), per row unless mask_stride is 0; null for causal
   void* output;                     // (rows, queries, heads, size)
-  int64_t query_strides[3], key_strides[3], value_strides[3], mask_stride;  // of row, head, token; of row
+  int64_t query_strides[3], key_strides[3], value_strides[3], mask_stride;  // of row, head, token; of a row's mask
   int64_t rows, heads, kv_heads, queries, size, slots, threads;
   float scale;
 };

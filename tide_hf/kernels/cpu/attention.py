@@ -1,12 +1,12 @@
 """Attention on CPUs, in C++ compiled for this CPU: decode over a static cache, and prefill.
 
 Decode: with few queries PyTorch's attention spends most of its time starting matrix products, 35 us in each layer of a
-small model with 150 cached tokens, twice what this kernel takes. It sums in the same order for any number of queries,
-so a pass over several tokens rounds as passes over single tokens do.
+small model with 150 cached tokens, twice the time of this kernel. The kernel sums in the same order for any number of
+queries, so a pass over several tokens rounds as passes over single tokens do.
 
-Prefill: PyTorch's attention can take a quarter of the prefill of 240 tokens, and half that of 2,000. This kernel takes
-a third to a half as long, and reads the K/V of grouped query heads (GQA) without repeating them. PyTorch's is used
-where it is measured to be faster, as it may be on CPUs with matrix instructions (AMX).
+Prefill: PyTorch's attention can take a quarter of the time to prefill 240 tokens, and half for 2,000. This kernel takes
+a third to a half as long, and reads the K/V of grouped query heads (GQA) without repeating them. PyTorch's attention is
+used where it measures faster, as it may be on CPUs with matrix instructions (AMX).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...common.timing import least_seconds
 from .cpp_kernels import is_loaded, load_op
 
-MIN_QUERIES = 32  # of prefill, per row; for fewer, PyTorch's attention is as fast
+MIN_QUERIES = 32  # of a prefill, per row; with fewer, PyTorch's attention is as fast
 PROBED_SHAPE = (1, 4, 1024, 64)  # rows, heads, queries, size
 REPEATS = 2
 
@@ -34,8 +34,8 @@ def decode_sdpa(
     """softmax(scale * query . key + mask) . value, over the first `end` slots of a static cache.
 
     Query (rows, heads, queries, size), key and value (rows, heads, slots, size), additive mask (rows or 1, 1, queries,
-    slots), `end` () int64; the scale defaults to 1 / sqrt(size). Returns a tensor shaped as the query; `None` where
-    there is no kernel for such tensors.
+    slots), `end` () int64; the scale defaults to 1 / sqrt(size). Returns a tensor shaped as the query; `None` if
+    there is no kernel for these tensors.
     """
     rows, heads, queries, size = query.shape
     same = all(tensor.dtype is query.dtype and tensor.is_contiguous() for tensor in (key, value, mask))
@@ -49,7 +49,7 @@ def prefill_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
     Query (rows, heads, queries, size), key and value (rows, KV heads, slots, size), mask (rows or 1, 1, queries, slots)
     bool; without a mask, attention is causal over as many slots as queries. The scale defaults to 1 / sqrt(size).
-    Returns (rows, queries, heads, size); `None` where no kernel is loaded, it does not take such tensors, or it is
+    Returns (rows, queries, heads, size); `None` if no kernel is loaded, these tensors do not suit it, or it is
     slower than PyTorch's attention.
     """
     rows, heads, queries, size = query.shape

@@ -1,8 +1,8 @@
 """C++ kernels, built for this CPU by Inductor's compiler and cached on disk.
 
 They are PyTorch ops, so that compiled graphs call them without Python: a pass over a few tokens in a model of 30 layers
-makes 150 such calls, whose Python took a fifth of its time. The compiled engine compiles them at first use. Eager calls
-never wait for a compiler: they use the kernels that are cached already.
+makes 150 such calls, and Python overhead was a fifth of its time. The compiled engine compiles kernels at first use.
+Eager calls never wait for a compiler: they use the kernels that are cached already.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..compile_cache import compiling, warn_unused
 
 # In the order of kDtypes in ops.cpp.
 CPP_TYPES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
-# File names without .cpp, and for traces an empty result, given the op's arguments; ops.cpp documents these.
+# By file name without .cpp: the fake implementation of the op. ops.cpp documents the arguments of the ops.
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "skinny_gemm": lambda input, weights, *_: empty_product(input, weights),
     "groupwise_gemm": lambda input, weight, *_: empty_product(input, [weight]),
     "decode_attention": lambda query, *_: query.new_empty(query.shape),
     "prefill_attention": lambda query, *_: query.new_empty(query.transpose(1, 2).shape),
 }
-EAGER_KERNELS = ("skinny_gemm", "prefill_attention")  # the ones that eager calls use once they are cached
-OPS = "ops"  # ops.cpp, which registers them as PyTorch ops for all dtypes
+EAGER_KERNELS = ("skinny_gemm", "prefill_attention")  # the kernels that eager calls use once they are cached
+OPS = "ops"  # ops.cpp, which registers the PyTorch ops of the kernels for all dtypes
 CPU_INFO = Path("/proc/cpuinfo")
-# No compiler or no writable folder; compiler messages that are not UTF-8, which Inductor expects; a library that does
-# not export its symbols, as on Windows.
+# Errors without a compiler or a writable folder, from compiler messages that are not UTF-8, which Inductor expects, and
+# from a library that does not export its symbols, as on Windows.
 UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ _traceable: set[str] = set()  # ops with a registered fake implementation
 
 @lru_cache
 def load_op(name: str, dtype: torch.dtype) -> OpOverload | None:
-    """Return the op of a kernel for a dtype; compile it if it has to be.
+    """Return the op of a kernel for a dtype; compile the kernel unless it is cached.
 
-    `None` for dtypes that `CPP_TYPES` lacks, and where the kernel cannot be compiled.
+    Returns `None` for dtypes that `CPP_TYPES` lacks, and if the kernel cannot be compiled.
     """
     if dtype not in CPP_TYPES or not compile_kernel(name, dtype):
         return None
@@ -76,7 +76,7 @@ def load_op(name: str, dtype: torch.dtype) -> OpOverload | None:
 def compile_kernel(name: str, dtype: torch.dtype, others: Iterable[str] = KERNELS) -> bool:
     """Compile and load a kernel; return whether that succeeded.
 
-    Each kernel takes seconds to compile, so `others` are compiled in parallel. They are loaded one at a time.
+    Each kernel takes seconds to compile, so `others` are compiled in parallel with it, but not loaded.
     """
     with _loading:
         is_known = (name, dtype) in _loaded or _load_cached(name, dtype)
@@ -89,7 +89,7 @@ def is_loaded(name: str, dtype: torch.dtype) -> bool:
     """Whether a kernel is loaded, or cached by an earlier process; nothing is compiled."""
     if dtype not in CPP_TYPES:
         return False
-    if (name, dtype) not in _loaded and _loading.acquire(blocking=False):  # or another thread is compiling
+    if (name, dtype) not in _loaded and _loading.acquire(blocking=False):  # fails while another thread compiles
         try:
             if (name, dtype) not in _loaded:
                 _load_cached(name, dtype)
@@ -99,7 +99,7 @@ def is_loaded(name: str, dtype: torch.dtype) -> bool:
 
 
 def cached_path(name: str, dtype: torch.dtype | None = None) -> Path:
-    """The cached library for this CPU and PyTorch version; Inductor's own cache may be in a temporary folder."""
+    """The path of the cached library for this CPU and PyTorch; Inductor's own cache may be in a temporary folder."""
     return cache_folder() / "kernels" / _file_name(name, dtype, inductor_config.cpp.simdlen)
 
 
@@ -120,7 +120,7 @@ def _load_cached(name: str, dtype: torch.dtype) -> bool:
 
 
 def _cached_library(name: str, dtype: torch.dtype | None = None) -> Any:
-    """Load a library that an earlier process compiled; `None` where there is none that loads."""
+    """Load a library that an earlier process compiled; `None` if there is none, or it cannot be loaded."""
     path = cached_path(name, dtype)
     if not _is_trusted(path):
         return None
@@ -138,9 +138,9 @@ def _cached_library(name: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether a file is what this user, or the administrator, has stored: its code runs as ours.
+    """Whether a library is as this user or the administrator stored it; its code will run in this process.
 
-    It is compared with the digest beside it, since loading one that was cut short would end the process.
+    The file is compared with the digest beside it, since loading a truncated library would end the process.
     """
     digest = _digest_path(path)
     if not (is_ours(path) and is_ours(digest)):
@@ -161,8 +161,8 @@ def _digest_path(path: Path) -> Path:
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
     global _ops  # noqa: PLW0603
     try:
-        with compiling(), _loading:  # in this order, since a graph that is being compiled asks for kernels
-            if (name, dtype) in _loaded:  # by another thread
+        with compiling(), _loading:  # in this order, since a graph asks for kernels while it is compiled
+            if (name, dtype) in _loaded:  # another thread has loaded it
                 return
             _compile_missing(together, dtype)
             _ops = _ops or _cached_library(OPS) or _inductor_cache().load(_source_of(OPS), device_type="cpu")
@@ -176,7 +176,7 @@ def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
 
 
 def _compile_missing(names: set[str], dtype: torch.dtype) -> None:
-    """Compile the kernels of a dtype, and their ops, that are not cached yet.
+    """Compile the named kernels for a dtype, and `OPS`, unless they are cached.
 
     Compiler errors surface when the kernel is loaded.
     """
@@ -189,7 +189,7 @@ def _compile_missing(names: set[str], dtype: torch.dtype) -> None:
 
 
 def empty_product(input: Tensor, weights: list[Tensor]) -> Tensor:
-    """An empty result of the input times the concatenated weights, for traces."""
+    """The fake implementation of a product of the input with concatenated weights."""
     return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
@@ -201,7 +201,7 @@ def _register(name: str, dtype: torch.dtype, kernel: Any) -> None:
 
 
 def _store(library: Any, path: Path) -> None:
-    """Copy a library to the cache, unless it is there or the folder is not writable."""
+    """Copy a library to the cache, unless it is cached already or the folder is not private or writable."""
     try:
         make_private_folder(path.parent, mode=0o755)  # others may use what the administrator stores
         if _is_trusted(path) or not is_private_folder(path.parent):
@@ -236,7 +236,7 @@ def _features() -> str:
 
 
 def _inductor_cache() -> Any:
-    """Inductor's cache of compiled C++, imported here since it slows down `import tide_hf`."""
+    """Inductor's cache of compiled C++, imported here since it would slow down `import tide_hf`."""
     from torch._inductor.codecache import CppCodeCache  # noqa: PLC0415
 
     return CppCodeCache

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kSize = Floats::size();
 constexpr int kWide = 2;  // registers per accumulation step, to hide the latency of fused multiply-add
 
-// Load up to a register of `count` remaining values.
+// Load the `count` remaining values, at most one register, and zeros after them.
 inline Floats load(const Value* values, int64_t count) { return to_floats(values, std::clamp<int64_t>(count, 0, kSize)); }
 
 inline void store(const Floats& sums, Value* values, int64_t count) {
@@ -26,7 +26,7 @@ inline float total(const Floats& sum) {
 
 inline int64_t rounded_up(int64_t slots) { return (slots + Floats::size() - 1) / Floats::size() * Floats::size(); }
 
-// Softmax in place; all zeros where everything is masked. `size` is a multiple of the register size.
+// Softmax in place; all zeros if everything is masked. `size` is a multiple of the register size.
 inline void softmax(float* scores, int64_t size) {
   const float kMasked = -std::numeric_limits<float>::infinity();
   Floats highest(kMasked), sums(0.0f);

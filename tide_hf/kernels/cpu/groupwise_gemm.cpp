@@ -2,7 +2,7 @@
 // y[m, n] = sum over k of x[m, k] * scale[n, k / 64] * (w[n, k] - 64) + bias[n]. See vectorized.h for `Value`.
 //
 // A byte b < 128 appended to the upper byte of bfloat16's 128 is exactly 128 + b, so two instructions dequantise 64
-// weights. The offset that all weights then have is subtracted by way of the sum of x, before the accumulation.
+// weights. Their common offset is subtracted in advance: a group's sum starts at minus the offset times the sum of x.
 
 #include <omp.h>
 
@@ -24,9 +24,9 @@ inline void prefetch(const void* address) {
 #if defined(__AVX512BF16__) && defined(CPU_CAPABILITY_AVX512)
 struct Dequantized {
   using Stored = at::BFloat16;
-  static constexpr float kOffset = 192.0f;  // 128 and the zero point
+  static constexpr float kOffset = 192.0f;  // 128 plus the zero point
 
-  // Where the input's k-th value of a group goes, to match the order in which unpacking spreads the weights.
+  // The place of the input's k-th value of a group, to match the order in which unpacking spreads the weights.
   static int64_t place(int64_t k) { return k / 8 % 2 * 32 + k / 16 * 8 + k % 8; }
 
   static Floats add(const Stored* x, const uint8_t* w, const Floats& sum) {

@@ -39,7 +39,7 @@ const void* contiguous_data(const char* name, const Tensor& tensor, const Tensor
   return tensor.const_data_ptr();
 }
 
-// A contiguous copy of a strided bias, which has to outlive the kernel call.
+// The bias, or a contiguous copy of a strided bias; the result has to outlive the kernel call.
 Tensor contiguous_bias(const char* name, const std::optional<Tensor>& bias, int64_t size) {
   if (!bias.has_value()) return {};
   TORCH_CHECK(bias->numel() == size, name, ": bias of the wrong size");

@@ -12,9 +12,9 @@
 namespace {
 
 constexpr int64_t kPrefetchBytes = 8192;  // prefetch distance in the weights
-constexpr int64_t kCachedBytes = 131072;  // of weights that stay in a core's L2 cache
-constexpr int64_t kPanel = 96;            // most rows of weights per panel, which all rows of the input use in turn
-constexpr int64_t kMaxRows = 256;         // of the input at a time, which bounds its aligned copy
+constexpr int64_t kCachedBytes = 131072;  // bytes of weights that stay in a core's L2 cache
+constexpr int64_t kPanel = 96;            // most rows of weights in a panel, which all rows of the input use in turn
+constexpr int64_t kMaxRows = 256;         // rows of the input at a time, to bound the aligned copy of the input
 constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synchronising another thread costs more
 
 // Without inlining the accumulators spill out of registers, which is several times slower.
@@ -61,8 +61,8 @@ using Lanes = AsFloats;
 using Kept = Lanes::Kept;
 
 // Tile of accumulators: kTile rows of the input by kBlock rows of the weights, as many as fit into registers. Few rows
-// are bound by memory, which streams best with fewer rows of weights at a time: one for a single row of the input, two
-// for up to kFew. With one, those would stall on the latency of the sums: a third slower for four tokens in bfloat16.
+// of the input are bound by memory, which streams best with few rows of weights at a time: one for a single row of the
+// input, two for up to kFew rows. With one, several rows stall on latency: a third slower for four bfloat16 tokens.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kTile = 8, kFew = 4, kBlock = 3;
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -86,7 +86,7 @@ struct Split {
   int64_t registers() const { return (head > 0) + full + (tail > 0); }
 };
 
-// Rows of the input, split as the weights are and zero-padded to whole registers; copied only if that changes them.
+// Rows of the input, split as the weights are and zero-padded to whole registers; copied only if needed.
 class Input {
  public:
   Input(const Value* x, int64_t rows, int64_t size, const Split& split)

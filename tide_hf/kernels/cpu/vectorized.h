@@ -11,7 +11,7 @@ namespace {
 
 using Floats = at::vec::Vectorized<float>;
 
-// Load a register, or its first `count` values and zeros.
+// Load a full register, or `count` values and zeros after them.
 inline Floats to_floats(const float* values) { return Floats::loadu(values); }
 
 template <class Stored>

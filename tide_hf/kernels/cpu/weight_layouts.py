@@ -1,18 +1,18 @@
-"""Layouts in which linear layers on a CPU can read their weights, the ops that use them, and which is the fastest.
+"""Layouts in which linear layers on a CPU can read their weights, the ops that use them, and the choice of the fastest.
 
 PyTorch's linear passes plain weights to MKL, or in bfloat16 to oneDNN. For more than a few rows both repack them into
 their own layout at every call, which doubles the cost of a verify pass; on some CPUs MKL is slow even for one row. A
 verify pass over a few tokens is bound by the bandwidth with which it reads the weights.
 
-- Prepacked weights are repacked once and kept, at the cost of a copy. oneDNN costs 12 us to start each product, and a
-  pass in a model of 30 layers has 120 of them.
+- Prepacked weights are repacked once and kept, at the cost of a copy. oneDNN takes 12 us to start each product, and a
+  pass in a model of 30 layers has 120 products.
 - The skinny GEMM reads plain weights sequentially, once for all rows of the input, without a copy. It sums in the same
   order for any number of rows, so a pass over several tokens rounds as passes over single tokens do.
-- The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes.
-- On CPUs without bfloat16 or float16 instructions, PyTorch multiplies such weights several times slower than float32,
-  so they are upcast to float32, chunk by chunk, at each call.
+- The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes of plain weights.
+- On CPUs without bfloat16 or float16 instructions, PyTorch multiplies weights of these dtypes several times slower
+  than float32, so they are upcast to float32, chunk by chunk, at each call.
 
-Apart from quantised weights, results differ from PyTorch's by rounding alone, as those of a pass of another width do.
+Except with quantised weights, results differ from PyTorch's by rounding alone, as between passes of two widths.
 Which layout is the fastest for a number of rows is measured on this machine at first use.
 """
 
@@ -32,16 +32,16 @@ from .cpp_kernels import empty_product, load_op
 
 MAX_QUANTIZED_ROWS = 8  # of the input of the quantised GEMM
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
-# Weights that share a scale. With one scale per row the block head agreed 0.6% less often; with groups, as often.
+# Weights per scale. With one scale per row the block head agrees with the model 0.6% less often; with groups, as often.
 GROUP_SIZE = 64
 MAX_QUANTIZED, ZERO_POINT = 63, 64
 MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
 
-PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256, 1024)  # a measurement holds up to the next of these
-PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # together larger than a core's caches
-FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # compute-bound from so many rows on, so fewer weights suffice
+PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256, 1024)  # each measurement holds up to the next number of rows
+PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # the probed weights together exceed a core's caches
+FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of so many rows are compute-bound, so fewer weights suffice
 MANY_ROWS = 256
-COPY_GAIN = 1.12  # least speed-up of a copy: it takes memory, and gains less on weights smaller than the probe's
+COPY_GAIN = 1.12  # least speed-up for a copy of weights, which takes memory and gains less on smaller weights
 COMPUTE_BOUND_GAIN = 1.12  # least speed-up where compute-bound: layouts differ by little more than noise there
 CLEAR_GAIN = 1.5
 REPEATS = 2
@@ -61,7 +61,7 @@ class WeightLayout:
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether this layout works here for the dtype and number of rows; by default, where oneDNN has the dtype."""
+        """Whether this layout suits the dtype and number of rows on this CPU; by default, if oneDNN does."""
         return can_pack(dtype)
 
     @property
@@ -70,7 +70,7 @@ class WeightLayout:
         return WEIGHT_LAYOUTS.index(type(self))
 
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
-        """Whether the weights are these, unchanged; `sampled` compares values too, as `.data` changes no version."""
+        """Whether this is of the same weights, unchanged; `sampled` compares values too, to notice `.data` writes."""
         for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
             if weight is not known or _version(weight) != version:
                 return False
@@ -85,7 +85,7 @@ class WeightLayout:
 
 
 class PrepackedWeight(WeightLayout):
-    """Prepacked in oneDNN's layout."""
+    """A weight prepacked in oneDNN's layout."""
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -99,13 +99,13 @@ class PrepackedWeight(WeightLayout):
 
 
 class UpcastWeight(WeightLayout):
-    """In bfloat16 or float16 as the model stores it, upcast to float32 chunk by chunk at each call."""
+    """A bfloat16 or float16 weight as the model stores it, upcast to float32 chunk by chunk at each call."""
 
     is_copy = False
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Half precision that oneDNN does not support here."""
+        """Whether the dtype is half precision that oneDNN does not support on this CPU."""
         return dtype in (torch.bfloat16, torch.float16) and not can_pack(dtype)
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -124,19 +124,19 @@ class UpcastWeight(WeightLayout):
 
 
 class QuantizedWeight(WeightLayout):
-    """Group-wise quantised to 7 bits, one scale per `GROUP_SIZE` weights. Lossy, so it is for drafts alone."""
+    """A weight quantised group-wise to 7 bits, with one scale per `GROUP_SIZE` values. Lossy, so only for drafts."""
 
     packed: Tensor  # (out, groups, GROUP_SIZE) uint8, the last group padded with zeros
     scales: Tensor  # (out, groups) float32
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Few rows, where the kernel can be compiled."""
+        """Whether there are few rows and the kernel can be compiled."""
         return rows <= MAX_QUANTIZED_ROWS and load_op("groupwise_gemm", dtype) is not None
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        if input.numel() > MAX_QUANTIZED_ROWS * input.shape[-1]:  # a layer may multiply more than the pass's tokens
+        if input.numel() > MAX_QUANTIZED_ROWS * input.shape[-1]:  # inputs may have more rows than the pass has tokens
             return functional.linear(input, _concatenated([weight.detach() for weight in self.weights]), bias)
         return self._product(input, self.packed, self.scales, bias)
 
@@ -150,13 +150,13 @@ class QuantizedWeight(WeightLayout):
 
 
 class PlainWeight(WeightLayout):
-    """The plain layout, as the model stores it, read by the skinny GEMM without a copy."""
+    """A weight as the model stores it, read by the skinny GEMM without a copy."""
 
     is_copy = False
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Any number of rows, where the kernel can be compiled."""
+        """Whether the kernel can be compiled; the number of rows does not matter."""
         return load_op("skinny_gemm", dtype) is not None
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -171,7 +171,7 @@ class PlainWeight(WeightLayout):
 WEIGHT_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)
 PYTORCH_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, UpcastWeight)
 
-# By layout class, and by address, shape and stride of the weights; models may share weights.
+# Converted weights by layout class, and by address, shape and stride; models may share weights.
 _known: WeakValueDictionary[tuple[Any, ...], WeightLayout] = WeakValueDictionary()
 
 
@@ -198,7 +198,7 @@ def _fused_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, lay
     return functional.linear(input, _concatenated(weights), bias) if known is None else known.apply(input, bias)
 
 
-# Ops that look up the converted weights by the plain ones: a graph cannot take oneDNN's packed tensors as inputs.
+# Ops that look up the converted weights by the plain weights: a graph cannot take oneDNN's packed tensors as inputs.
 _ops = torch.library.Library("tide_hf", "DEF")
 _ops.define("linear(Tensor input, Tensor weight, Tensor? bias, int layout=0) -> Tensor")
 _ops.impl("linear", _one_linear, "CompositeExplicitAutograd")
@@ -233,7 +233,7 @@ def _fastest_layout(
 
 
 def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
-    """The speed-up over PyTorch's linear from which on a layout is chosen."""
+    """The least speed-up over PyTorch's linear at which a layout is chosen."""
     if layout is None:
         return 1.0
     return (COPY_GAIN if layout.is_copy else 1.0) * (COMPUTE_BOUND_GAIN if rows >= COMPUTE_BOUND_ROWS else 1.0)
@@ -259,10 +259,10 @@ def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int) -
 
 
 def clearly_faster_layout(dtype: torch.dtype) -> type[WeightLayout] | None:
-    """The layout that needs no compiler and is clearly faster for many rows, if any.
+    """The layout that needs no compiler and is clearly faster than PyTorch's linear for many rows, or `None`.
 
-    Prepacked weights are, on CPUs that MKL is not tuned for; upcast weights are, on CPUs without instructions for the
-    dtype. The clear margin keeps results from depending on the noise of a measurement.
+    Prepacked weights are faster on CPUs that MKL is not tuned for, upcast weights on CPUs without instructions for the
+    dtype. The margin keeps the choice from depending on the noise of a measurement.
     """
     for layout in PYTORCH_LAYOUTS:
         if layout.serves(dtype, MANY_ROWS):
@@ -291,7 +291,7 @@ def _concatenated(weights: list[Tensor]) -> Tensor:
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
-    """A version that changes with the weight, unless it is written through `.data` or by another library."""
+    """A version that changes with the weight, unless the weight is written through `.data` or by another library."""
     return weight._version, weight.data_ptr()
 
 

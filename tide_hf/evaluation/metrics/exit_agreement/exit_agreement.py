@@ -65,7 +65,7 @@ CITATION = """\
 
 @evaluate.utils.file_utils.add_start_docstrings(DESCRIPTION, KWARGS_DESCRIPTION)
 class ExitAgreement(evaluate.Metric):
-    """Compares tokens with those of the full model."""
+    """Compares tokens from early exits with those of the full model."""
 
     def _info(self) -> evaluate.MetricInfo:
         tokens = datasets.Sequence(datasets.Value("int64"))
