@@ -29,7 +29,7 @@ __all__ = [
     "calibrate",
 ]
 
-# Loaded when first used, since torch and transformers take seconds to import and `tide-hf --help` needs neither.
+# The module of each name, imported at first use: torch and transformers are slow, and `tide-hf --help` needs neither.
 _MODULES = {
     "ExitStats": "common.stats",
     "TIDEConfig": "routers.config",

@@ -1,4 +1,4 @@
-"""``TIDEGenerationMixin``: what an attached model's ``generate`` does differently, mode by mode."""
+"""``TIDEGenerationMixin``: how the ``generate`` of an attached model decodes in each mode."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TIDEGenerationMixin:
     """Base class placed in front of a model's own class while TIDE is attached.
 
     Attributes:
-        last_exit_stats: Counts of the last call; `None` before the first call, or if TIDE did not run (beam search).
+        last_exit_stats: Counts of the last call; `None` before the first call, and after beam search (without TIDE).
     """
 
     config: Any
@@ -46,7 +46,7 @@ class TIDEGenerationMixin:
     last_exit_stats: ExitStats | None
 
     def _prepare_generation_config(self, generation_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
-        """Take TIDE's options out of `generate`'s keyword arguments and carry them in this call's own config."""
+        """Move TIDE's options from the keyword arguments of `generate` to the generation config of this call."""
         self.last_exit_stats = None
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
@@ -71,7 +71,7 @@ class TIDEGenerationMixin:
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
-        if generation_config.is_assistant:  # drafts for another model: full depth, no statistics
+        if generation_config.is_assistant:  # this model drafts for another model: full depth, no statistics
             return super()._sample(input_ids, **call.options)  # type: ignore[misc]
         attachment = self._tide
         mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
@@ -113,7 +113,7 @@ class TIDEGenerationMixin:
         return result, decoder.stats
 
     def _tide_exit(self, call: Call, mode: str, engine_name: str) -> tuple[Any, ExitStats]:
-        """Decode in `early_exit` or `post_hoc`, by transformers' loop under an active run."""
+        """Decode in `early_exit` or `post_hoc`, by transformers' own loop while an `ExitRun` is active."""
         attachment = self._tide
         if mode == "early_exit":
             check_no_cross_attention(f"tide_mode={mode!r}", call.model_kwargs)
@@ -131,7 +131,7 @@ class TIDEGenerationMixin:
             return super()._sample(call.input_ids, **options)  # type: ignore[misc]
         try:
             result = super()._sample(call.input_ids, **options)  # type: ignore[misc]
-        except BaseException:  # from a streamer, a criterion or Ctrl-C: the caller may reuse the cache
+        except BaseException:  # such as Ctrl-C, or an error of a streamer: the caller may reuse the cache
             run.give_up(cache)
             raise
         run.flush(super().__call__)  # type: ignore[misc]
@@ -157,15 +157,15 @@ class TIDEGenerationMixin:
     def tide_warm_up(
         self, rows: int | Iterable[int] = 1, *, max_length: int = 1024, engine: str | None = None
     ) -> float:
-        """Warm an engine up, so that no call waits for it: compile its steps, and on a GPU capture them.
+        """Compile what an engine runs, and on a GPU capture its steps, so that later calls need not wait.
 
-        `"eager"` needs no warm-up, but on a CPU it is faster with kernels that are compiled once on each machine: here,
-        or in calls with `"compiled"`. Calls that are longer, or draft with other heads, compile their own steps.
+        `"eager"` has no steps to compile, but on a CPU it is faster with kernels that this method compiles once on each
+        machine. Calls that exceed `max_length`, or draft with other exit heads, compile further steps.
 
         Args:
-            rows: The batch size of later calls, or several sizes. A smaller batch uses the steps of a batch of less
-                than twice its size, so `(1, 2, 4, 8)` serves all batches of up to 8.
-            max_length: Largest number of tokens of prompt and answer together.
+            rows: The batch size of later calls, or several sizes. Steps for one size also serve smaller batches of more
+                than half that size, so `(1, 2, 4, 8)` serves all batches of up to 8.
+            max_length: Maximum number of tokens of prompt and answer together.
             engine: Name of the engine; default: the engine that TIDE was attached with.
 
         Returns:
@@ -183,7 +183,7 @@ class TIDEGenerationMixin:
         return warm_up(self, attachment, chosen, numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; a `RecomputeRun` wraps the call, since deeper layers may have to catch up."""
+        """Call the model. A `RecomputeRun` wraps the call, since layers that earlier tokens skipped may have to run."""
         run = active_run()
         if run is not None and not run.owns(kwargs):
             with active(None):
@@ -193,19 +193,19 @@ class TIDEGenerationMixin:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        """Apply `.to()`, `.half()` and the like to the routers, which are no submodule of the base model."""
+        """Apply `.to()`, `.half()` and the like to the routers too, which are not a submodule of the base model."""
         model = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         if self._tide.routers is not None:
             self._tide.routers._apply(fn)
         return model
 
     def __reduce__(self) -> tuple:
-        """Pickle and copy by the base class, since the attached class has no importable name."""
+        """Pickle and copy through the base class, since the attached class cannot be imported by name."""
         return _new_attached, (self._tide.base_class,), self.__dict__
 
 
 def attached_class(base_class: Any) -> type:
-    """Make the class of an attached model: the mixin, then `base_class`, with the name of `base_class`."""
+    """Make the class of an attached model: a subclass of the mixin and `base_class`, with the name of `base_class`."""
 
     @wraps(base_class.__init__)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -226,8 +226,8 @@ def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
     stay_level = counts_slots(config, call.generation_config.max_length)
     padding_is_returned = cache_is_returned(call.generation_config, call.model_kwargs[CACHE])
     rule = AcceptanceRule(call, ranks_of(model), padding_is_returned, stay_level)
-    # Stopped rows leave the batch, unless the call does not pad them, their padding is returned, other rows need them
-    # (or their length, which rotary embeddings may depend on), or each row has its own adapter.
+    # Stopped rows stay in the batch if the call does not pad them, if their padding is returned, if all rows must
+    # advance together, if rotary embeddings depend on the longest row, or if each row has its own adapter.
     drops_stopped = not (
         not rule.stopping.pads
         or padding_is_returned
@@ -240,7 +240,7 @@ def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
 
 
 def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -> ExitRun:
-    """The run of one `early_exit` or `post_hoc` call, with the options of this call."""
+    """Make the run of one `early_exit` or `post_hoc` call, with the options of this call."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
     config, kwargs = call.generation_config, call.model_kwargs
     threshold, criterion, min_layers, in_prompt = (getattr(config, name, None) for name in OPTIONS_OF_EXITS)
@@ -271,13 +271,13 @@ def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -
 
 
 def _new_tokens(result: Any, call: Call) -> Tensor:
-    """The new tokens, (rows, passes), in a result of `_sample`."""
+    """The new tokens, (rows, passes), in `result`, which `_sample` returned."""
     sequences = result if isinstance(result, Tensor) else result.sequences
     return sequences[:, call.input_ids.shape[1] :]
 
 
 def _depths(per_pass: list[list[int]], result: Any, call: Call) -> list[list[int]]:
-    """For each row, the layer that each new token was read from; padding after the end of a row is left out."""
+    """For each row, the exit layer of each new token, from `per_pass` (passes, rows); padding is left out."""
     eos = getattr(call.generation_config, "_eos_token_tensor", None)
     eos_tokens = set(eos.tolist()) if eos is not None else set()
     per_token = []

@@ -1,4 +1,4 @@
-"""``TIDELogitsProcessor``: the `post_hoc` mode for plain ``generate``, without attaching."""
+"""``TIDELogitsProcessor``: the `post_hoc` mode for plain ``generate``, without attaching TIDE."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .routers.routers import TIDERouters
 
 
 class TIDELogitsProcessor(LogitsProcessor):
-    """Replaces a token's scores by those of its earliest exit (arXiv 2603.21365, Algorithm 1).
+    """Replaces a token's scores by those at the first exit layer where the token exits (arXiv 2603.21365, Algorithm 1).
 
-    All layers run, so this saves no time, but shows which tokens early exit would give. Prefill scores are unchanged.
+    All layers run: this saves no time, but shows which tokens early exit would give. Prefill scores are unchanged.
     This processor must come before processors that adjust scores, as in `generate(logits_processor=[tide])`. It leaves
     hooks on the exit layers until `close()`, or until the end of a `with` block.
 
@@ -33,7 +33,7 @@ class TIDELogitsProcessor(LogitsProcessor):
         model: The base model, not attached, or a `PeftModel` around it.
         routers: Routers of the model: a folder, a Hub repository, [`TIDERouters`], or `"default"`, the routers shipped
             with this library.
-        exit_threshold: Exit where `score >= exit_threshold`; default: the calibrated value.
+        exit_threshold: A token exits if a router's score is at least this value; default: the calibrated value.
 
     Raises:
         BaseModelMismatchError: The routers belong to another model.

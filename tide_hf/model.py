@@ -64,7 +64,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         """Load a base model and attach TIDE to it.
 
         Args:
-            base: Hub name or folder of the base model; or of routers, which name their base model.
+            base: Hub name or folder of the base model, or of routers, whose config names the base model.
             routers: Routers made for the base model: a folder, a Hub repository, [`TIDERouters`], or `"default"`, the
                 routers shipped with this library for the model. Without routers, drafts come only from n-grams of the
                 context, and only `self_speculative` can run.
@@ -72,19 +72,19 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold: A token exits if a router's score is at least this value; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
             ignore_base_mismatch: Use routers that were made for another model of the same shape.
-            pack_weights: On a CPU, copy float32 and bfloat16 weights into oneDNN's prepacked layout, if it is measured
-                to be faster. A pass over several tokens (or rows) then costs little more than a pass over one token.
-                Weights are copied at first use. `"auto"`: only if the copies take at most a quarter of the memory that
-                is free when TIDE is attached. `False` leaves linear layers as they are, so the compiled engine's
-                kernels for plain weights do not run either.
+            pack_weights: On a CPU, copy float32 and bfloat16 weights into oneDNN's prepacked layout, if that layout is
+                measured to be faster. A pass over several tokens (or rows) then costs little more than a pass over one
+                token. Weights are copied at first use. `"auto"`: only if the copies take at most a quarter of the
+                memory that is free when TIDE is attached. `False` leaves linear layers as they are, so the compiled
+                engine's kernels for plain weights do not run either.
             use_kernels: Run fused kernels on the GPU: `"auto"` (if they are available), `True` (raise if they are not)
-                or `False`. See `ops.load_kernels`. Chosen when TIDE is attached: attach again after moving the model.
+                or `False`. See `ops.load_kernels`. Attaching makes the choice: attach again after moving the model.
                 On a CPU, `False` keeps eager calls from running the kernels that `tide_warm_up` compiles.
             engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
                 and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
-                a GPU, each ready within seconds at its first use. Calls that these steps do not support run eagerly,
+                a GPU. Preparing a step at its first use takes seconds. Calls that the steps do not support run eagerly,
                 and the log says why. A call may name another engine (`tide_engine=`).
-            strict: Raise where `self_speculative` does not support a call or a model: returned attention maps or hidden
+            strict: Raise if `self_speculative` does not support a call or a model: returned attention maps or hidden
                 states, caches that cannot be rolled back, recurrent states and so on. By default, such calls decode
                 plainly, by transformers' own loop, with the same output. The log gives each reason once as a warning;
                 `last_exit_stats.fallback_reason` holds it. A call may override this (`tide_strict=`).
@@ -96,11 +96,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             The base model, attached.
 
         Raises:
-            UnsupportedModelError: The model, or the model in this mode, is not supported.
+            UnsupportedModelError: The model is not supported, in general or in this mode.
             BaseModelMismatchError: The routers belong to another model.
             RoutersFileError, RoutersNotFoundError: The routers cannot be read, or none are shipped for the model.
             ModelNotFoundError: There is no such base model, or the Hub cannot be reached.
-            ConfigurationError: A setting makes no sense.
+            ConfigurationError: A setting is invalid.
             KernelError: `use_kernels=True`, and the kernels cannot be loaded.
         """
         check_choice("mode", mode, MODES)
@@ -142,7 +142,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         engine: str = "eager",
         strict: bool = False,
     ) -> Any:
-        """Attach TIDE to a loaded model. A model spread over devices or offloaded must be dispatched already.
+        """Attach TIDE to a loaded model. Dispatch a model over devices (accelerate) before attaching.
 
         Args:
             model: The base model, or a `PeftModel` or `torch.compile(model)` around it. TIDE is attached to the base

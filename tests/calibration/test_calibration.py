@@ -228,7 +228,7 @@ def test_a_template_that_refuses_a_message_that_stands_alone(parts, template):
     model, tokenizer = parts
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
-    with pytest.raises(CalibrationError, match="refuses a user's message that stands alone: got '"):
+    with pytest.raises(CalibrationError, match="refuses a chat of a single user message: got '"):
         small(model, tokenizer)
 
 

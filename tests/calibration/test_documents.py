@@ -148,7 +148,7 @@ def test_unusable_rows_are_skipped_and_counted(tokenizer, tmp_path, caplog):
         caplog.clear()
         documents, num_skipped = read(source, tokenizer)
         assert (len(documents), num_skipped) == (6, 3)
-        assert "rows that cannot be used and were skipped: 3; of the last: a " in caplog.text
+        assert "rows that cannot be used and were skipped: 3; reason for the last: a " in caplog.text
 
 
 @pytest.mark.parametrize(

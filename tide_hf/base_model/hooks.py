@@ -1,4 +1,4 @@
-"""Forward hooks that read the outputs of decoder layers. `depth.gates`, which skips layers, replaces `forward`."""
+"""Forward hooks that read the outputs of decoder layers. `depth.gates` replaces `forward` instead, to skip layers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MEDIA = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 TYPES = ("token_type_ids", "mm_token_type_ids")
 # Further inputs of multimodal models: token types of the prompt, and the size and timing of its images and videos.
 POSITIONS = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
-# Masks for models that read images by cross-attention: the K/V of such layers come from the images.
+# Masks for models that read images by cross-attention: the K/V of cross-attention layers come from images.
 CROSS_ATTENDED = ("cross_attention_mask", "image_attention_mask")
 
 

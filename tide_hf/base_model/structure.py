@@ -102,7 +102,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
 
 
 def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Refuse a model with decoder layers removed, replaced, moved or added. Wrapped layers are accepted."""
+    """Refuse a model whose decoder layers have been removed, replaced, moved or added. Wrapped layers are accepted."""
     known = structure.layers
     lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
     found = {path: tuple(layers) for path, layers in lists.items() if isinstance(layers, nn.ModuleList)}

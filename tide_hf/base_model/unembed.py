@@ -15,7 +15,7 @@ from .inputs import takes_media
 from .structure import DecoderStructure
 
 HASH_ROWS = 256
-SAMPLED_WEIGHTS = 16  # about how many values of each tensor enter a hash
+SAMPLED_WEIGHTS = 16  # approximate number of values of each tensor that enter a hash
 # Multimodal models that apply the text config's logit scaling; others leave the logits unscaled.
 SCALING_MULTIMODAL = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
 
@@ -75,7 +75,7 @@ class Unembed:
 class DraftUnembed:
     """Maps hidden states to top-1 tokens of the draft vocabulary `token_ids`, (draft_vocab_size,), or of all tokens.
 
-    Scaling and softcapping keep the order of the logits, so they are left out.
+    Scaling and softcapping are left out, since they keep the order of the logits.
     """
 
     def __init__(self, unembed: Unembed, token_ids: Tensor | None = None) -> None:

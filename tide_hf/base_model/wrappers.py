@@ -36,7 +36,7 @@ def check_wrapper(model: Any) -> None:
 
 
 def check_adapters(model: Any, structure: DecoderStructure) -> None:
-    """While `generate` runs, refuse adapters for which a multi-token pass differs from token-by-token decoding."""
+    """Refuse a `generate` call with adapters for which multi-token passes differ from token-by-token decoding."""
     owner = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
     problem = None
     if owner is not model:
@@ -89,7 +89,7 @@ def _is_compiled(module: Any) -> bool:
 def leave_uncompiled(generation_config: Any) -> None:
     """Keep `generate` from compiling passes, since gates decide at run time which layers run.
 
-    `generation_config`, that of the call, is changed in place.
+    `generation_config`, the config of the call, is changed in place.
     """
     if generation_config.compile_config is not None and not generation_config.disable_compile:
         _warn_unused_compile_config()

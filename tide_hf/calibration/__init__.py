@@ -1,6 +1,6 @@
 """Calibration: fit exit heads, routers and an exit threshold for a frozen model. [`calibrate`] runs all steps.
 
-`text` collects the user's documents or generates documents with the model; `documents` reads, splits and batches them.
+`text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
 `states` computes and stores hidden states. `heads` fits exit heads, `block_head` the block head, `routers` the routers.
 `threshold` selects exit layers and certifies the exit threshold; `record` builds the calibration record.
 `arguments` checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
@@ -69,19 +69,19 @@ def calibrate(
     same arguments. Under `torchrun` or `accelerate launch` the processes share the work; each returns the routers.
 
     Args:
-        model: A causal language model of transformers, or a `PeftModel` around one, whose adapter then counts as part
-            of the model. The model is not changed, and may have TIDE attached.
+        model: A causal language model of transformers, or a `PeftModel` around it; the adapter then counts as part of
+            the model. The model is not changed, and may have TIDE attached.
         tokenizer: The model's tokenizer.
-        dataset: By default (`None`) the model generates the text: answers to built-in prompts and, if the tokenizer
-            has a chat template, to prompts sampled from the model, which decodes such text later. Or one of:
+        dataset: By default (`None`) the model generates the text, so that it resembles later output: answers to
+            built-in prompts and, if the tokenizer has a chat template, to prompts sampled from the model. Or one of:
 
             - a list of texts, or of chats (each a list of `{"role": ..., "content": ...}`);
             - a local file: .txt (documents separated by blank lines, or one per line if there are none), .jsonl,
               .json, .csv or .parquet; or a folder of such files;
             - the name of a Hub data set, `"org/name"`, `"org/name:config"`, `"org/name[split]"` or
               `"org/name:config[split]"` (default split: train), which is streamed;
-            - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; if it has no length, at most
-              the first 10,000 + 10 * `samples` rows are read.
+            - a `datasets.Dataset` or `IterableDataset`, or any other iterable of rows; of an iterable without a
+              length, at most the first 10,000 + 10 * `samples` rows are read.
 
             Rows have a `text` column, or a `messages` column for the tokenizer's chat template; only the last answer
             of a chat is used to fit and measure. Duplicates are dropped. Unusable rows are skipped with a warning.
@@ -89,19 +89,19 @@ def calibrate(
             fit. Certifying a tolerance of 2% with 95% confidence needs at least 373 documents; more documents give
             better heads and more exits.
         max_length: Maximum document length in tokens; for generated documents and chats, maximum answer length.
-        labels: What routers predict: `"agreement"`, the exit head's top token is the full model's; `"cosine"`, the
-            hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`, the exit head's
-            distribution is close to the full model's. The threshold is always certified on agreement.
+        labels: What routers predict. `"agreement"`: that the exit head's top token is the full model's; `"cosine"`:
+            that the hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`: that the exit
+            head's distribution is close to the full model's. The threshold is always certified on agreement.
         exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"` (slower to train): linear heads and a
             block head, which drafts with a decoder layer of its own (see [`routers.block_head.BlockHead`]).
         exit_layers: Numbers of executed layers after which a token may exit; by default every fourth layer is tried
             and the useful layers are kept (see [`threshold.useful_exit_layers`]).
         start_from: Routers for this model, or their folder or Hub repository. Their block head is trained further,
-            which needs less text and time than a new one; it keeps its old weights if the new weights are worse. The
-            other heads and routers are new. Figures are optimistic on text that the block head was trained on before.
+            which takes less text and time than training a new one; if the result is worse, the old weights are kept.
+            Exit heads and routers are new. Figures are optimistic on text that the block head was trained on before.
         tolerance: Largest expected share of a document's tokens for which `early_exit` differs from the full model.
         confidence: Probability with which `tolerance` holds.
-        draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None` for all.
+        draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None`: all tokens.
         translator_rank: Rank of a linear head's translator; `None` for full rank.
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
             works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
@@ -119,7 +119,7 @@ def calibrate(
         `routers.config.exit_threshold`, which is above 1 (no token exits) if no threshold could be certified.
 
     Raises:
-        CalibrationError: The data cannot be found, reached or used, states are NaN, the disk is full, or
+        CalibrationError: The data cannot be found, reached or used, states are NaN or infinite, the disk is full, or
             `output_dir` holds another calibration's unfinished work.
         BaseModelMismatchError: `start_from` belongs to another model.
         ConfigurationError: An argument is invalid, or `start_from` has no block head.

@@ -44,7 +44,7 @@ def check_arguments(
     output_dir: str | os.PathLike[str] | None,
     notes: Mapping[str, Any] | None,
 ) -> None:
-    """Raise [`ConfigurationError`] if an argument is invalid, whatever the model is."""
+    """Raise [`ConfigurationError`] if an argument is invalid, independently of the model."""
     check_choice("labels", settings.labels, LABELS)
     check_choice("exit_strategy", settings.exit_strategy, STRATEGIES)
     check_share("tolerance", tolerance, usual=0.02)
@@ -57,7 +57,7 @@ def check_arguments(
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Iterable)):
         raise _unusable("exit_layers", layers, "a list of numbers of layers", "Pass exit_layers=[8, 16], say.")
     if type(seed) is not int or abs(seed) >= LARGEST_SEED:
-        raise _unusable("seed", seed, "a whole number of fewer than 62 bits", "Pass seed=0, say.")
+        raise _unusable("seed", seed, "a whole number of at most 62 bits", "Pass seed=0, say.")
     if output_dir is not None and Path(output_dir).exists() and not Path(output_dir).is_dir():
         raise _unusable("output_dir", output_dir, "a folder, which may be new", "Name another, or move the file.")
     try:
@@ -75,20 +75,20 @@ def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
     """Refuse a rank above the hidden size, and a block head if norm or output head cannot be differentiated."""
     rank = settings.translator_rank
     if rank is not None and rank > structure.hidden_size:
-        expected = f"at most {structure.hidden_size}, the numbers of a hidden state"
+        expected = f"at most {structure.hidden_size}, the hidden size"
         raise _unusable("translator_rank", rank, expected, "Leave it out for full rank.")
     if settings.exit_strategy == "block" and not can_distil(structure):
         raise UnsupportedModelError(
             "a block head cannot be trained here",
             got="an output head or final norm in 8 or 4 bits, or offloaded",
-            expected="one in floating point on the device",
+            expected="both in floating point, and not offloaded",
             do="Pass exit_strategy='linear', or load the model without quantising its head and without offloading.",
         )
 
 
 @torch.no_grad()
 def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None:
-    """Raise [`CalibrationError`] for a quantised model whose output head does not take floating-point states.
+    """Raise [`CalibrationError`] if no weight is floating-point, or a quantised output head rejects float states.
 
     A head whose own forward dequantises is accepted; exit heads are then fitted in closed form, not distilled.
     """
@@ -107,7 +107,7 @@ def check_precision(model: PreTrainedModel, structure: DecoderStructure) -> None
         raise CalibrationError(
             f"{type(model).__name__} cannot be calibrated in this precision",
             got=problem,
-            expected="float32, bfloat16 or float16 weights, or layers that dequantise their own",
+            expected="float32, bfloat16 or float16 weights, or layers that dequantise their own weights",
             do="Load the model with dtype=torch.bfloat16, or leave its output head unquantised.",
         )
 

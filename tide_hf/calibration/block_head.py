@@ -31,9 +31,9 @@ from .heads import FrequentUnembed, distillation_loss, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
 
-SIZE, REPEATS = 1024, 3  # of the timed matrix product
-MIN_SPEEDUP = 1.5  # of bfloat16 over float32; a smaller speed-up is not worth the rounding
-LEARNING_RATE = 2e-3  # of the block head's decoder layer
+SIZE, REPEATS = 1024, 3  # matrix size and number of runs of the timed product
+MIN_SPEEDUP = 1.5  # speed-up over float32 from which on bfloat16 is worth its rounding errors
+LEARNING_RATE = 2e-3  # learning rate of the block head's decoder layer
 TRANSLATOR_RATE = 6e-4  # learning rate of the translator, which starts at the closed-form solution
 WARMUP_STEPS, FLOOR = 20, 0.05
 MAX_GRADIENT = 1.0
@@ -120,7 +120,7 @@ class BlockTrainer:
         *,
         deadline: float = math.inf,
     ) -> Iterator[tuple[int, float]]:
-        """Train for `epochs`, or until `deadline` (of `perf_counter`); yield (steps so far, mean loss) of each epoch.
+        """Train for `epochs`, or until `deadline` in `perf_counter` time; yield (steps so far, mean loss) per epoch.
 
         The learning rates, scaled by `rate`, follow a cosine over the steps or the time, whichever runs out first.
         """
@@ -151,7 +151,7 @@ class BlockTrainer:
     def states(self, batch: DocumentBatch, previous: Tensor | None = None) -> Tensor:
         """Predict the final states with the block head, (rows, length, D).
 
-        Each prediction reads the previous token's final state: from `previous` (rows, length, D), or the true state.
+        Each prediction reads the previous token's final state: that in `previous` (rows, length, D), or the true state.
         """
         inputs = self._inputs(batch, batch.final if previous is None else previous)
         call = self._call(batch).on(inputs[0].device).with_state(self.head.translate(*inputs))
@@ -179,7 +179,7 @@ class BlockTrainer:
 
     @torch.no_grad()
     def _inputs(self, batch: DocumentBatch, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised states at the block's layer, and normalised final states of the previous token; float32."""
+        """Normalised states at the block's layer, and normalised final states of the previous tokens; float32."""
         dtype = self.model.dtype
         states, final = (self.unembed.normalize(part.to(dtype)).float() for part in (batch.states, final))
         return states, nn.functional.pad(final, (0, 0, 1, 0))[:, :-1]
@@ -254,10 +254,10 @@ def block_start(
     routers.check_base_model(model)
     if routers.block is None or exit_strategy != "block":
         raise ConfigurationError(
-            "start_from is for block heads, which alone are trained further",
+            "start_from works with block heads only, since no other head is trained further",
             got=f"routers {'without' if routers.block is None else 'with'} a block head, and {exit_strategy=}",
             expected="routers with a block head, and exit_strategy='block'",
-            do="Pass these, or leave start_from out to train a new block head.",
+            do="Pass both, or leave start_from out to train a new block head.",
         )
     return routers
 
@@ -271,9 +271,9 @@ class BlockStage:
     seed: int
 
     def make(self, deadline: float, *, is_fresh: bool) -> dict[str, Any]:
-        """Train until `deadline` (of `perf_counter`) at the latest; return facts about the training.
+        """Train until `deadline` in `perf_counter` time at the latest; return facts about the training.
 
-        A block head that is not fresh keeps its old weights if the new weights agree less on the tune split.
+        A block head that is not fresh keeps its old weights if the new weights agree less often on the tune split.
         """
         epochs, rate = FRESH if is_fresh else FURTHER
         point, facts = self.trainer.point, {}
@@ -319,7 +319,7 @@ class BlockStage:
 
     @torch.no_grad()
     def _scored(self, split: str) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) of drafted tokens at counted positions, and whether each is the full model's (N,)."""
+        """Log-probabilities (N,) of drafted tokens at counted positions, and whether the full model agrees (N,)."""
         found, agrees = [], []
         for batch in self._batches(split, self.seed):
             predictions = self.trainer.states(batch)[batch.counted].to(self.trainer.model.dtype)
@@ -345,7 +345,7 @@ class BlockStage:
 
 
 def pad_documents(whole: StateBatch, documents: list[int], exit_layer: int) -> DocumentBatch:
-    """Right-pad the documents of `whole` whose ids are `documents` into a batch with their states at `exit_layer`."""
+    """Right-pad the documents with ids `documents` into a batch, with their states at `exit_layer`."""
     rows = [(whole.document_ids == document).nonzero()[:, 0] for document in documents]
 
     def padded(tensor: Tensor) -> Tensor:

@@ -24,15 +24,15 @@ from ..common.rows import FORMATS, import_extra, read_rows
 from ..common.token_ids import message_tokens
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% confidence takes at least 149 documents
-MOST = {"tune": 150, "certify": 500}  # documents at most; beyond that, text is of more use in the fit split
+MOST = {"tune": 150, "certify": 500}  # maximum number of documents; further documents are of more use in the fit split
 TOKENS_PER_BATCH = 16_384  # padding included
-MAX_PROMPT = 8  # longest prompt of a chat, in multiples of max_length, since a batch is padded to its longest row
-SHOWN = 80  # characters of a text in an error
+MAX_PROMPT = 8  # limit of a chat's prompt, in multiples of max_length; one long prompt pads a whole batch
+SHOWN = 80  # maximum number of characters of a text that an error quotes
 logger = logging.getLogger(__name__)
-# "org/name", "org/name:config", "org/name[split]", "org/name:config[split]"
+# Matches "org/name", "org/name:config", "org/name[split]" and "org/name:config[split]".
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(?::(?P<config>[^\[\]]+))?(?:\[(?P<split>[\w.-]+)\])?")
-POOL = 10_000  # rows to draw from, plus ten for each requested document
-SHOWN_KEYS = 10  # keys in an error
+POOL = 10_000  # number of rows to draw from, plus ten rows for each requested document
+SHOWN_KEYS = 10  # maximum number of keys that an error lists
 SHUFFLE_BUFFER = 2_000  # rows
 
 
@@ -66,11 +66,11 @@ def num_positions(documents: Sequence[Document]) -> int:
 def split_documents(documents: Sequence[Document], seed: int) -> dict[str, list[Document]]:
     """Split documents at random: `"fit"` trains heads and routers, `"tune"` selects them, `"certify"` tests thresholds.
 
-    Their proportions are `SHARES`; documents beyond `MOST` go to the fit split. There must be at least three documents.
+    The split sizes follow `SHARES`; documents beyond `MOST` go to the fit split. At least three documents are required.
     """
     if len(documents) < len(SHARES):
         raise CalibrationError(
-            "too few documents to fit, tune and certify on different ones",
+            "too few documents for separate fit, tune and certify splits",
             got=len(documents),
             expected=f"at least {len(SHARES)}, better several hundred",
             do="Pass more texts, or raise samples.",
@@ -160,7 +160,7 @@ class RowEncoder:
         return Document(tokens, first=1)
 
     def _chat(self, chat: Sequence[object]) -> Document:
-        """Encode a chat and count its last answer, or all of the chat if it does not begin with the prompt's tokens."""
+        """Encode a chat; only the last answer counts, or the whole chat if the prompt's tokens are no prefix of it."""
         if self.tokenizer.chat_template is None:
             raise CalibrationError(
                 f"a chat needs a chat template ({self.source})",
@@ -233,12 +233,12 @@ def read_documents(
     if not documents:
         raise CalibrationError(
             f"the dataset is empty ({source})",
-            got=f"{num_skipped} rows, of which none can be used; of the last: {last}" if last else "no texts",
+            got=f"{num_skipped} rows, of which none can be used; reason for the last: {last}" if last else "no texts",
             expected="texts or chats",
-            do="Pass other data; calibrate() without any lets the model write its own text.",
+            do="Pass other data, or none: calibrate() then lets the model write the text.",
         )
     if num_skipped:
-        logger.warning("rows that cannot be used and were skipped: %d; of the last: %s", num_skipped, last)
+        logger.warning("rows that cannot be used and were skipped: %d; reason for the last: %s", num_skipped, last)
     return list(documents.values()), num_skipped
 
 
@@ -284,7 +284,7 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
 
 
 def _draw(rows: Iterable[object], size: int, rng: random.Random) -> list[object]:
-    """Reservoir sampling of `size` rows, in random order."""
+    """Draw `size` rows by reservoir sampling; return them in random order."""
     drawn: list[object] = []
     for count, row in enumerate(rows):
         if count < size:
@@ -309,7 +309,7 @@ def _match_hub_name(dataset: str | os.PathLike[str]) -> re.Match[str] | None:
 
 
 def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
-    """Yield rows of an `IterableDataset`, or of the Hub data set of this name, shuffled in a buffer."""
+    """Yield rows of an `IterableDataset`, or of the Hub data set named `dataset`, shuffled in a buffer."""
     source = describe_source(dataset)
     match = _match_hub_name(dataset)
     if match is None and isinstance(dataset, (str, os.PathLike)):
@@ -317,7 +317,7 @@ def _stream_rows(dataset: Any, seed: int) -> Iterator[object]:
             "the dataset cannot be found",
             got=repr(os.fspath(dataset)),
             expected='a file or folder that exists, or a Hub data set as "org/name" or "org/name:config[split]"',
-            do="Check the spelling; texts themselves go into a list.",
+            do="Check the spelling; to pass texts themselves, put them into a list.",
         )
     datasets = import_extra("datasets", f"read {source}")
     try:

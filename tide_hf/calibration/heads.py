@@ -93,7 +93,7 @@ def fit_head(head: ExitHead, moments: Moments, tune_states: Tensor, tune_tokens:
     """Set a linear head's translator to the ridge solution of highest agreement; return the penalty of that solution.
 
     `moments` are of the fit split. Agreement is the share of `tune_states` (N, D), in the model's dtype, for which the
-    head's top token among the tokens of `drafts` equals the full model's, in `tune_tokens` (N,).
+    head's top token among the tokens of `drafts` equals the full model's top token, in `tune_tokens` (N,).
     """
     rank = head.translator[0].out_features if isinstance(head.translator, nn.Sequential) else None
     best, best_penalty, best_weights = -1.0, 0.0, head.state_dict()
@@ -181,9 +181,9 @@ def distil_head(
 ) -> dict[str, Any]:
     """Train a linear head's translator in place with [`distillation_loss`], starting from the closed-form solution.
 
-    `head` gets the weights that agree most with the full model on `tune`, among `tokens` (V,), which may be the initial
-    weights. `fit` and `tune` hold only counted positions. Returns the number of finished `epochs`, `best_epoch` (0 for
-    the initial weights), and whether the deadline (of `perf_counter`) `stopped` training.
+    Of the weights after each epoch and the initial weights, `head` gets those whose top token among `tokens` (V,) is
+    the full model's most often on `tune`. `fit` and `tune` hold only counted positions. Returns the number of finished
+    `epochs`, `best_epoch` (0: initial weights), and whether `deadline`, in `perf_counter` time, `stopped` training.
     """
     assert head.translator is not None
     frequent = FrequentUnembed(unembed, tokens)

@@ -26,7 +26,7 @@ from .threshold import Decisions
 from .work_folder import Processes, WorkFolder
 
 WRITING_SHARE = 0.4  # share of the time budget for generating text
-SAFETY = 2.0  # factor on the estimated time of the stages after distillation
+SAFETY = 2.0  # safety factor on the estimated time of the stages after distillation
 FIT_CAPACITY = 24_000  # maximum number of positions to train a router on, to bound memory
 DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
@@ -58,7 +58,7 @@ class Pipeline:
         return self.unembed.structure
 
     def write_text(self, text: Text) -> list[Document]:
-        """Stage (a): the documents; the model generates them if the user gave none."""
+        """Stage (a): return the user's documents, or documents that the model generates if the user gave none."""
         if text.documents:
             return text.documents
         names = [f"documents/{number:05d}" for number in range(len(text.prompts))]
@@ -84,7 +84,7 @@ class Pipeline:
         return [Document(*document) for name in written for document in self.work.facts(name)["documents"]]
 
     def read_states(self, documents: Sequence[Document]) -> StateStore:
-        """Stage (b): the base model's hidden states on the documents, one shard per batch of documents."""
+        """Stage (b): store the base model's hidden states on the documents, one shard per batch of documents."""
         splits = split_documents(documents, self.settings.seed)
         layers = sorted({*self.routers.exit_layers, self.routers.config.block_layer} - {None})
         store = StateStore(self.work, splits, self.settings.batch_size, layers, self.model.dtype)
@@ -97,7 +97,7 @@ class Pipeline:
         return store
 
     def fit_heads(self, store: StateStore) -> dict[str, dict[str, Any]]:
-        """Stage (d): the exit heads, in closed form and then distilled; returns facts about each fit."""
+        """Stage (d): fit the exit heads in closed form, then distil them; return facts about each fit."""
         tokens = frequent_tokens(store.count_tokens("fit", self.structure.vocab_size)[1])
         mine = self.processes.share(self.routers.exit_layers)
 
@@ -109,7 +109,7 @@ class Pipeline:
         return facts
 
     def train_routers(self, store: StateStore) -> dict[str, dict[str, Any]]:
-        """Stage (e): the routers; returns their figures on the tune split."""
+        """Stage (e): train the routers; return their figures on the tune split."""
         seed = self.settings.seed
 
         def train(layer: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Pipeline:
         return self._fit_each_layer("Training routers", "router", train)
 
     def train_block(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
-        """Stage (c): the block head, if there is one, with the draft vocabulary `tokens`; returns its figures."""
+        """Stage (c): train the block head, if there is one, on the draft vocabulary `tokens`; return its figures."""
         point, block_layer = self.routers.block, self.routers.config.block_layer
         if point is None:
             return None
@@ -142,7 +142,7 @@ class Pipeline:
         return facts
 
     def decide(self, store: StateStore, split: str) -> Decisions:
-        """Stage (f): exit scores and head agreement at every exit layer, on the tune or certify split."""
+        """Stage (f): compute exit scores and head agreement at every exit layer, on the tune or certify split."""
         shards = store.shards(split)
         names = [f"decisions/{split}-{shard.number:05d}" for shard in shards]
 
@@ -172,7 +172,7 @@ class Pipeline:
         return {str(layer): self.work.facts(name) for layer, name in zip(layers, names, strict=True)}
 
     def _run_units(self, description: str, names: Sequence[str], make: Callable[[int], None]) -> None:
-        """Run this process's share of the unfinished units, then wait for the others."""
+        """Run this process's share of the units, except finished units, then wait for the other processes."""
         mine = self.processes.share(range(len(names)))
         with self.processes.threads_for(len(names)):
             for i in self.steps.track(description, mine, len(mine)):
@@ -212,7 +212,7 @@ class Pipeline:
         return facts
 
     def _seconds_after_heads(self, store: StateStore, seconds_per_position: float) -> float:
-        """Estimate the seconds of training routers and of decisions, from the seconds of one position's logits."""
+        """Estimate the seconds of router training and decisions, from the seconds that one position's logits take."""
         routers = min(FIT_CAPACITY, store.num_counted("fit")) + min(TUNE_CAPACITY, store.num_counted("tune"))
         decisions = store.num_counted("certify") + store.num_counted("tune")
         positions = (routers + decisions) * len(self.routers.exit_layers)

@@ -60,7 +60,7 @@ def print_report(record: dict[str, Any], num_layers: int) -> None:
 
 
 def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
-    """Figures of each exit layer by itself, and its exit rate at `threshold` if tokens may exit at any layer.
+    """Figures of each exit layer on its own, and its exit rate at `threshold` with all exit layers in use.
 
     Routers are judged by agreement, whatever labels they were trained on.
     """
@@ -126,7 +126,7 @@ def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, 
 
 
 def tolerance_rows(decisions: Decisions, confidence: float) -> list[dict[str, Any]]:
-    """Threshold and its figures for each of `TOLERANCES`, certified separately; `None` where that fails."""
+    """Threshold and figures for each of `TOLERANCES`, certified separately; `None` if no threshold is certified."""
     rows = []
     for tolerance in TOLERANCES:
         choice = choose_threshold(decisions, tolerance=tolerance, confidence=confidence)

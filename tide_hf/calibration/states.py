@@ -23,12 +23,12 @@ from .work_folder import WorkFolder
 SLICE_ELEMENTS = 2**25  # logits per slice: 128 MB in float32
 PLAIN_FIELDS = ("final_states", "top_tokens", "tokens", "counted", "document_ids")
 UNROUNDED_SPLIT = "certify"  # the guarantee is about the model's own, unrounded states
-BYTES_PER_POSITION = 32  # of tokens, top tokens, mask and document ids
+BYTES_PER_POSITION = 32  # upper bound for token, top token, mask and document id
 
 
 @contextmanager
 def full_depth(model: PreTrainedModel) -> Iterator[None]:
-    """Run `model` in evaluation mode without TIDE attached; restore both afterwards."""
+    """Run `model` in evaluation mode without TIDE attached; restore its mode and class afterwards."""
     attached = type(model)
     if isinstance(model, TIDEGenerationMixin):
         model.__class__ = model._tide.base_class  # gates are transparent while no run is active
@@ -70,7 +70,7 @@ class StateBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[StateBatch]) -> StateBatch:
-        """Concatenate batches of the same exit layers."""
+        """Concatenate batches that have the same exit layers."""
         rest = {name: torch.cat([getattr(part, name) for part in parts]) for name in PLAIN_FIELDS}
         layers = parts[0].hidden_states
         return cls({layer: torch.cat([part.hidden_states[layer] for part in parts]) for layer in layers}, **rest)
@@ -129,7 +129,7 @@ def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
 
 @contextmanager
 def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect layer outputs through forward hooks, by number of layers executed."""
+    """Collect layer outputs through forward hooks, keyed by the number of executed layers."""
     captured: dict[int, Tensor] = {}
 
     def store(depth: int, output: Any) -> None:
@@ -244,7 +244,7 @@ class StateStore:
         return StateBatch.concatenate(parts)
 
     def count_tokens(self, split: str, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Count each token in the text, and among the top tokens at counted positions; (vocab_size,) each."""
+        """Count each token's occurrences in the text, and as top token at counted positions; (vocab_size,) each."""
         read, chosen = torch.zeros(vocab_size, dtype=torch.long), torch.zeros(vocab_size, dtype=torch.long)
         for shard in self.shards(split):
             tensors = self.work.read(shard.name, ["tokens", "top_tokens", "counted"])

@@ -41,7 +41,7 @@ OWN_SHARE = 0.25
 LONGEST_OWN_PROMPT = 48  # tokens; longer prompts are truncated
 PLACEHOLDER = "\ue000"  # a private-use character, which no chat template contains
 OWN_TEMPERATURE = 1.0
-TEMPERATURES = (0.7, 0.85, 1.0)  # for the half of the documents that is sampled
+TEMPERATURES = (0.7, 0.85, 1.0)  # for the half of the answers that is sampled
 
 
 class TopKSampling(LogitsProcessor):
@@ -85,7 +85,7 @@ def continue_prompts(
 
 @contextmanager
 def without_generation_defaults(model: Any) -> Iterator[None]:
-    """Temporarily reduce the generation config of a model, or of a wrapper and its model, to its special tokens.
+    """Temporarily keep only the special tokens in the generation config of a model, or of a wrapper and its model.
 
     Passing a config to `generate` is not enough: `generate` fills unset fields from the model's own config.
     """
@@ -104,7 +104,7 @@ def generate_batch(
     model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
 ) -> list[list[int]]:
     """Run `model.generate` on prompts in one left-padded batch; return new tokens as [`continue_prompts`] does."""
-    # generate feeds padding tokens to finished rows; the tokenizer's may be outside the model's vocabulary
+    # generate feeds padding tokens to finished rows, but the tokenizer's padding token may exceed the vocabulary
     pad = pad if pad < model.config.get_text_config().vocab_size else 0
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
     generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
@@ -182,13 +182,13 @@ def plan_writing(
 ) -> list[PromptBatch]:
     """Split prompts into batches, half of them answered greedily and half sampled.
 
-    The `num_own` prompts that the model writes in a user turn are planned in batches of their own. All batches are
-    shuffled, so that a calibration cut short by its time budget still has a random sample.
+    The `num_own` prompts that the model writes in a user turn are planned in batches of their own. All batches are in
+    random order, so that a calibration cut short by its time budget still has a random sample.
     """
     halves = prompts[: (len(prompts) + 1) // 2], prompts[(len(prompts) + 1) // 2 :]
     batches: list[dict[str, Any]] = []
     for half, temperatures in zip(halves, ((None,), TEMPERATURES), strict=True):
-        rows = sorted(half, key=len)  # for little padding
+        rows = sorted(half, key=len)  # similar lengths need little padding
         for number, start in enumerate(range(0, len(rows), batch_size)):
             temperature = temperatures[number % len(temperatures)]
             batches.append({"prompts": rows[start : start + batch_size], "temperature": temperature})
@@ -269,9 +269,9 @@ def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings
         prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
     except ChatTemplateError as error:
         raise CalibrationError(
-            "the chat template refuses a user's message that stands alone",
+            "the chat template refuses a chat of a single user message",
             got=error.got,
-            expected="a template that takes one",
+            expected="a template that accepts this chat",
             do="Pass texts or chats of your own as dataset, or a tokenizer with another chat_template.",
         ) from error
     source = describe_source(None) + (", and to prompts of its own" if num_own else "")

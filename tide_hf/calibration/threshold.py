@@ -26,7 +26,7 @@ RESAMPLED_AT_ONCE = 2**20  # maximum number of items drawn at once, over several
 ROUNDING = 1e-9  # relative difference that the order of summation can make
 Sums = Mapping[str, Tensor]
 GRID = (0.999, 0.998, 0.995, *(round(0.99 - 0.01 * step, 2) for step in range(50)))  # 0.99, 0.98 ... 0.50
-MIN_EXIT_RATE = 0.01  # below this share of tokens a layer is not worth its weights
+MIN_EXIT_RATE = 0.01  # share of tokens; a layer with fewer exits is kept only if it drafts well
 # Scenarios of machine and text. Costs are in full-depth passes over one token.
 SLOPES = (0.0, 0.02, 0.05, 0.1, 0.2)  # cost of one more token in a verify pass
 OVERHEADS = (0.0, 0.03, 0.1)  # cost of a draft step beyond its layers and head
@@ -34,7 +34,7 @@ EASE = (1.0, 0.5, 0.25)  # acceptance = agreement ** ease, for text easier than 
 
 
 def resampled_sums(values: Tensor) -> Tensor:
-    """(items, columns) -> (RESAMPLES, columns): sums over resamples; each draws as many items with replacement."""
+    """Sums (RESAMPLES, columns) over resamples of (items, columns); each draws `items` rows with replacement."""
     generator = torch.Generator().manual_seed(0)
     count = len(values)
     at_once = max(1, RESAMPLED_AT_ONCE // count)
@@ -59,9 +59,9 @@ class Bootstrap:
         """Compute a figure and its interval.
 
         `statistic` maps the sums of all columns to the figure, elementwise over resamples. If all resamples are equal,
-        the bootstrap interval has no width. A figure without `limits`, such as a perplexity, then has no interval. With
-        `limits` (a share or difference of shares, which one of n items moves by at most 1/n), the interval
-        is then widened on both sides by the width of the Clopper-Pearson interval of 0 successes in n trials.
+        the bootstrap interval has no width. A figure without `limits`, such as a perplexity, then has no interval. A
+        figure with `limits` (a share or difference of shares, which one of n items changes by at most 1/n) then gets
+        the width of the Clopper-Pearson interval of 0 successes in n trials on both sides.
         """
         value, resampled = float(statistic(self._totals)), statistic(self._resampled)
         lower, upper = resampled.quantile(torch.tensor([self.miss, 1 - self.miss], dtype=torch.float64)).tolist()
@@ -76,14 +76,14 @@ class Bootstrap:
 def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
     """The exit rule of `early_exit`: index of the first exit layer whose score reaches the threshold, else E.
 
-    Scores are (..., E), the exit layers ascending; indices (...), int64.
+    `scores` are (..., E), for E exit layers in ascending order; the indices are (...), int64.
     """
     reached = scores >= exit_threshold
     return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
 
 
 def exit_depths(indices: Tensor, exit_layers: Sequence[int], num_layers: int) -> Tensor:
-    """Layers executed, int64, for the indices of `exit_indices`."""
+    """Number of executed layers, int64, for each index from `exit_indices`."""
     return torch.tensor([*exit_layers, num_layers], device=indices.device)[indices]
 
 
@@ -232,7 +232,7 @@ class Candidate(NamedTuple):
 def candidates_on(
     tune: Decisions, structure: DecoderStructure, draft_vocab_size: int, tolerance: float
 ) -> dict[int, Candidate]:
-    """Figures of each exit layer on the tune split; exit rates are those within `tolerance`."""
+    """Figures of each exit layer on the tune split; for exit rates see `exit_rates_within`."""
     agreements = tune.agrees.double().mean(dim=0).tolist()
     rates = exit_rates_within(tune, tolerance)
     vocab_share = draft_vocab_size / structure.vocab_size
@@ -245,7 +245,7 @@ def candidates_on(
 def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float) -> float:
     """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
 
-    `head_share`: the output head's share of a full pass's weights; `vocab_share`: the draft vocabulary's of all tokens.
+    `head_share`: output head's share of a full pass's weights; `vocab_share`: draft vocabulary's share of all tokens.
     """
     return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
 
@@ -267,7 +267,7 @@ def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
     """Keep the layers that are useful on some machine and some text.
 
     A layer is kept if at least `MIN_EXIT_RATE` of the tokens exit there, or if in some scenario it is the fastest layer
-    to draft from and at least `MIN_GAIN` times as fast as plain decoding. If none qualifies, the fastest is kept.
+    to draft from and at least `MIN_GAIN` times as fast as plain decoding. If no layer qualifies, the fastest is kept.
     """
     kept = {layer for layer, candidate in candidates.items() if candidate.exit_rate >= MIN_EXIT_RATE}
     fastest, best_gain = min(candidates), 0.0

@@ -36,14 +36,14 @@ SPARE_BYTES = 16 * 2**20  # for heads, routers and decisions
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that `torchrun` or `accelerate launch` started; by default the only one."""
+    """This process's rank, and the number of processes that `torchrun` or `accelerate launch` started."""
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def current(cls, model: PreTrainedModel) -> Processes:
-        """Find the other processes, and initialise the process group if there is none yet."""
+        """Find this process's rank and the number of processes; initialise the process group if needed."""
         if ranks_of(model).many:
             raise UnsupportedModelError(
                 "processes that share one model cannot share work",
@@ -63,7 +63,7 @@ class Processes:
         return self.rank == 0
 
     def share(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """This process's share of the units: every `count`-th."""
+        """This process's share of the units: every `count`-th unit."""
         return units[self.rank :: self.count]
 
     @contextmanager
@@ -116,7 +116,7 @@ class WorkFolder:
             return json.loads(file.metadata()["facts"])
 
     def claim(self, fingerprint: dict[str, Any], processes: Processes) -> None:
-        """Write `fingerprint`, all that results depend on; raise [`CalibrationError`] if the folder has another."""
+        """Write `fingerprint`, or raise [`CalibrationError`] if the folder already has a different fingerprint."""
         ours = json.loads(json.dumps(fingerprint | {"format": FORMAT}))
         file = self.folder / FINGERPRINT
         if processes.is_main and not file.is_file():
@@ -136,10 +136,10 @@ class WorkFolder:
         names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
         if names:
             raise CalibrationError(
-                f"{self.folder} holds the work of another calibration, or one by other settings",
+                f"{self.folder} holds the unfinished work of a calibration with other inputs or settings",
                 got=", ".join(f"{name}={theirs.get(name)!r} (now {ours.get(name)!r})" for name in names),
                 expected="the same model, data and settings",
-                do=f"Pass another output_dir, use the settings of then, or delete {self.folder}.",
+                do=f"Pass another output_dir, use the earlier settings, or delete {self.folder}.",
             )
         if processes.is_main:
             for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):
@@ -190,7 +190,7 @@ class WorkFolder:
 
 @contextmanager
 def open_work_folder(output_dir: str | os.PathLike[str] | None, processes: Processes) -> Iterator[WorkFolder]:
-    """Open the work folder in `output_dir`, which a failed run leaves for the next run, or a temporary folder."""
+    """Open the work folder in `output_dir`, which only a successful run deletes, or a temporary folder."""
     if output_dir is not None:
         work = WorkFolder(Path(output_dir) / NAME)
         work.folder.mkdir(parents=True, exist_ok=True)

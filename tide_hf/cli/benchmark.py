@@ -102,7 +102,7 @@ def measure(
     args: argparse.Namespace,
     console: Console,
 ) -> dict[str, Any]:
-    """Compare the methods behind a progress bar, print the table and its notes, and add the figures to the record."""
+    """Compare the methods, with a progress bar, print the table and its notes, and add the figures to the record."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     options = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

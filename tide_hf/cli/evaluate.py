@@ -1,4 +1,4 @@
-"""``tide-hf evaluate``: measures the perplexity of early exits over thresholds, and of the base model."""
+"""``tide-hf evaluate``: measures the perplexity of early exits at several thresholds, and of the base model."""
 
 from __future__ import annotations
 

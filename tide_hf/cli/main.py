@@ -15,7 +15,7 @@ from importlib import import_module
 from ..common.errors import TIDEError
 from .parser import make_parser
 
-EXIT_USAGE = 2  # also what argparse exits with
+EXIT_USAGE = 2  # also the status that argparse exits with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 

@@ -1,4 +1,4 @@
-"""Load the model and routers that a command's arguments name, and check that its output can be written."""
+"""Load the model and routers that a command's arguments name; check that the command can write its output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         warn_if_busy(torch.get_num_threads())
-    named = named_routers(args)  # routers first, since they load faster than the model
+    named = named_routers(args)  # first, so that a wrong --routers fails before the slow loading of the model
     model, tokenizer = loader(args.model, dtype=args.dtype)
     routers, origin = routers_for(model, args, named) if hasattr(args, "routers") else (None, None)
     return Loaded(model.to(device), tokenizer, routers, origin)

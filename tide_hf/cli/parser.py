@@ -99,12 +99,12 @@ CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "seed": (int, 0, "random seed"),
 }
 EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "thresholds": (threshold_list, (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5), "to measure; the calibrated one is added"),
+    "thresholds": (threshold_list, (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5), "thresholds; the calibrated one is added"),
     "samples": (positive, 200, "maximum number of texts"),
     "max_length": (positive, 512, "tokens after which a text is cut"),
     "batch_size": (positive, 8, "texts per forward pass"),
-    "seed": (int, 0, "seed of the draw from the data"),
-    "confidence": (share, 0.95, "of all intervals"),
+    "seed": (int, 0, "random seed for drawing texts"),
+    "confidence": (share, 0.95, "confidence of all intervals"),
 }
 
 
@@ -134,7 +134,7 @@ def add_model_arguments(
     routers: bool = True,
     device: bool = True,
 ) -> None:
-    """Add MODEL, required unless `model` is its default, and the other arguments that `model_arguments.load` reads."""
+    """Add MODEL, which is required unless `model` gives a default, and other arguments for `model_arguments.load`."""
     what = "Hub name or folder of the base model"
     if model is None:
         parser.add_argument("model", metavar="MODEL", help=what)
@@ -150,7 +150,7 @@ def add_model_arguments(
     shown = "%(default)s" if dtype is not None else "that of the saved weights"
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype to load the model in (default: {shown})")
     if device:
-        parser.add_argument("--device", help="such as cpu or cuda:1 (default: the GPU if there is one)")
+        parser.add_argument("--device", help="device, such as cpu or cuda:1 (default: the GPU if there is one)")
     parser.add_argument("--threads", type=threads, help="CPU threads (default: PyTorch's choice)")
 
 
@@ -176,7 +176,7 @@ def _add_decoding_arguments(
     )
     if max_new_tokens:
         parser.add_argument(
-            "--max-new-tokens", type=positive, default=max_new_tokens, help="per answer (default: %(default)s)"
+            "--max-new-tokens", type=positive, default=max_new_tokens, help="limit per answer (default: %(default)s)"
         )
 
 
@@ -190,12 +190,12 @@ def _add_options(parser: argparse.ArgumentParser, options: dict[str, tuple[Any, 
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The values, by name, of the named options that the user gave."""
+    """Values of those options in `names` that the user gave, by name."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def refuse_unused(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
-    """Raise [`ConfigurationError`] if a named option was given that has no effect `where`, such as "with --suite"."""
+    """Raise [`ConfigurationError`] if an option in `names` was given; it has no effect `where`, e.g. "with --suite"."""
     unused = [name for name in names if getattr(args, name) != args.command_parser.get_default(name)]
     if unused:
         raise ConfigurationError(
@@ -218,7 +218,7 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 
 def _generate(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="(default: what is piped into standard input)")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt (default: piped standard input)")
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from FILE")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     _add_decoding_arguments(parser, max_new_tokens=256)
@@ -267,14 +267,14 @@ def _benchmark(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     _add_measuring(parser)
-    suites = parser.add_argument_group("suites", "the benchmarks behind the published figures; they need a clone")
+    suites = parser.add_argument_group("suites", "the published benchmarks; they need a clone of the repository")
     suites.add_argument("--suite", action="append", metavar="NAME", help="decode, published, quality ... or all")
     suites.add_argument("--config", help="with --suite: quick (the default), full or a JSON file")
     suites.add_argument("--output-dir", type=Path, help="with --suite: where to write the results")
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", help="may be repeated (default: a few built-in prompts)")
+    parser.add_argument("--prompt", action="append", help="a prompt; may be repeated (default: a few built-in prompts)")
     parser.set_defaults(prepare=lambda args: given_prompts(args.prompt))
     parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, all else to standard error")
@@ -323,7 +323,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "chat with a model, answers coloured by the depth of each token",
         f"{CHAT_HELP} If standard input is a pipe, each line is a message.",
     ),
-    "serve": (_serve, "run the HTTP server of transformers, OpenAI's API, with TIDE attached to its model"),
+    "serve": (_serve, "run the HTTP server of transformers (OpenAI API) with TIDE attached to the model"),
     "calibrate": (_calibrate, "make routers for a model and write them, with their card, to a folder"),
     "inspect": (_inspect, "show a model, its routers, the modes it can run in, and how soon its states converge"),
     "benchmark": (_benchmark, "compare plain generate, TIDE and transformers' own methods on your model and prompts"),

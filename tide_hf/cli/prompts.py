@@ -67,7 +67,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def decode(data: bytes, source: str) -> str:
-    """Decode UTF-8, and convert line breaks to line feeds; an error names the `source`."""
+    """Decode UTF-8, and convert CRLF line breaks to line feeds; an error names the `source`."""
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

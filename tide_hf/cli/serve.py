@@ -63,7 +63,7 @@ def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
-    """Attach TIDE with the command's arguments, and warm up the engine, so that no request waits for that."""
+    """Attach TIDE with the command's arguments, and warm up the engine, so that no request waits for the warm-up."""
     routers, _ = routers_for(model, args, named)
     modes_to_run(args.mode, routers)
     attached = TIDEModelForCausalLM.attach(

@@ -60,7 +60,7 @@ class TokenStreamer(BaseStreamer):
 
 
 class _Tail:
-    """The last lines of a text that fit the terminal."""
+    """The last lines of a text, as many as fit the terminal."""
 
     def __init__(self, text: Text) -> None:
         self.text = text

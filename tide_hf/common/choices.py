@@ -1,4 +1,4 @@
-"""Values that settings may take, and checks of arguments. Imports neither torch nor transformers, for a quick CLI."""
+"""Values that settings may take, and argument checks. Imports neither torch nor transformers, for a fast CLI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_STRATEGIES = ("identity", "linear")  # kinds of exit head
 STRATEGIES = (*EXIT_STRATEGIES, "block")  # choices of `exit_strategy` in `calibrate`
 EXIT_CRITERIA = ("router", "confidence", "fixed")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
-LABELS = ("agreement", "cosine", "kl")  # what a router predicts
+LABELS = ("agreement", "cosine", "kl")  # what a router is trained to predict
 
 
 def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:

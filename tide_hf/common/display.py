@@ -1,4 +1,4 @@
-"""How an answer is shown: the text and depth of each token, as HTML for notebooks and as a plot.
+"""Display of an answer: the text and depth of each token, as HTML for notebooks and as a plot.
 
 Terminal, HTML and plots share one scale of colours. Plots need matplotlib: `pip install tide-hf[plots]`.
 """
@@ -15,17 +15,17 @@ from typing import Any
 
 from .errors import ConfigurationError, MissingPackageError
 
-SIZE = (5.6, 3.6)  # of a plot, in inches
+SIZE = (5.6, 3.6)  # width and height of a plot, in inches
 DOTS_PER_INCH = 120
 TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6;color:#1a1a1a;margin:0.5em 0"
 CHIP_STYLE = "color:#1a1a1a;border-radius:2px"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_PENDING = 8  # tokens that may wait for the rest of a character; no character spans more
+MAX_PENDING = 8  # maximum number of tokens that wait for the rest of a character; no character spans more
 
 
 @dataclass(frozen=True)
 class Colour:
-    """A rich style for text on a terminal, and a CSS background colour for dark text."""
+    """A style of `rich` for terminal text, and a CSS background colour for dark text."""
 
     terminal: str
     css: str
@@ -74,14 +74,14 @@ class TokenTexts:
         if added.endswith(REPLACEMENT) and len(self._tokens) - self._num_shown < MAX_PENDING:
             added = ""  # the rest of the character is in the next tokens
         else:
-            if added:  # a context without text would make the next token decode as the first, without its space
+            if added:  # else keep the context: a token that decodes first would lose its leading space
                 del self._tokens[: self._num_shown]
             self._num_shown = len(self._tokens)
         self.shown.append(added)
         return added
 
     def finish(self) -> str:
-        """Return the rest of an answer that ends within a character, and add it to the last token's text."""
+        """Return the text that is still pending when the answer ends, and add it to the last token's text."""
         rest = self._pending_text()
         if rest:
             self.shown[-1] += rest
@@ -89,7 +89,7 @@ class TokenTexts:
         return rest
 
     def _pending_text(self) -> str:
-        """The text that the tokens not yet shown add to the shown tokens."""
+        """The text of the tokens that are not yet shown, decoded after the tokens that are shown."""
         return self._decode(self._tokens)[len(self._decode(self._tokens[: self._num_shown])) :]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -97,7 +97,7 @@ class TokenTexts:
 
 
 def token_texts(tokens: Iterable[int], tokenizer: Any) -> list[str]:
-    """The text that each token of a whole answer adds."""
+    """For each token of a complete answer, the text that the token adds."""
     texts = TokenTexts(tokenizer)
     for token in tokens:
         texts.add(int(token))
@@ -131,7 +131,7 @@ def stats_html(stats: Any, tokens: Any = None, tokenizer: Any = None) -> str:
 def figure_maker() -> Any:
     """Import matplotlib's `Figure`, or raise [`MissingPackageError`]."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which would keep state
+        from matplotlib.figure import Figure  # noqa: PLC0415  # not pyplot, which keeps global state
     except ImportError as error:
         raise MissingPackageError(
             "plots cannot be drawn",
@@ -146,7 +146,7 @@ def stats_figure(stats: Any) -> Any:
     """A call of `generate` as a plot; see `ExitStats.plot`."""
     width, height = SIZE
     figure = figure_maker()(dpi=DOTS_PER_INCH, layout="constrained", figsize=(2 * width, height))
-    figure._repr_png_ = partial(_png, figure)  # notebooks then show the figure, which pyplot does not know
+    figure._repr_png_ = partial(_png, figure)  # lets notebooks show a figure made without pyplot
     by_depth, by_token = figure.subplots(1, 2, width_ratios=(2, 3))
     depths = _all_depths(stats)
     counts, colours = Counter(depths), depth_colours(depths, stats.num_layers)
@@ -165,7 +165,7 @@ def stats_figure(stats: Any) -> Any:
         depths,
         c=[colours[depth].css for depth in depths],
         edgecolors="grey",
-        alpha=max(0.3, 1 / max(1, len(stats.per_token))),  # rows of a batch lie on top of each other
+        alpha=max(0.3, 1 / max(1, len(stats.per_token))),  # transparent, since the rows of a batch overlap
     )
     title = f"{stats.mode}: {stats.depth_fraction:.0%} of the layers executed"
     by_token.set(title=title, xlabel="new token", ylabel="exit layer", ylim=(-0.7, stats.num_layers + 0.7))
@@ -183,7 +183,7 @@ def _all_depths(stats: Any) -> list[int]:
 
 
 def _texts(stats: Any, tokens: Any, tokenizer: Any) -> list[list[str]]:
-    """The text of each token, row by row; its depth if `tokens` is `None`."""
+    """The text of each token, row by row; if `tokens` is `None`, the depth of each token instead."""
     if tokens is None:
         return [[f" {depth} " for depth in row] for row in stats.per_token]
     rows = _as_list(tokens)

@@ -69,7 +69,7 @@ class MissingPackageError(TIDEError, ImportError):
 
 
 class KernelError(TIDEError, RuntimeError):
-    """Fused kernels are required and not available."""
+    """Fused kernels are required, but not available."""
 
 
 class ModelNotFoundError(TIDEError, FileNotFoundError):
@@ -91,7 +91,7 @@ def quoted(error: Exception) -> str:
 
 
 def short(value: object) -> str:
-    """`repr(value)`, cut if it is long; an int from a file may be too long for Python to print."""
+    """`repr(value)`, truncated if long. Ints beyond 64 bits are only described: Python may refuse to print them."""
     if isinstance(value, int) and abs(value) > sys.maxsize:
         return "a number beyond 64 bits"
     text = repr(value)

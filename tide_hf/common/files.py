@@ -1,4 +1,4 @@
-"""The cache folder, and atomic writes."""
+"""The cache folder, checks of file permissions, and atomic writes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from huggingface_hub import constants
 
 UNFINISHED = ".unfinished"  # suffix of files while they are written
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-ABANDONED_AFTER = 3600  # seconds; writing a file takes a few seconds
+ABANDONED_AFTER = 3600  # seconds; writing a file takes only a few seconds
 
 
 def cache_folder() -> Path:
-    """The folder of converted models and kernels."""
+    """The folder of converted models and compiled kernels."""
     return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
 
 
 def is_ours(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    """Whether only this user and the administrator can write to a file (`S_ISDIR`: a folder); false for links."""
+    """Whether `path` is of kind `is_kind` and only this user and the administrator can write to it; false for links."""
     try:
         found = path.lstat()
     except OSError:  # a missing file, or a folder that this user may not enter
@@ -37,7 +37,7 @@ def is_ours(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
 def is_private_folder(folder: Path) -> bool:
     """Whether only this user and the administrator can put files into a folder, or replace the folder.
 
-    The owners and groups of its parent folders are trusted.
+    The owners and groups of the parent folders are trusted.
     """
     above = folder.parent.resolve()
     return is_ours(folder, stat.S_ISDIR) and not any(map(_is_open_to_all, (above, *above.parents)))
@@ -56,9 +56,9 @@ def make_private_folder(folder: Path, mode: int = 0o700) -> None:
 
 
 def write_atomically(contents: dict[Path, bytes]) -> None:
-    """Write files, given as contents by path; no file is replaced before all contents are on the disk.
+    """Write the content of each path in `contents`; no file is replaced before all contents are on the disk.
 
-    Files get the folder's default permissions. An existing file or link is replaced, a missing folder created.
+    Files get default permissions. An existing file or link is replaced, and a missing folder is created.
     """
     unfinished: dict[Path, Path] = {}
     try:
@@ -77,11 +77,11 @@ def write_atomically(contents: dict[Path, bytes]) -> None:
 
 
 def remove_abandoned(file: Path) -> None:
-    """Remove unfinished files that killed processes left beside a file; files of the last hour may be in use."""
+    """Remove unfinished versions of `file` that are over an hour old, which killed processes have left behind."""
     for path in file.parent.glob(f"{file.name}.*{UNFINISHED}"):
         if not re.fullmatch(rf"\.\d+{re.escape(UNFINISHED)}", path.name.removeprefix(file.name)):
             continue
-        with suppress(FileNotFoundError):  # the other process has just finished
+        with suppress(FileNotFoundError):  # another process has just finished or removed the file
             found = path.lstat()
             if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > ABANDONED_AFTER:
                 path.unlink()

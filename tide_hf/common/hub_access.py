@@ -24,9 +24,9 @@ def hub_options(
 ) -> dict[str, Any]:
     """Additional options for `from_pretrained`, so that an unreachable Hub causes no retries.
 
-    Returns `local_files_only` if the request to the Hub fails and the repository is cached, otherwise no options.
-    `options` are the caller's options for `from_pretrained`. If there is neither a folder `name` nor such a repository
-    on the Hub or in the cache, raises the error that `not_found` returns for the name and the reason.
+    Returns `local_files_only=True` if the request to the Hub fails and the repository is cached, otherwise no options.
+    `options` are the caller's options for `from_pretrained`. If `name` is neither a folder nor a repository on the Hub
+    or in the cache, raises the error that `not_found(name, reason)` returns.
     """
     if os.path.exists(name) or options.get("local_files_only") or options.get("force_download"):
         return {}
@@ -36,13 +36,13 @@ def hub_options(
         if not isinstance(error, HFValidationError) and _is_cached(os.fspath(name), options.get("cache_dir")):
             return {"local_files_only": True}
         if isinstance(error, HfHubHTTPError) and type(error) is not RepositoryNotFoundError:
-            return {}  # the Hub has answered; transformers will report its answer
+            return {}  # the Hub can be reached; transformers will report its error
         raise not_found(name, f"no such folder, and {why_not_found(error)}") from error
     return {}
 
 
 def why_not_found(error: Exception) -> str:
-    """Explain in one line the error of a request to the Hub, or of loading a model."""
+    """Explain in one line why a request to the Hub, or loading a model, failed."""
     if isinstance(error, HFValidationError):
         return "not a valid name of a repository"
     if type(error) is RepositoryNotFoundError:

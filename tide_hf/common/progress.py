@@ -1,4 +1,4 @@
-"""Progress bars on a terminal or in a notebook, lines in a log."""
+"""Progress bars on a terminal or in a notebook, and log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Steps:
         return lambda count: self._progress.update(task, advance=count)
 
     def track(self, description: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield `items`, and advance the bar after each."""
+        """Yield `items`, and advance the bar after each item."""
         advance = self.begin(description, total)
         for item in items:
             yield item
             advance(1)
 
     def _log_lines(self, description: str, total: int) -> Callable[[int], None]:
-        """Log the start of a step, and once a minute its progress."""
+        """Log the start of a step, and its progress at most once a minute."""
         num_done, logged_at = 0, float("-inf")
 
         def advance(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows of local files: .txt, .csv, .json, .jsonl and .parquet."""
+"""Rows read from local files: .txt, .csv, .json, .jsonl and .parquet."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FORMATS = {".txt": None, ".csv": "csv", ".json": "json", ".jsonl": "json", ".par
 
 
 def read_rows(path: Path) -> Iterator[object]:
-    """Yield the rows of an existing file, or of all files of known kinds below a folder, sorted by name.
+    """Yield the rows of an existing file, or of all files of known kinds below a folder, in order of name.
 
-    Raises [`CalibrationError`] if no file is found or one is unreadable, [`MissingPackageError`] without `datasets`.
+    Raises [`CalibrationError`] if no file is found or a file is unreadable, [`MissingPackageError`] without `datasets`.
     """
     for file in _find_files(path):
         builder = FORMATS[file.suffix.lower()]
@@ -35,7 +35,7 @@ def read_rows(path: Path) -> Iterator[object]:
 
 
 def import_extra(name: str, purpose: str) -> Any:
-    """Import a module of the `calibrate` extra, or raise [`MissingPackageError`] with the purpose ("read a file")."""
+    """Import a module of the `calibrate` extra; [`MissingPackageError`] names `purpose` ("read a file")."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -62,7 +62,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _documents(file: Path) -> Iterator[str]:
-    """Split a text at blank lines, or into lines if there are none."""
+    """Split a text file at blank lines, or into lines if it has no blank lines."""
     text = file.read_text(encoding="utf-8-sig").strip()
     documents = re.split(r"\n\s*\n", text)
     if text:
@@ -73,5 +73,5 @@ def _rows(file: Path, builder: str) -> Iterator[object]:
     datasets = import_extra("datasets", f"read {file.name}")
     if file.stat().st_size > 0:  # most builders fail on empty files
         pattern = glob.escape(str(file.absolute()))
-        logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its errors are also raised
+        logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # errors that it logs are also raised
         yield from datasets.load_dataset(builder, data_files=pattern, split="train", streaming=True)

@@ -54,7 +54,7 @@ class ExitStats:
 
     @property
     def exit_rate(self) -> float:
-        """Share of the tokens from an exit layer or an n-gram."""
+        """Share of the tokens that came from an exit layer or an n-gram."""
         return sum(self.exits_per_layer.values()) / self.total_tokens if self.total_tokens else 0.0
 
     @property
@@ -70,7 +70,7 @@ class ExitStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per draft-and-verify round, the bonus token included."""
+        """Mean number of tokens per draft-and-verify round, the bonus token included."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ExitStats:
         return "\n".join(lines)
 
     def to_html(self, tokens: Any = None, tokenizer: Any = None) -> str:
-        """The call as self-contained HTML: figures, tokens coloured by depth, and a legend. All text is escaped.
+        """The call as self-contained HTML: statistics, tokens coloured by depth, and a legend. All text is escaped.
 
         Args:
             tokens: The new tokens without the prompt, as texts or token ids: a list or a tensor, for one row or all
@@ -114,7 +114,7 @@ class ExitStats:
         Raises:
             ConfigurationError: There are more or fewer tokens than in this call, or ids without a tokenizer.
         """
-        from .display import stats_html  # noqa: PLC0415 - only needed to show
+        from .display import stats_html  # noqa: PLC0415 - only needed for display
 
         return stats_html(self, tokens, tokenizer)
 
@@ -125,7 +125,7 @@ class ExitStats:
         """Plot the number of tokens by exit layer, and the exit layer of each token.
 
         Returns:
-            A matplotlib `Figure`, which notebooks show; `plot().savefig("depth.png")` writes it.
+            A matplotlib `Figure`, which notebooks show; `plot().savefig("depth.png")` saves it.
 
         Raises:
             MissingPackageError: matplotlib is not installed (`pip install tide-hf[plots]`).

@@ -64,7 +64,7 @@ def left_padded(
 
 
 def pad_token(tokenizer: Any) -> int:
-    """The tokenizer's padding token, or a substitute; any token will do, since padding is masked."""
+    """The tokenizer's padding token, or a substitute: any token will do, since padding is masked."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
 
@@ -77,6 +77,6 @@ def eos_token_ids(eos_token_id: int | Sequence[int] | None) -> set[int]:
 
 
 def truncate_at_eos(tokens: list[int], eos: set[int], *, keep_eos: bool = True) -> list[int]:
-    """Truncate an answer, padded or not, after its first end-of-sequence token, or before it without `keep_eos`."""
+    """Truncate an answer, padded or not, at its first end-of-sequence token, which is retained if `keep_eos`."""
     end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
     return tokens[: end + keep_eos]

@@ -1,4 +1,4 @@
-"""The block head in one self-speculative call: its K/V, and the previous token's hidden state that it reads."""
+"""The block head in one self-speculative call: its K/V, and the previous token's hidden state that the head reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .gates import LayerCall, LayerGate, LayerRun, on_device
 from .kv_cache import crop, fill_skipped
 
 STATE_ATTRIBUTE = "_tide_block"  # of a returned cache; its value is a `BlockState`
-MAX_PENDING_PASSES = 64  # bounds the memory of hidden states whose K/V are not filled yet
+MAX_PENDING_PASSES = 64  # bounds the memory for hidden states of passes whose K/V are not filled yet
 
 
 @dataclass
@@ -27,12 +27,12 @@ class BlockState:
     """The block head's state, stored on a returned cache so that a later call with this cache can draft."""
 
     identity: str  # `BlockPoint.identity`
-    layer: DynamicLayer  # its K/V
+    layer: DynamicLayer  # the block head's K/V
     prev_hidden_state: Tensor | None  # as in `BlockRun`
 
 
 def block_state_of(cache: Any, identity: str) -> BlockState | None:
-    """Remove a block head's state from a cache and return it; a new state for an empty cache, `None` if unusable."""
+    """Remove and return a cache's block head state: a new state for an empty cache, `None` for an unusable state."""
     state = vars(cache).pop(STATE_ATTRIBUTE, None)
     length = cache.get_seq_length()
     if length == 0:
@@ -40,7 +40,7 @@ def block_state_of(cache: Any, identity: str) -> BlockState | None:
     if state is None or state.identity != identity or len(state.layer.keys) != len(cache.layers[0].keys):
         return None
     surplus = state.layer.get_seq_length() - length
-    if surplus < 0:  # tokens were added without the block
+    if surplus < 0:  # tokens were cached without the block
         return None
     if surplus > 0:  # the cache was cropped, so the hidden state of its last token is unknown
         crop(state.layer, surplus)
@@ -49,7 +49,7 @@ def block_state_of(cache: Any, identity: str) -> BlockState | None:
 
 
 class BlockRun(LayerRun):
-    """A run of full-depth passes that also writes the block head's K/V, and holds the hidden states that it reads.
+    """A run of full-depth passes that also writes the block head's K/V and holds the hidden states that the head reads.
 
     The block's K/V are one more layer of the call's cache, after the model's own, so that cropping, compaction and row
     selection apply to them as to the base model's layers. The block drafts after exit layer `block_layer`.
@@ -62,7 +62,7 @@ class BlockRun(LayerRun):
         self.unembed, self.point, self.block_layer = unembed, point, block_layer
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
         self.prev_hidden_state: Tensor | None = None  # (rows, 1, D) after the final norm, of the last cached token
-        self.draft_hidden_state: Tensor | None = None  # the block's estimate of that state, after a drafted token
+        self.draft_hidden_state: Tensor | None = None  # the block's estimate of the same state, for a drafted token
         self.last_hidden_states: Tensor | None = None  # (rows, width, D) after the final norm, of the last pass
         self._call: LayerCall | None = None
 
@@ -103,7 +103,7 @@ class BlockRun(LayerRun):
             self.draft_hidden_state = None
 
     def continue_from(self, last_hidden_states: Tensor, accepted: list[int]) -> None:
-        """Set each row's previous hidden state to that of its last accepted token in a pass, (rows, width, D)."""
+        """Set the previous hidden state of each row to that of the last accepted token; states are (rows, width, D)."""
         rows = torch.arange(len(accepted), device=last_hidden_states.device)
         last = torch.tensor(accepted, device=last_hidden_states.device) - 1
         self.prev_hidden_state = last_hidden_states[rows, last.clamp(min=0)][:, None]
@@ -165,9 +165,9 @@ class _PendingPass:
 
 
 class LazyBlockRun(BlockRun):
-    """A run for one row that fills the block's K/V lazily: when the block drafts, or `MAX_PENDING_PASSES` passes wait.
+    """A single-row run that fills the block's K/V lazily: when the block drafts, or after `MAX_PENDING_PASSES` passes.
 
-    A block that rarely drafts costs little. The block's layer is in the cache only while the block drafts.
+    So a block that rarely drafts costs little. The block's layer is in the cache only while the block drafts.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -186,7 +186,7 @@ class LazyBlockRun(BlockRun):
         self._pending.append(_PendingPass(call, final, final.shape[1]))
 
     def commit(self, accepted: list[int]) -> None:
-        """After a verify pass, continue after its first `accepted[0]` tokens."""
+        """After a verify pass, continue after the first `accepted[0]` tokens of the pass."""
         self.draft_hidden_state = None
         self._pending[-1].accepted = accepted[0]
         if len(self._pending) >= MAX_PENDING_PASSES:

@@ -1,8 +1,8 @@
 """The runs of `early_exit` and `post_hoc`, in which tokens exit where a criterion holds.
 
 `PostHocRun` and `RecomputeRun` give the same tokens: both read an exited token's logits from the hidden state at its
-exit layer and keep the K/V of every layer exact. `PostHocRun` runs the deeper layers at once, `RecomputeRun` when a
-later token needs their K/V. `PropagateRun` fills the K/V of skipped layers without running the layers.
+exit layer and keep the K/V of every layer exact. `PostHocRun` runs the deeper layers in the same pass, `RecomputeRun`
+when a later token needs their K/V. `PropagateRun` fills the K/V of skipped layers without running these layers.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class RecomputeRun(PostHocRun):
     """Ends a pass once all its rows have exited; the skipped layers run later, for several tokens in one pass.
 
     The first token that runs a layer which a pending token skipped triggers a catch-up pass over all pending tokens.
-    This pass starts after the layers that all of them ran, from stored hidden states, and gives every layer exact K/V.
+    This pass starts from stored hidden states, after the layers that all these tokens ran, and makes all K/V exact.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -252,7 +252,7 @@ class RecomputeRun(PostHocRun):
         return gate.with_state(output, self.after_layer(executed, gate.state_of(output)))
 
     def catch_up(self, forward: Callable[..., Any], tokens: list[_Token]) -> Any:
-        """Run `tokens` (pending, maybe also the current one) through all layers that some pending token skipped."""
+        """Run `tokens`, all pending tokens and maybe the current token, through the layers that any of them skipped."""
         cache: Cache = tokens[-1].kwargs[CACHE]
         self.resume_at = min(token.depth for token in self.pending)
         self.states = torch.cat([token.states[self.resume_at] for token in tokens], dim=1)
@@ -279,7 +279,7 @@ class RecomputeRun(PostHocRun):
         stop_recording(self.current.kwargs[CACHE])
 
     def give_up(self, cache: Cache) -> None:
-        """After an interrupted call, crop a returned cache to the tokens whose K/V all layers have."""
+        """After an interrupted call, crop a returned cache to the tokens whose K/V every layer holds."""
         cut_back(cache, min(int(layer.get_seq_length()) for layer in cache.layers))
 
 

@@ -103,7 +103,7 @@ class MLPGate(Gate):
         """Run on the tokens of a (rows, length) mask; the outputs of other tokens are zero and not used."""
         selected = selected.to(input_state(args, kwargs).device)
 
-        def gathered(value: Any) -> Any:  # as one row
+        def gathered(value: Any) -> Any:  # the selected tokens, as one row
             is_per_token = isinstance(value, Tensor) and value.shape[:2] == selected.shape
             return value[selected][None] if is_per_token else value
 
@@ -148,7 +148,7 @@ def active_run() -> LayerRun | None:
 class LayerRun:
     """Decides what each layer does. The base class executes every layer.
 
-    A pass with another cache than the call's does not belong to the call (a logits processor for classifier-free
+    A pass with a cache other than the call's does not belong to the call (a logits processor for classifier-free
     guidance runs such passes) and stays at full depth. `layers_executed` counts each execution once per row.
     `execute_layer` runs a layer, given its gate and arguments; `None` means the layer's own `forward`.
     """
@@ -167,7 +167,7 @@ class LayerRun:
 
     @contextmanager
     def prefilling(self, cache: Any) -> Iterator[None]:
-        """Make passes over `cache` belong to this run. In this empty cache, some rows of the call are prefilled."""
+        """Let passes over `cache`, an empty cache in which some rows of the call are prefilled, belong to this run."""
         own, self.cache = self.cache, cache
         try:
             yield
@@ -213,7 +213,7 @@ class LayerCall:
         return LayerCall((), {**self.kwargs, "hidden_states": state})
 
     def on(self, device: torch.device) -> LayerCall:
-        """The same call with all tensors on one device; a model may be spread over several."""
+        """The same call with all tensors on one device; a model may be spread over several devices."""
         values = (value if isinstance(value, tuple) else (value,) for value in (*self.args, *self.kwargs.values()))
         if all(part.device == device for value in values for part in value if isinstance(part, Tensor)):
             return self
@@ -229,7 +229,7 @@ class _DepthReached(BaseException):
 
 
 class FixedDepthRun(LayerRun):
-    """A pass that ends after `exit_layer` layers. Deeper layers and their K/V are not touched."""
+    """A run whose passes end after `exit_layer` layers. Deeper layers and their K/V are not touched."""
 
     def __init__(self, structure: DecoderStructure, cache: Any, exit_layer: int) -> None:
         super().__init__(structure, cache)

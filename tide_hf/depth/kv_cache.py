@@ -1,4 +1,4 @@
-"""The KV cache under early exit and speculation: fill the K/V of skipped layers, roll back rejected tokens."""
+"""The K/V cache under early exit and speculation: fill the K/V of skipped layers, roll back rejected tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _view_class(cache_class: Any) -> Any:
 
 
 def _storing_view(value: Any) -> Any:
-    """A view of a cache with the same contents, in a subclass of its class; other values are returned unchanged."""
+    """A view of a cache, with shared contents, whose `update` ends the layer; other values are returned unchanged."""
     if not isinstance(value, Cache):
         return value
     view = object.__new__(_view_class(type(value)))  # type: ignore[arg-type]
@@ -86,10 +86,10 @@ def cache_is_returned(generation_config: Any, cache: Any) -> bool:
 
 
 def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
-    """Return the call's cache, or raise if `user`, a feature, cannot use it.
+    """Return the call's cache; raise if the feature named `user` cannot use this cache.
 
     `static` tells which static caches the feature supports: `"any"`, `"full"` (without sliding windows) or `"none"`;
-    `moves_rows` tells whether it compacts the rows of a batch.
+    `moves_rows` tells whether the feature compacts the rows of a batch.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
@@ -164,7 +164,7 @@ SLIDING_LAYER = (
 
 
 def start_recording(cache: Cache) -> None:
-    """Let a cache keep tokens that leave its sliding window until the next crop, so that it can be rolled back."""
+    """Allow rollback of a cache with sliding windows: keep tokens that leave a window until the next crop."""
     cache.activate_past_recording()
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
@@ -193,7 +193,7 @@ class CacheSlots:
 
     A pass writes one slot per row and token. Slots that all rows reject are cropped; other rejected slots stay as
     holes, which the attention mask hides and positions skip. When the share of holes exceeds `compaction_threshold`, or
-    a mask cannot hide holes (a sliding window counts slots), the cache is compacted: each row ends at the last slot.
+    a mask cannot hide holes (a sliding window counts slots), the cache is compacted: tokens move to each row's end.
 
     `length` is the number of committed slots; `attention_mask`, (rows, length), is the mask of the prompt, `None`
     without padding; `device` is the device of the tokens, since the layers of an offloaded cache move between devices.
@@ -277,7 +277,7 @@ class CacheSlots:
             _gather_slots(layer, order, total, self.ops)
 
     def _with_holes(self, is_accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Mask and holes, (rows, cached + width) each, after a pass with accepted tokens (rows, width)."""
+        """Append a pass's tokens to mask and holes, (rows, cached + width) each; `is_accepted` is (rows, width)."""
         shape, device = (is_accepted.shape[0], self.length), is_accepted.device
         mask = torch.ones(shape, dtype=torch.long, device=device) if self.mask is None else self.mask
         holes = torch.zeros(shape, dtype=torch.bool, device=device) if self.holes is None else self.holes
@@ -299,7 +299,7 @@ def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
     """Keep only the slots `order`, (rows, remaining), of a layer; slots are counted from the start of the sequence.
 
     A negative index marks a slot that the mask hides, whose contents do not matter. A sliding-window layer retains
-    only the last of these slots, fewer than its window.
+    only the last `sliding_window` - 1 of these slots.
     """
     width, stored = order.shape[1], layer.keys.shape[-2]
     if layer.is_sliding:

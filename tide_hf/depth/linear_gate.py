@@ -1,7 +1,7 @@
 """Linear layers on a CPU that read their weights in the fastest layout (see `weight_layouts`).
 
-A draft step is bound by reading weights, and its tokens are verified. So draft steps may read group-wise quantised
-weights (compare LLM.int8(), arXiv 2208.07339), and verify passes never do.
+Reading weights takes most of the time of a draft step, and drafted tokens are verified. Draft steps may therefore read
+group-wise quantised weights (compare LLM.int8(), arXiv 2208.07339); verify passes never do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..kernels.cpu.weight_layouts import (
 )
 from .gates import ACTIVE_RUN, Gate
 
-MEMORY_SHARE = 0.25  # of the free memory, at most, for copies of weights
+MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights may take
 
 Layouts = tuple[type[WeightLayout], ...]
 
@@ -43,7 +43,7 @@ DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose 
 Product = Callable[[Tensor], Tensor]
 
 _layouts: ContextVar[Layouts] = ContextVar("tide_hf_layouts", default=PYTORCH_LAYOUTS)
-# The chosen product for each gate and input size; `None` while weights may change or a graph is traced.
+# The chosen product function for each gate and input size; `None` while weights may change or a graph is traced.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
 
 
@@ -52,7 +52,7 @@ def allowed_layouts(layouts: Layouts, cache_choice: bool = False) -> Iterator[No
     """Set the layouts in which gated linear layers may read their weights. The default layouts need no compiler.
 
     With `cache_choice`, which requires that no weight changes meanwhile, a layer stores its choice per input size:
-    choosing at each of 211 products took 9% of a pass over one token.
+    choosing anew at each product took 9% of a pass over one token (211 products).
     """
     layouts_before, products_before = _layouts.set(layouts), _products.set({} if cache_choice else None)
     try:
@@ -111,7 +111,7 @@ class LinearGate(Gate):
         return product(input)
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
-        """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's is faster."""
+        """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
         if not _is_plain(self._weight):  # for example, moved to a GPU after attaching
             return None
         if not self.may_copy:
@@ -126,7 +126,7 @@ class LinearGate(Gate):
             self.converted[layout] = converted = in_layout(layout, weight)
         return converted
 
-    # Lookups in `_parameters` are ten times faster than attributes of a module, and run at every product.
+    # These lookups run at every product, and are ten times faster in `_parameters` than as attributes of a module.
     @property
     def _weight(self) -> Any:
         return self.module._parameters.get("weight")  # `None` if the weight is computed (parametrised)
@@ -244,6 +244,6 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether a weight is a plain CPU parameter of a supported dtype; quantised or distributed ones are subclasses."""
+    """Whether a weight is a plain CPU parameter of a supported dtype, not a subclass (quantised or distributed)."""
     is_readable = weight.is_cpu and weight.dtype in CPP_TYPES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

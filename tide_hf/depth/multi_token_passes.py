@@ -14,8 +14,8 @@ from ..base_model.structure import DecoderStructure, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
 
-WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # these models' masks ignore the window
-SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config fields: the most keys that a token selects
+WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # model types whose masks ignore the window
+SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config fields: maximum number of keys that a token selects
 
 PROBE_LENGTH = 8
 VERIFY_WIDTH = 4  # tokens of the probe in one pass over the cache
@@ -25,11 +25,11 @@ LIMIT_NAMES = re.compile("window|chunk|block|top_?k")
 
 
 def multi_token_limit(config: Any) -> tuple[str, int] | None:
-    """The length up to which a multi-token pass attends to the same keys as token-by-token decoding, if limited.
+    """Find the length up to which a multi-token pass attends to the same keys as token-by-token decoding, if limited.
 
     Beyond a window that only the cache enforces, a multi-token pass attends to more keys. Where a token selects its
     top-k keys (DeepSeek Sparse Attention, Doge), the shape of the pass decides ties. Returns the limit's field in the
-    text config, and its value.
+    text config and its value, or `None`.
     """
     names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
     limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}
@@ -53,7 +53,7 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
 
     The probe runs in one pass; then a few tokens run again over the cache, in one pass and one by one. Models with a
     recurrent state, which never verify drafts, run only the first pass. In reduced precision, rounding may route a
-    token to another expert, so only the median token of the multi-token pass and one single token have to agree.
+    token to another expert, so it is enough if the multi-token pass's median token and one single token agree.
     """
     if structure.is_recurrent:
         check_parity(model, structure)

@@ -33,7 +33,7 @@ class EagerEngine:
 
     Args, besides those of `EngineKind.engine`:
         name: Name of the requested engine, under which costs are recorded.
-        fills_block_lazily: Whether the block head's K/V are filled only when it drafts; has an effect for a single row.
+        fills_block_lazily: Whether, in a call with one row, the block head's K/V are filled only when the head drafts.
     """
 
     reads_drafts = True
@@ -53,7 +53,7 @@ class EagerEngine:
         cache, structure = self.model_kwargs[CACHE], attachment.structure
         text_config = model.config.get_text_config()
         self.ranks = ranks_of(model)
-        # The block head's K/V are in the call's cache, so it does not draft where the model may replace that cache.
+        # The block head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
         routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
         is_lazy = fills_block_lazily and self.input_ids.shape[0] == 1
         self.block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
@@ -84,7 +84,7 @@ class EagerEngine:
 
     @property
     def free_slots(self) -> int | None:
-        """How many draft tokens a static cache or learned positions have room for; `None` without such a limit."""
+        """How many draft tokens a static cache or learned position embeddings still allow; `None` without a limit."""
         return None if self.last_slot is None else max(0, self.last_slot - self._slots.length - 1)
 
     @property
@@ -111,7 +111,7 @@ class EagerEngine:
                 self.block.finish()
 
     def decoding(self) -> AbstractContextManager[None]:
-        """For a single row, run MoE experts as `generate` decodes on GPUs, with a copy of expert weights per token.
+        """For a single row, run MoE experts as `generate` does in decode on GPUs, with expert weights copied per token.
 
         In a batch, verify passes have so many tokens that the copies might not fit into memory.
         """
@@ -131,7 +131,7 @@ class EagerEngine:
         length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.positions = None if positions is None else _last_positions(positions, len(self.rows))
-        if (most := last_position(config)) is not None:  # as a limit on slots, lower if positions are ahead
+        if (most := last_position(config)) is not None:  # as a limit on slots, which is lower if positions are ahead
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
         return logits
@@ -143,7 +143,7 @@ class EagerEngine:
             self.positions += 1
 
     def decoder(self, room: int) -> EagerEngine:
-        """This engine."""
+        """Return this engine."""
         return self
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
@@ -194,7 +194,7 @@ class EagerEngine:
         self._block_steps = 0
 
     def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass over each row's last token and its draft."""
+        """Run one full-depth pass over each row's last token and draft."""
         self._started = perf_counter()
         self._width = width = 1 + max(map(len, drafted))
         fed = [[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)]

@@ -1,9 +1,9 @@
-"""Attention that does not repeat the K/V of grouped query heads (GQA), on CPUs and in captured steps.
+"""Attention that does not repeat the K/V of grouped query heads (GQA), on CPUs and in steps captured as CUDA graphs.
 
 With a mask, transformers' `sdpa` repeats K/V for every query head of a group, in every layer and step. For 96 rows
-the copies took longer than all matrix products, and with a static cache they include unfilled slots. Here, the query
-heads of a group are stacked as further queries of one head, with the same mask. On CPUs, unfilled slots of a static
-cache are skipped, and there are kernels for prefill and for decode over a static cache.
+these copies took longer than all matrix products, and with a static cache unfilled slots are copied too. Here, the
+query heads of a group are stacked as further queries of one head, with the same mask. On CPUs, unfilled slots of a
+static cache are skipped, and there are kernels for prefill and for decode over a static cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
 from ..routers.block_head import BlockHead
 
 NAME = "tide_gqa"
-OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change scores, or the place of K/V
+OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change scores, or where K/V are
 
 _changing = Lock()
-# By model: the number of active users in all threads, and the configs that were changed for them.
+# For each model: the number of open `gqa_attention` contexts in all threads, and the configs that they changed.
 _users: WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]] = WeakKeyDictionary()
 _num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
@@ -57,10 +57,10 @@ def gqa_attention(
     may_use_kernels: bool = True,
     cpu_only: bool = True,
 ) -> Iterator[None]:
-    """Make a model use this attention instead of `sdpa`, until the last concurrent user is done.
+    """Context in which a model uses this attention instead of `sdpa`; concurrent contexts on one model are allowed.
 
-    A model is not changed if it uses another attention implementation than `sdpa`, supports only one, or, with
-    `cpu_only`, is not on a CPU. `may_use_kernels` lets prefill use the compiled kernel.
+    The model stays unchanged if its attention is not `sdpa` or cannot be changed, or, with `cpu_only`, if the model is
+    not on a CPU. `may_use_kernels` lets prefill use the compiled kernel.
     """
     is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
     if not is_sdpa or (cpu_only and model.device.type != "cpu"):
@@ -86,7 +86,7 @@ def gqa_attention(
 def _sdpa_configs(model: PreTrainedModel) -> list[Any]:
     """The configs of the submodels that use `sdpa` attention and support other implementations.
 
-    Other submodels are left out: an encoder that supports only `eager` attention would raise.
+    Other submodels are left out: changing an encoder that supports only `eager` attention would raise.
     """
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     configs = [part.config for part in parts if part._can_set_attn_implementation()]
@@ -120,7 +120,7 @@ def attend(
 
 def _needs_pytorch(*tensors: Tensor) -> bool:
     """Whether a user's dispatch mode, gradients or autocast are active, which the kernels do not support."""
-    has_mode = is_in_torch_dispatch_mode(include_infra_modes=False)  # not tracing modes: traces may contain kernels
+    has_mode = is_in_torch_dispatch_mode(include_infra_modes=False)  # not tracing modes, which the kernels support
     has_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     return has_mode or has_gradients or torch.is_autocast_enabled("cpu")
 
@@ -134,7 +134,7 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, end: Tensor | None
 ) -> Tensor | None:
-    """Attend with the query heads of a group stacked as queries of one head; `None` if impossible or without gain.
+    """Attend with the query heads of a group stacked as queries of one head; return `None` if impossible or no faster.
 
     Queries are (rows, heads, width, head_size), K/V (rows, KV heads, slots, head_size), the mask is (rows, 1, width,
     slots), and the result (rows, width, heads, head_size). `end` is the number of filled slots; `None` to read all.
@@ -165,7 +165,7 @@ def _attend_to_filled(
     return torch.ops.tide_hf.attend_filled(query, key, value, mask, end, scale) if found is None else found
 
 
-# An op of its own, so that traces do not depend on the number of filled slots, which differs from run to run.
+# A custom op, so that traces do not depend on the number of filled slots, which differs from run to run.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define("attend_filled(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float? scale) -> Tensor")
 

@@ -78,7 +78,7 @@ class CompiledKind:
         return EagerEngine(model, attachment, call)
 
     def log_eager(self, reason: str) -> None:
-        """Log that a call runs eagerly, as a warning the first time for each reason."""
+        """Log that a call runs eagerly; the first time for each reason, as a warning."""
         level = logging.INFO if reason in self._logged else logging.WARNING
         logger.log(level, "engine='compiled' runs eagerly: %s", reason)
         self._logged.add(reason)

@@ -1,6 +1,6 @@
 """The static engine: steps of fixed shape on a static cache; on GPUs, one upload and one read per round.
 
-Prefill runs on the eager engine into the call's own cache, which is then copied into the static cache.
+The eager engine runs prefill into the call's own cache, which is then copied into the static cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowMap:
 
     @property
     def shown(self) -> list[int]:
-        """For each row, the index of the sequence whose inputs it gets."""
+        """For each row, the index of the unfinished sequence whose inputs the row gets."""
         numbers = {row: number for number, row in enumerate(self.own)}
         return [numbers.get(row, 0) for row in range(self.num_rows)]
 
@@ -80,9 +80,9 @@ class StaticEngine:
         self._slots: Any = None  # StaticCacheSlots, after prefill
         self._rows: Any = None  # RowMap, after prefill
         self._position_shape: tuple[int, ...] | None = None
-        self._positions: list[list[int]] = []  # each row's next position, one per kind (mRoPE)
+        self._positions: list[list[int]] = []  # each row's next position; several for mRoPE
         self._added: list[int] = []  # number of tokens that each row has added after prefill
-        self._room = 0  # most tokens that a row may add after prefill
+        self._room = 0  # maximum number of tokens that a row may add after prefill
         self._accepted: list[int] | None = None  # number of tokens that each row accepted in the last pass
         self._layers = 0
         self._num_fed = 0  # number of draft steps since the last rollback
@@ -107,7 +107,7 @@ class StaticEngine:
 
     @property
     def free_slots(self) -> int | None:
-        """How many draft tokens learned positions have room for; `None` without such a limit."""
+        """How many draft tokens learned position embeddings still allow; `None` without such a limit."""
         last = self.eager.last_slot
         return None if last is None else max(0, last - self._slots.length - 1)
 
@@ -137,7 +137,7 @@ class StaticEngine:
         return self.eager.decoding()
 
     def prefill(self) -> Tensor:
-        """Run prefill, with compiled layers and kernels where there are some."""
+        """Run prefill, with compiled layers and kernels where available."""
         if not self._has_steps:
             return self.eager.prefill()
         self.steps.refresh(self._parts)
@@ -157,7 +157,7 @@ class StaticEngine:
         if not all(getattr(layer, "is_initialized", True) for layer in cache.layers):
             logger.info("the call runs eagerly after prefill: some cache layers are empty")
             return eager
-        if positions is not None:  # let the model prepare positions: PaliGemma counts from 1
+        if positions is not None:  # let the model prepare positions, since PaliGemma counts from 1
             positions = eager.inputs_of([[token] for token in eager.last_tokens]).get("position_ids")
             if positions is None:
                 logger.info("the call runs eagerly after prefill: the model computes positions by itself")
@@ -220,7 +220,7 @@ class StaticEngine:
         self._logits = step.logits
 
     def drafted(self) -> list[list[int]] | None:
-        """The draft tokens of the last pass; `None` if they were read before."""
+        """The draft tokens of the last pass; `None` if the drafter has read them already."""
         if self._unread is None:
             return None
         lengths = map(len, self._drafted)
@@ -251,7 +251,7 @@ class StaticEngine:
         self._prepared_before = self.steps.warm_up.num_prepared
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these sequences: move them to smaller buffers if some exist, else ignore the other rows."""
+        """Keep only these sequences: move them to existing smaller buffers, or else ignore the other rows."""
         if self._buffers is None:
             self.eager.select(rows)
             return
@@ -278,7 +278,7 @@ class StaticEngine:
 
     @property
     def _is_warm(self) -> bool:
-        """Whether no step was prepared in this round, so that the round's time is that of its passes."""
+        """Whether no step was prepared in this round, so that the measured time is that of the passes alone."""
         return self.steps.warm_up.num_prepared == self._prepared_before
 
     def _read(self) -> list[list[int]]:
@@ -299,7 +299,7 @@ class StaticEngine:
         self.buffers.write(self._slots.length, spread(self._positions), spread(ids), accepted)
 
     def _without_drafts(self, milliseconds: float) -> float:
-        """Record the cost of a finished round's unread draft steps; return the rest of the round's milliseconds."""
+        """Record the time of the draft steps that `draft_unread` ran; return the round's `milliseconds` without it."""
         if self._unread is None:
             return milliseconds
         exit_layer, num_tokens, before, after = self._unread
@@ -331,7 +331,7 @@ class StaticEngine:
 
     def _buffers_needed(self, like: Cache, filled: int) -> dict[str, Any]:
         """The arguments of `StepStore.buffers` for the unfinished sequences."""
-        most = filled + self._room - min(self._added)  # `filled` includes a cache passed by the caller
+        most = filled + self._room - min(self._added)  # `filled` includes the tokens of a cache that the caller passed
         return {
             "like": like,
             "rows": len(self.last_tokens),
@@ -351,7 +351,7 @@ class StaticEngine:
 
 
 def _timestamp(device: torch.device) -> Any:
-    """Record a timestamp on the device, without waiting for it."""
+    """Record a timestamp on the device, without synchronising."""
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -20,9 +20,9 @@ from ..speculation.policy import CostTable, Option, choose
 from ..speculation.rows import RowCriterion
 from .steps.step_buffers import WIDTHS
 
-# Prompt lengths, each of which may use another weight layout.
+# Prompt lengths to warm up; each may use a different weight layout.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)
-ANSWER_LENGTH = 2 * sum(WIDTHS)  # room for the drafts
+ANSWER_LENGTH = 2 * sum(WIDTHS)  # enough for the drafts of all verify widths
 OPTIONS = {"tide_mode": "self_speculative", "tide_strict": True, "do_sample": False, "return_dict_in_generate": False}
 OPTIONS |= {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": None, "pad_token_id": 0}
 
@@ -41,7 +41,7 @@ class WarmUp:
 
     @contextmanager
     def shown(self, *, is_due: bool = False) -> Iterator[None]:
-        """Show the line once something is prepared inside, or at once with `is_due`; nested uses share a line."""
+        """Context that shows the line as soon as something is prepared, or immediately with `is_due`; may be nested."""
         if is_due:
             self._draw()
         self._shown += 1
@@ -78,7 +78,7 @@ class WarmUpRounds(RowCriterion):
         self.rounds: list[tuple[str, int]] = []  # still to run: `("draft", exit_layer)` or `("verify", width)`
 
     def begin(self, engine: Any, exit_layers: list[int]) -> WarmUpRounds:
-        """Set the engine, once the call has one; return self."""
+        """Set the call's engine, which exists after prefill, and plan the rounds; return self."""
         self.engine = engine
         self.rounds = [("verify", width) for width in reversed(engine.widths or WIDTHS)]
         self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
@@ -105,7 +105,7 @@ class WarmUpRounds(RowCriterion):
 
 
 def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int], max_length: int) -> float:
-    """Warm an engine up, as `TIDEGenerationMixin.tide_warm_up` describes; return the seconds that it took.
+    """Warm an engine up, as `TIDEGenerationMixin.tide_warm_up` describes; return the seconds that this took.
 
     The batch sizes `numbers` are in descending order, since smaller batches share the memory of larger ones.
     """
@@ -123,7 +123,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
 
 
 def compile_kernels(attachment: Attachment) -> float:
-    """Compile the kernels that eager calls use but do not compile themselves; return the seconds that it took."""
+    """Compile the kernels that eager calls use but do not compile themselves; return the seconds that this took."""
     dtypes = weight_dtypes(attachment.gates()) & CPP_TYPES.keys() if attachment.use_kernels is not False else ()
     missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
     counter = WarmUp("Compiling kernels for this CPU", "kernels")
@@ -135,7 +135,7 @@ def compile_kernels(attachment: Attachment) -> float:
 
 
 def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:
-    """Pairs of batch size and whether rows are padded; prefill runs a batch at once or in groups of similar length."""
+    """Pairs (batch size, whether rows are padded), since prefill may split a padded batch into smaller groups."""
     return {(1, False), (2, False), (2, True), (most_rows, True)} if most_rows > 1 else {(1, False)}
 
 
@@ -156,7 +156,7 @@ def checked_rows(rows: Any, max_length: Any) -> list[int]:
 def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
-    """Run one call on arbitrary tokens: all steps, or prefill alone if only one token may be generated."""
+    """Run one call on arbitrary tokens: prefill and all steps, or prefill alone if only one token may be generated."""
     rounds = WarmUpRounds()
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
     ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows differ, since prefill runs equal rows once
@@ -176,7 +176,7 @@ def _run(
 
 
 def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
-    """The exit layer that the policy would choose if costs were proportional to depth; empty if it chooses none."""
+    """The exit layer that the policy would choose if costs were proportional to depth, in a list; may be empty."""
     costs = CostTable(attachment.structure.num_layers, attachment.structure.head_share, WIDTHS)
     for _ in range(2):  # the first measurement is discarded
         costs.record(("verify", 1), 1.0)

@@ -27,7 +27,7 @@ from ..routers.routers import TIDERouters
 from ..speculation.prefill import num_shared
 
 MAX_WARM_UPS = 6  # maximum number of runs until one compiles nothing, since each run may need new pass widths
-DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold never exits
+DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold lets no token exit
 TRIAL_TOKENS = 8  # enough for one draft and verify round
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -284,7 +284,7 @@ def assistant_early_exit(model: Any) -> DecodingMethod:
 def runnable_methods(
     methods: Sequence[DecodingMethod], inputs: dict[str, torch.Tensor]
 ) -> tuple[list[DecodingMethod], dict[str, str]]:
-    """Try methods of transformers for a few tokens; return those that run, and the others' errors by name."""
+    """Try methods of transformers for a few tokens; return those that run, and the errors of the others by name."""
     running, failing = [], {}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # transformers warns about its own assistants

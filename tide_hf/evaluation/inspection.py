@@ -60,7 +60,7 @@ def convergence_by_layer(
         check_parity(model, structure)
         layers = list(range(1, structure.num_layers))
         reader = StateReader(model, structure, Unembed(model, structure), layers)
-        sums, count = torch.zeros(len(layers), 2, dtype=torch.float64), 0  # over tokens: converged or not, and cosine
+        sums, count = torch.zeros(len(layers), 2, dtype=torch.float64), 0  # per layer: number converged, sum of cosines
         for rows in plan_batches(documents, batch_size):
             batch = reader.read(documents, rows)
             count += len(batch)

@@ -39,8 +39,8 @@ DEPTH_NOTE = (
 )
 PERPLEXITY_NOTE = (
     "Perplexity of {num_tokens:,} tokens in {num_documents:,} documents of at most {max_length} tokens, each read by "
-    "itself. Every token counts as decoded by itself after exact K/V: what kv_cache_strategy='recompute' gives, and "
-    "post_hoc. Agreement: the top token is the full model's."
+    "itself. Every token is scored as if decoded alone after exact K/V, as in post_hoc and with "
+    "kv_cache_strategy='recompute'. Agreement: the top token is the full model's."
 )
 OTHER_STRATEGY_NOTE = "These routers have kv_cache_strategy={strategy!r}, which gives another perplexity."
 
@@ -290,7 +290,7 @@ def draw_curve(axes: Any, part: dict[str, Any]) -> None:
     """Draw a point with its interval for each threshold, and a line for the base model."""
     rows = part["rows"][1:]
     depths = [100 * row["depth_fraction"]["value"] for row in rows]
-    values = [row["ratio"]["value"] for row in rows]  # ratios on the same tokens have narrower intervals
+    values = [row["ratio"]["value"] for row in rows]  # ratios have narrower intervals than perplexities
     intervals = [row["ratio"]["interval"] or [row["ratio"]["value"]] * 2 for row in rows]
     below = [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]
     above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]

@@ -44,7 +44,7 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
     """`AutoModelForCausalLM.from_pretrained(name, **kwargs)`, safe to call from several threads at once.
 
     Image-text models that are not causal language models are loaded by `AutoModelForImageTextToText`. `ask_hub` first
-    checks the name, and raises [`ModelNotFoundError`] if it is no folder and no repository on the Hub or in the cache.
+    checks `name`: [`ModelNotFoundError`] if it is neither a folder nor a repository on the Hub or in the cache.
     """
     if ask_hub:
         kwargs |= hub_options(name, kwargs, _model_not_found)
@@ -103,7 +103,7 @@ def _model_not_found(name: str | os.PathLike[str], got: str, needed: str = "") -
 
 
 def shipped_routers(model: Any) -> str | None:
-    """The folder of routers shipped for a base model (recognised by its output head) or for a Hub name, or `None`."""
+    """The folder of the routers shipped for a base model (recognised by its output head) or Hub name, or `None`."""
     folders = _shipped_folders()
     if isinstance(model, (str, os.PathLike)):
         return folders.get(os.fspath(model).replace("/", "--"))
@@ -117,7 +117,7 @@ def shipped_routers(model: Any) -> str | None:
 
 
 def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
-    """Load routers from a folder, a Hub repository, or, for "default" and a loaded model, the shipped ones.
+    """Load routers from a folder or Hub repository, or for "default" the routers shipped for the loaded `model`.
 
     `None` and [`TIDERouters`] are returned as they are. `hub_kwargs` and errors are those of
     `TIDERouters.from_pretrained`.
@@ -152,7 +152,7 @@ def log_no_routers(model: PreTrainedModel) -> None:
 
 
 def _shipped_folders() -> dict[str, str]:
-    """The folders of shipped routers in the source tree or installed, by Hub name with "--" for "/"."""
+    """The folders of the shipped routers, installed or in a source tree; by Hub name, with "--" for "/"."""
     package = Path(__file__).parent.parent
     files = [*package.glob("model_cards/*/config.json"), *package.parent.glob("model_cards/*/config.json")]
     return dict(sorted((file.parent.name, str(file.parent)) for file in files))

@@ -60,9 +60,9 @@ def without_folders(word: str) -> str:
 
 
 def commit(file: Path = Path(__file__)) -> str | None:
-    """The git commit of the source tree of `file`; `None` if it was installed from a wheel.
+    """The git commit of the source tree of `file`; `None` outside a repository, such as after installing a wheel.
 
-    The commit must contain the file, since an environment may lie inside an unrelated repository.
+    The commit must contain the file, since an environment may be inside an unrelated repository.
     """
     git = shutil.which("git")
     if git is None:

@@ -1,4 +1,4 @@
-"""The private folder that Inductor compiles into for this library, and the lock that is held meanwhile.
+"""The private folder that Inductor compiles into for this library, and the lock that is held during compilation.
 
 Inductor loads code from its cache folder unchecked. Its default folder is in the temporary directory that all users
 share, so another user may have created it first. Here Inductor gets a folder that nobody else can write to.
@@ -83,7 +83,7 @@ def compile_cache_folder() -> Path:
 
 @cache
 def _remove_truncated(folder: Path) -> None:
-    """Remove libraries whose linker was killed, since Inductor would try to load them for ever; runs once.
+    """Remove libraries that a killed linker left incomplete, which Inductor would try to load for ever; runs once.
 
     A library that another process is linking is locked by Inductor, and stays.
     """

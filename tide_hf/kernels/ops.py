@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HTTPError  # the name in httpx has changed before
+from huggingface_hub.errors import HTTPError  # from httpx or httpx2, depending on the version
 from packaging.version import Version
 from torch import Tensor
 
@@ -34,7 +34,7 @@ USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1")
 MIN_CAPABILITY = (7, 5)  # Turing
-MIN_CLIENT = "0.17"  # of the package kernels: the first in which every call has `trust_remote_code`
+MIN_CLIENT = "0.17"  # first version of the package `kernels` in which every call has `trust_remote_code`
 DIGEST = "sha256"
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def load_kernels(
 ) -> Ops:
     """Load the kernels for a model, or choose plain PyTorch. The choice and its reason are logged once.
 
-    The environment variable `LOCAL_KERNELS="org/name=folder"` loads them from a folder instead of the Hub.
+    With the environment variable `LOCAL_KERNELS="org/name=folder"`, they come from a folder instead of the Hub.
 
     Args:
         repo: Hub repository of the kernels, the only one that is trusted.
@@ -180,7 +180,7 @@ def _fetch(repo: str, revision: str | None) -> ModuleType | str:
 
 
 def check_files(variant: Path) -> None:
-    """Verify a build's checksums before any of its code runs; raise `ValueError` if one is not as in its metadata."""
+    """Verify a build's checksums before any of its code runs; raise `ValueError` if a file does not match."""
     path = variant / "metadata.json"
     try:
         digest = json.loads(path.read_text())["digest"]

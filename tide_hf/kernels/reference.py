@@ -94,7 +94,7 @@ def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Ten
 
 
 def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the head's top-1 tokens (N,) of rows (N, D) after the final norm, and their float32 log-probabilities."""
+    """Return the head's top-1 tokens (N,) for normalised hidden states (N, D), and their float32 log-probabilities."""
     logits = functional.linear(hidden_states, head_weight, head_bias)
     top = logits.argmax(dim=-1)
     return top, logits.float().log_softmax(dim=-1).gather(-1, top[:, None]).squeeze(-1)

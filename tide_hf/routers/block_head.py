@@ -1,4 +1,4 @@
-"""The block head: a translator and a decoder layer, which draft from the states of a shallow layer.
+"""The block head: a translator and a decoder layer, which draft from the hidden states of a shallow layer.
 
 A linear head sees the hidden state at its exit layer. The block head also sees the previous token's last hidden state,
 which the last verify pass has computed, and attends to all earlier tokens through its own K/V (compare EAGLE, arXiv
@@ -25,7 +25,7 @@ PROBE_VOCABULARY = 8  # vocabulary size of the two-layer model from which the la
 
 
 class BlockHead(nn.Module):
-    """Translator and decoder layer of a config from `block_config_of`; `layer_idx` numbers its K/V in the cache."""
+    """Translator and decoder layer, built from `block_config` (see `block_config_of`), with cache index `layer_idx`."""
 
     def __init__(self, hidden_size: int, block_config: dict[str, Any], layer_idx: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class BlockHead(nn.Module):
                 setattr(module, "layer_idx", layer_idx)  # noqa: B010  # mypy takes module attributes for tensors
 
     def translate(self, hidden_states: Tensor, prev_hidden_state: Tensor) -> Tensor:
-        """Join two states, each (..., D) after the final norm, into the input (..., D) of the decoder layer."""
+        """Merge two hidden states, each (..., D) after the final norm, into the input (..., D) of the decoder layer."""
         return self.translator(torch.cat([hidden_states, prev_hidden_state], dim=-1))
 
     def state_of(self, output: Any) -> Tensor:
@@ -55,7 +55,7 @@ class BlockHead(nn.Module):
 def block_config_of(model: PreTrainedModel, structure: DecoderStructure, block_layer: int) -> dict[str, Any]:
     """Return the config, in JSON types, of a block head that drafts after `block_layer` layers of `model`.
 
-    Raises [`UnsupportedModelError`] if the layer after these lacks full attention or cannot be built from a config.
+    Raises [`UnsupportedModelError`] if the next layer lacks full attention, or cannot be built from a config alone.
     """
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)

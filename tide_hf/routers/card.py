@@ -1,4 +1,4 @@
-"""The Hub card of calibrated routers: use, calibration, measurements, and plots where matplotlib is installed."""
+"""The Hub's model card for calibrated routers: use, calibration, measurements, and plots if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tables import describe_threshold, rows_by_layer, tables_of
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 MARKUP = re.compile(r'[<>`"\[\]\\]')
-MAX_CURVES = 8  # more would not get distinguishable colours
+MAX_CURVES = 8  # more curves would not have distinguishable colours
 
 
 def write_model_card(
@@ -60,7 +60,7 @@ def write_model_card(
 def _render(
     routers: PreTrainedModel, record: dict[str, Any], repo_id: str, license: str | None, folder: Path
 ) -> ModelCard:
-    command = " ".join((record.get("command") or "").split()).replace("`", "'")  # the card puts it in backticks
+    command = " ".join((record.get("command") or "").split()).replace("`", "'")  # the card has it in backticks
     record = _without_markup(record)
     base = routers.config.base_model_name_or_path
     data = ModelCardData(
@@ -102,7 +102,7 @@ def _without_markup(value: Any) -> Any:
 
 
 def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
-    """Figures on the certify split, as evaluation results for the Hub."""
+    """Figures measured on the certify split, as evaluation results for the Hub."""
     figures = [
         ("agreement", f"Agreement with the full model at exit layer {layer}", row["agreement"])
         for layer, row in rows_by_layer(record)

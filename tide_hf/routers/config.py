@@ -28,8 +28,8 @@ INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_versio
 # Arguments of `from_pretrained` that apply to both repositories, the base model's and the routers'.
 FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 WHERE = (*FOR_BOTH, "revision", "subfolder")  # arguments of `from_pretrained` that locate files
-MAX_BLOCK_COUNT = 2**12  # most layers or experts in block_config
-CODE_FIELDS = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")  # these name code
+MAX_BLOCK_COUNT = 2**12  # maximum number of layers or experts in block_config
+CODE_FIELDS = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")  # may name code
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -49,17 +49,17 @@ class TIDEConfig(PreTrainedConfig):
         min_layers (`int`): Smallest default exit layer; ignored if `exit_layers` is given.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
-        block_layer (`int`, *optional*): Number of layers executed before the block head (see [`block_head.BlockHead`])
+        block_layer (`int`, *optional*): Number of layers after which the block head (see [`block_head.BlockHead`])
             drafts; `None` without a block head. `early_exit` and `post_hoc` do not use the block head.
         block_config (`dict`, *optional*): Config of the block head's decoder layer: the base model's text config.
-        draft_vocab_size (`int`, *optional*): Number of most frequent tokens that drafts choose from; `None`: all.
+        draft_vocab_size (`int`, *optional*): Number of most frequent tokens that may be drafted; `None`: all tokens.
             A small size saves most of the output head's cost in draft steps. Verify passes always use the whole
             vocabulary, and so do draft steps if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token exits if its exit score is at least this value. Above 1, no token exits.
         kv_cache_strategy (`str`): How `early_exit` gets the K/V of layers that a token skips: `"recompute"` (exact:
-            computed with the next token that runs these layers), `"propagate"` (computed at once from the state at the
-            exit layer) or `"zero_pad"` (zeros).
+            computed with the next token that runs these layers), `"propagate"` (computed in the same pass, from the
+            state at the exit layer) or `"zero_pad"` (zeros).
         compaction_threshold (`float`): Share of holes (rejected slots) above which the cache of a batch is compacted.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
     """
@@ -116,10 +116,10 @@ class TIDEConfig(PreTrainedConfig):
 
         Args:
             name_or_path: Folder or repository.
-            **kwargs: `cache_dir`, `revision`, `subfolder`, `token` and others of `PreTrainedConfig.from_pretrained`.
+            **kwargs: `cache_dir`, `revision`, `subfolder`, `token` and so on, as in `PreTrainedConfig.from_pretrained`.
 
         Raises:
-            RoutersFileError: The file is no JSON.
+            RoutersFileError: The file is not JSON.
             ConfigurationError: A field is unknown, has the wrong type or an impossible value.
             OSError: There is no such file, or the Hub cannot be reached.
         """
@@ -170,7 +170,7 @@ def find_file(name_or_path: str | os.PathLike[str], name: str, subfolder: str = 
 
 
 def bad_file(name_or_path: str | os.PathLike[str], got: str) -> RoutersFileError:
-    """An error about files of routers."""
+    """Make the error for routers whose files cannot be used."""
     return RoutersFileError(
         f"the routers at {name_or_path} cannot be used",
         got=got,
@@ -180,7 +180,7 @@ def bad_file(name_or_path: str | os.PathLike[str], got: str) -> RoutersFileError
 
 
 def bad_config(got: str) -> ConfigurationError:
-    """An error about the config of routers."""
+    """Make the error for routers whose config cannot be used."""
     return ConfigurationError(
         "the config of the routers cannot be used",
         got=got,
@@ -227,13 +227,13 @@ def check_field(name: str, value: Any) -> Any:
 
 
 def invalid(name: str, value: object, expected: str, do: str = "") -> ConfigurationError:
-    """An error about one field."""
+    """Make the error for an invalid field."""
     do = do or f"Choose another {name}."
     return ConfigurationError(f"invalid {name}", got=short(value), expected=expected, do=do)
 
 
 def check_block_config(config: Any) -> None:
-    """Refuse anything but a plausible base model config, since transformers builds a layer from it."""
+    """Refuse a block config that is not a plausible base model config, since transformers builds a layer from it."""
     do = "Make routers with tide_hf.calibrate(exit_strategy='block')."
     if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
         raise invalid("block_config", config, "the text config of the base model, with its model_type", do)

@@ -23,7 +23,7 @@ from ..common.errors import RoutersFileError, RoutersNotFoundError, RoutersNotSa
 from ..common.files import remove_abandoned, write_atomically
 from .config import TIDEConfig, bad_file
 
-# Metadata of the safetensors file.
+# Metadata keys of the safetensors file.
 CONFIG_COPY = "tide_config"
 DIGEST = "tide_config_and_values_sha256"
 # Errors of torch, pickle and zipfile on a damaged file.
@@ -47,7 +47,7 @@ def translated_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> RoutersNotFoundError:
-    """An error about routers that are missing or cannot be reached."""
+    """Make the error for routers that are missing or cannot be reached."""
     return RoutersNotFoundError(
         f"no routers at {name_or_path}",
         got=got,
@@ -83,11 +83,11 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
 
 
 def matching_config(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
-    """Check weights against the checksum in their config (safetensors has none); return the config they belong to.
+    """Check weights by the checksum in `config` (safetensors has none); return the config that matches the weights.
 
-    This is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
+    That is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
     versions have no checksum and are accepted. Raises [`RoutersFileError`] if the weights are damaged, or belong to
-    another config. `content` is a weights file that safetensors could read.
+    another config. `content` holds the bytes of a weights file, which safetensors has already parsed.
     """
     known, found = config.weights_sha256, hashlib.sha256(content).hexdigest()
     if known in (None, found):
@@ -159,7 +159,7 @@ def read_router_pt(
 
 
 def _check_parts(path: str | os.PathLike[str]) -> None:
-    """Check the checksums of a `torch.save` file, which torch does not check. Only files in zip format have them."""
+    """Check the checksums of a `torch.save` file, which torch does not check. Only zip files have checksums."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

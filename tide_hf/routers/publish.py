@@ -24,7 +24,7 @@ CUSTOM_GENERATE = {
     "README.md": "README.md",
     "requirements.txt": "custom_generate/requirements.txt",
 }
-PLACEHOLDER = "org/tide"  # in the source, a placeholder for `repo_id`
+PLACEHOLDER = "org/tide"  # replaced by `repo_id` in the uploaded files
 
 
 def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None = None, **options: Any) -> CommitInfo:
@@ -39,7 +39,7 @@ def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None 
 
 
 def push_custom_generate(source: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:
-    """Upload a `custom_generate` repository from a folder with `generate.py`, `README.md`, maybe `requirements.txt`.
+    """Upload a `custom_generate` repository from a folder: `generate.py`, `README.md`, perhaps `requirements.txt`.
 
     `repo_id`, `options` and errors are those of `TIDERouters.push_to_hub`.
     """
@@ -101,7 +101,7 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _check_base(base: str | None) -> None:
-    """Refuse a base model that others cannot load: a repository of routers only names the base model."""
+    """Refuse a base model that others cannot load, since a repository of routers does not contain the base model."""
     try:
         validate_repo_id(base or "")
         valid = not os.path.isdir(base or "")

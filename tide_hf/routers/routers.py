@@ -29,11 +29,11 @@ MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; anoth
 class TIDERouters(PreTrainedModel):
     """Routers and exit heads of one base model.
 
-    Index it by exit layer: `routers[12].router`, `routers[12].head`.
+    The routers are indexed by exit layer: `routers[12].router`, `routers[12].head`.
 
     Attributes:
-        block: Block head and its confidence, for `config.block_layer`; `None` without a block head.
-        draft_vocab: (draft_vocab_size,) token ids of the draft vocabulary, int64; `None`: all tokens.
+        block: The block head, which drafts after `config.block_layer` layers, and its confidence; `None` without one.
+        draft_vocab: (draft_vocab_size,) int64 token ids of the draft vocabulary; `None`: all tokens.
     """
 
     draft_vocab: Tensor | None
@@ -67,7 +67,7 @@ class TIDERouters(PreTrainedModel):
         """Do nothing, since modules initialise themselves and loading refuses files that lack a tensor."""
 
     def place(self, device: torch.device, dtype: torch.dtype) -> TIDERouters:
-        """Cast and move for decoding with a base model on `device` in `dtype`; return self.
+        """Move and cast the routers for decoding with a base model on `device` in `dtype`; return self.
 
         Heads get the model's dtype, since the model's final norm reads their output; routers compute in float32.
         """
@@ -105,8 +105,8 @@ class TIDERouters(PreTrainedModel):
     ) -> TIDERouters:
         """Read the `router.pt` of the published system (`tide-inference`).
 
-        The file numbers layers from 0, and its routers have no bias; both are converted. Its router at layer i becomes
-        the router of exit layer i + 1. A router after the last layer has nothing to skip and is left out.
+        The file numbers layers from 0, so its router at layer i becomes the router of exit layer i + 1. Biases, which
+        the file lacks, become zero. A router after the last layer has nothing to skip and is left out.
 
         Args:
             path: The file. It is read with `weights_only=True`, so code inside it cannot run.
@@ -135,7 +135,7 @@ class TIDERouters(PreTrainedModel):
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> TIDERouters:
         """Load routers from a folder or a Hub repository. Nothing but `config.json` and `model.safetensors` is read.
 
-        Only the Hub's cache is written to.
+        Nothing is written except to the Hub's cache.
 
         Args:
             name_or_path: Folder or repository.
@@ -157,14 +157,14 @@ class TIDERouters(PreTrainedModel):
             if config is None:
                 content, commit = read_config(name_or_path, **where)
                 config = TIDEConfig.from_dict(content)
-                where |= {"revision": commit} if commit else {}  # or a push between both reads would mix two commits
+                where |= {"revision": commit} if commit else {}  # a push between the reads must not mix two commits
             weights = find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
             tensors = load(weights)
             config = matching_config(name_or_path, weights, config)
             if changes:
                 config = TIDEConfig.from_dict(config.to_dict() | changes)
-            # Without a name, transformers looks for no other files. An adapter_config.json, for example, would make
-            # its adapter a part of the routers.
+            # Without a name, transformers looks for no other files, such as an adapter_config.json, whose adapter it
+            # would load into the routers.
             routers, info = super().from_pretrained(
                 None, config=config, state_dict=tensors, **{**kwargs, "output_loading_info": True}
             )
@@ -186,7 +186,7 @@ class TIDERouters(PreTrainedModel):
 
         Args:
             save_directory: Folder; created if it does not exist.
-            is_main_process: Whether this process is the one that writes.
+            is_main_process: Whether this process writes the files.
             **kwargs: `push_to_hub=True` uploads the routers as well, with `repo_id` and options of `push_to_hub()`.
 
         Raises:
@@ -226,7 +226,7 @@ class TIDERouters(PreTrainedModel):
 
         Raises:
             ConfigurationError: The routers were not calibrated, or their base model is not on the Hub.
-            HubError: The Hub refused, or cannot be reached.
+            HubError: The Hub refused the upload, or cannot be reached.
         """
         from .publish import push_routers  # noqa: PLC0415 - cards need jinja2
 
@@ -241,7 +241,7 @@ class TIDERouters(PreTrainedModel):
             ignore_base_mismatch: Accept another model of the same shape.
 
         Raises:
-            BaseModelMismatchError: Shapes differ, or heads ([`unembed.unembed_hash`]) unless `ignore_base_mismatch`.
+            BaseModelMismatchError: Shapes or, without `ignore_base_mismatch`, heads differ ([`unembed.unembed_hash`]).
         """
         check_base_model(self.config, model, ignore_base_mismatch=ignore_base_mismatch)
 

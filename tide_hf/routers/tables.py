@@ -131,7 +131,7 @@ def rich_table(title: str, table: TextTable) -> Table:
     """Make a table for a terminal of 80 columns."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for heading in table.headings:
-        shown.add_column("\n".join(heading.split()), justify="right", overflow="fold")  # folded, no figure loses digits
+        shown.add_column("\n".join(heading.split()), justify="right", overflow="fold")  # wraps figures, loses no digit
     for row in table.rows:
         shown.add_row(*row)
     return shown

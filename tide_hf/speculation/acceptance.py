@@ -16,7 +16,7 @@ from .engine import Draft
 from .ranks import Ranks
 from .rows import Row, Stopping
 
-# Stateless processors that treat each row by itself. With any other processor, all are called with whole batches.
+# Stateless processors that treat each row by itself. With any other, all processors get whole batches.
 BY_ROW = (
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
@@ -82,7 +82,7 @@ class AcceptanceRule:
 
     @property
     def length(self) -> int:
-        """New tokens of the longest row that has stopped."""
+        """Number of new tokens of the longest row that has stopped."""
         return max(row.stopped_at or 0 for row in self.rows)
 
     def room(self, row: Row) -> int:
@@ -103,7 +103,7 @@ class AcceptanceRule:
         """Choose tokens for each row of `batch`, position by position, until a token differs from the row's draft.
 
         A full-depth pass, of `depth` layers, gave `logits` (rows, width, vocabulary) if `needs_logits`, otherwise the
-        `top_tokens` at each position of each row. Returns each row's new tokens: accepted drafts and one more.
+        `top_tokens` at each position of each row. Returns each row's new tokens: accepted draft tokens and one more.
         """
         before = [len(row.tokens) for row in batch]
         if self.together:
@@ -167,12 +167,12 @@ class AcceptanceRule:
         return matched
 
     def _may_differ(self, row: Row) -> bool:
-        """Whether `row` has ended and the model's output for its padding is not used."""
+        """Whether `row` may differ from its draft: it has ended, and the model's output for its padding is not used."""
         return row.stopped_at is not None and self.stopping.pads and not self.padding_is_returned
 
 
 def _of_row(processors: Any, index: int) -> LogitsProcessorList:
-    """The processors of one row; since transformers 5.23 one processor stores the prompt length of every row."""
+    """The processors of one row; since transformers 5.23, one of them stores the prompt length of every row."""
     found = LogitsProcessorList()
     for processor in processors:
         lengths = getattr(processor, "prompt_ignore_length", None)

@@ -53,7 +53,7 @@ class Attachment:
     engine: str = "eager"
     use_kernels: bool | str = "auto"  # in eager calls
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
-    # Measured on this machine, by engine, widths of its passes, and number of rows.
+    # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     # The acceptance rate of each source in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Attachment:
 
     @property
     def config(self) -> TIDEConfig:
-        """The routers' config, or the default one."""
+        """The routers' config, or the default config."""
         return self.routers.config if self.routers is not None else TIDEConfig()
 
     def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
@@ -91,7 +91,7 @@ class Attachment:
         return list(linear_gates(self.structure, self.block_head))
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
-        """The weight layouts that eager calls may read; kernels' layouts only if the kernels are compiled already."""
+        """The weight layouts that eager calls may read; those of kernels only if the kernels are compiled already."""
         is_ready = all(is_loaded("skinny_gemm", dtype) for dtype in weight_dtypes(gates))
         may_use_kernels = self.use_kernels is not False and is_ready
         return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
@@ -106,7 +106,7 @@ class Attachment:
         return self.routers.block_head if self.routers is not None else None
 
     def draft_unembed(self) -> DraftUnembed:
-        """The unembedding of drafts; its copy of the draft vocabulary's rows is renewed when the head changes."""
+        """The unembedding for drafts; its copy of the draft vocabulary's rows is renewed when the head changes."""
         vocab = self.routers.draft_vocab if self.routers is not None else None
         if not is_plain_linear(self.structure.head):
             return DraftUnembed(self.unembed)
@@ -126,7 +126,7 @@ class Attachment:
             engine.release()
 
     def require_routers(self, needed_by: str) -> TIDERouters:
-        """Return the routers; without any, raise an error that says what needs them."""
+        """Return the routers; if there are none, raise an error that says that `needed_by` needs them."""
         if self.routers is None:
             raise UnsupportedOptionError(
                 f"{needed_by} needs routers",
@@ -154,7 +154,7 @@ class Attachment:
         return reason
 
     def _check_head(self, model: Any) -> None:
-        """Raise where the vocabulary is smaller than when TIDE was attached: exit heads would draft removed tokens."""
+        """Raise if the vocabulary is smaller than when TIDE was attached: exit heads would draft removed tokens."""
         head, known = model.get_output_embeddings(), self.structure.vocab_size
         if head is self.structure.head or self.routers is None:
             return
@@ -168,7 +168,7 @@ class Attachment:
             )
 
     def check_mode(self, mode: str) -> None:
-        """Raise where this model cannot run in `mode`."""
+        """Raise if this model cannot run in `mode`."""
         if mode != "post_hoc" and self.structure.is_recurrent:
             raise UnsupportedModelError(
                 f"{self.base_class.__name__} keeps a recurrent state, which tide_mode={mode!r} cannot handle: it "

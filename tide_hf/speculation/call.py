@@ -20,8 +20,8 @@ from ..depth.kv_cache import find_cache
 from ..depth.multi_token_passes import check_multi_token_passes, multi_token_limit
 from .rows import max_length_of
 
-# Methods of transformers' loop, which the speculative loop replaces. The model types named here override a method in a
-# way that the speculative loop need not follow: tests compare its tokens with plain decoding's.
+# Methods of transformers' decoding loop, which the speculative loop replaces, and model types whose own version of a
+# method the speculative loop need not follow: tests compare its tokens with those of plain decoding.
 LOOP_METHODS: dict[str, frozenset[str]] = {
     "_sample": frozenset(),
     "_has_unfinished_sequences": frozenset(),
@@ -31,7 +31,7 @@ LOOP_METHODS: dict[str, frozenset[str]] = {
 
 @dataclass
 class Call:
-    """What `generate` passes to `_sample`, with model inputs in `model_kwargs` and `input_ids` of (rows, length)."""
+    """What `generate` passes to `_sample`: (rows, length) `input_ids`, model inputs in `model_kwargs`, and options."""
 
     input_ids: Tensor
     logits_processor: Any
@@ -49,12 +49,12 @@ class Call:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of prompt and answer; a caller's MaxLengthCriteria overrides the config."""
+        """Maximum number of tokens of prompt and answer; a caller's MaxLengthCriteria overrides the config."""
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
 
 
 def check_call(model: Any, call: Call) -> None:
-    """Refuse a call whose output the speculative loop cannot give, or whose cache it cannot use."""
+    """Refuse a call whose output the speculative loop cannot produce, or whose cache it cannot use."""
     mode, rows = "tide_mode='self_speculative'", call.input_ids.shape[0]
     config = model.config.get_text_config()
     _check_loop(model._tide.base_class, model.config.model_type)
@@ -92,7 +92,7 @@ def _check_loop(base_class: Any, model_type: str) -> None:
 
 
 def _check_length(config: Any, call: Call) -> None:
-    """Refuse an answer in which multi-token passes attend to other keys than single-token passes, or RoPE changes.
+    """Refuse answers so long that multi-token passes attend to other keys than single-token passes, or RoPE changes.
 
     RoPE depends on positions, not on the length of `input_ids`, which may be padded, or only a part of the prompt.
     """

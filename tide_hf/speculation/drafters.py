@@ -11,13 +11,13 @@ from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, choos
 MAX_NGRAM = 5
 # The prior acceptance rate of n-gram matches, by their length.
 NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
-LEARNING_RATE = 0.1  # at which acceptance rates that are kept between calls follow each round
-PRIOR_RATE = 0.05  # at which these acceptance rates return to their priors, at each call
-# The share of its weight that an observation of a head retains at each round. If it were 1, a few rejected drafts in a
-# row would end drafting for the rest of the answer, since a head that does not draft is not observed.
+LEARNING_RATE = 0.1  # share by which each draft moves the rates kept between calls towards the current estimate
+PRIOR_RATE = 0.05  # share by which each call first moves these rates back to their priors
+# Each round multiplies the weight of a head's observations by this. Otherwise, a few rejected drafts in a row would end
+# drafting for the rest of the answer, since a head that does not draft is not observed.
 HEAD_MEMORY = 0.95
 
-Match = tuple[float, int, int]  # an n-gram match: acceptance rate, length (0: no match), next position
+Match = tuple[float, int, int]  # an n-gram match: acceptance rate, length (0: no match), position after the match
 
 
 class NgramIndex:
@@ -37,9 +37,9 @@ class NgramIndex:
             self.tokens.append(token)
 
     def match(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
-        """Find the longest suffix of the sequence followed by `drafted` that occurred earlier in the sequence.
+        """Find the longest suffix of sequence + `drafted` that occurred earlier in the sequence.
 
-        Returns its length and the position after its latest occurrence; (0, 0) if there is none.
+        Returns the suffix's length and the position after its latest occurrence; (0, 0) if there is no such suffix.
         """
         end = [*self.tokens[-MAX_NGRAM:], *drafted]
         for length in range(min(MAX_NGRAM, len(self.tokens) + len(drafted)), 0, -1):
@@ -49,7 +49,7 @@ class NgramIndex:
         return 0, 0
 
     def continuation(self, position: int, num_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-        """The `num_tokens` tokens from `position` on, `drafted` included; past the end they repeat."""
+        """The `num_tokens` tokens of sequence + `drafted` from `position` on, repeated if there are fewer."""
         period = len(self.tokens) + len(drafted) - position
         text = self.tokens[position : position + num_tokens] + list(drafted)[:num_tokens]
         return [text[offset % period] for offset in range(num_tokens)]
@@ -60,21 +60,21 @@ class _Round:
     """The drafts of one round, while they are written."""
 
     rows: list[int]  # indices of the rows in the batch
-    limits: list[int]  # the most tokens that each row may draft
+    limits: list[int]  # maximum number of tokens that each row may draft
     drafts: list[Draft]
     costs: CostTable  # of a batch of this size
-    ms_per_token: float  # expected; see `policy.worth_another_draft`
+    ms_per_token: float  # expected cost of a new token; see `policy.worth_another_draft`
     survivals: list[float]  # for each row, the probability that its whole draft is accepted
 
 
 class HybridDrafter:
-    """Drafts from n-grams and exit heads; before each round the policy chooses a source, or none.
+    """Drafts from n-grams and exit heads; before each round the policy chooses a source, or no drafting.
 
     Args:
         prompts: The prompt of each row.
-        costs_of: Returns the measured costs for a number of rows; they outlive the call.
-        head_priors: By exit layer, how often its head agrees on held-out text; only these layers draft.
-        engine: Runs the draft heads; `None` where there are none.
+        costs_of: Returns the measured costs for a number of rows; the costs are kept between calls.
+        head_priors: For each exit layer that drafts, how often its head agreed with the base model in calibration.
+        engine: Runs the draft heads; `None` if there are no heads.
         learned: Acceptance rate of each source in earlier calls at this temperature; updated in place. The rates return
             to their priors over time, since otherwise a rejected source would never be tried again.
     """
@@ -99,7 +99,7 @@ class HybridDrafter:
         self.acceptances = AcceptanceTable({source: self.learned[source] for source in priors})
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """Draft from the best source, then from another if that pays; draft nothing if plain decoding is best."""
+        """Draft from the best source, continue from another if that pays; draft nothing if plain decoding is best."""
         for exit_layer in self.heads:
             self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
@@ -109,7 +109,7 @@ class HybridDrafter:
             return drafts
         current = _Round(rows, limits, drafts, costs, choice.ms_per_token, [1.0] * len(rows))
         exit_layer, lengths = choice.option.exit_layer, [min(choice.num_draft_tokens, limit) for limit in limits]
-        is_unread = self.engine is not None and not self.engine.reads_drafts  # then one source writes the whole draft
+        is_unread = self.engine is not None and not self.engine.reads_drafts  # if so, one source writes the whole draft
         if exit_layer and is_unread:
             self._draft_unread(exit_layer, lengths, drafts)
         elif exit_layer:
@@ -146,7 +146,7 @@ class HybridDrafter:
         return options
 
     def _match(self, row: int, drafted: Sequence[int] = ()) -> Match:
-        """The n-gram match at the end of the row's sequence and `drafted`."""
+        """The n-gram match at the end of the row's sequence + `drafted`."""
         length, position = self.indexes[row].match(drafted)
         return (self.acceptances.probability(_ngram(length)) if length else 0.0), length, position
 
@@ -158,7 +158,7 @@ class HybridDrafter:
             draft.add([UNREAD] * length, _head(exit_layer), exit_layer)
 
     def _draft_with_head(self, current: _Round, exit_layer: int, lengths: list[int]) -> None:
-        """Add a head's tokens to the drafts, which have equal lengths, until one more is not expected to pay."""
+        """Add a head's tokens to the drafts, which have equal lengths, until another token is not expected to pay."""
         if self.engine is None:
             return
         before = drafted = [draft.tokens for draft in current.drafts]
@@ -170,7 +170,7 @@ class HybridDrafter:
             if not self._is_worth_more(current, own, len(drafted[0]), exit_layer):
                 break
             if all(self._match(row, tokens)[0] >= own for row, tokens in zip(current.rows, drafted, strict=True)):
-                break  # n-grams can continue from here: as likely to be accepted, and free
+                break  # n-grams continue from here: their tokens are at least as likely to be accepted, and free
         self.engine.rollback()
         for draft, tokens, start, length in zip(current.drafts, drafted, before, lengths, strict=True):
             draft.add(tokens[len(start) :][:length], _head(exit_layer), exit_layer)

@@ -50,10 +50,10 @@ class Drafter(Protocol):
     """Drafts the tokens of one call."""
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """Draft at most `limits[i]` tokens for each row `rows[i]` that still decodes."""
+        """Draft at most `limits[i]` tokens for row `rows[i]`, for each row that is still in the batch."""
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        """Learn how many tokens of a row's draft were accepted; `new_tokens` were added to its sequence."""
+        """Learn how many tokens of a row's draft were accepted; `new_tokens` were added to the row."""
 
 
 class DraftEngine(Protocol):
@@ -64,12 +64,12 @@ class DraftEngine(Protocol):
 
     @property
     def block_layer(self) -> int | None:
-        """The exit layer of the block head, `None` if it does not draft; it cannot continue another source's draft."""
+        """The block head's exit layer; the head cannot continue other sources' drafts. `None` if it does not draft."""
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Draft one token for each row with the head at an exit layer; return the tokens and their exit scores.
 
-        `drafted` are the tokens that each row has drafted in this round, equally many for all rows.
+        `drafted` are the tokens that each row has drafted in this round, the same number for all rows.
         """
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
@@ -85,11 +85,11 @@ class DraftEngine(Protocol):
 class Engine(DraftEngine, Protocol):
     """Runs the passes of one call of `generate`, and stores their K/V.
 
-    A call is `prefill`, `begin`, and rounds of any number of `draft` steps, `verify` and `commit`; then `finish`. The
-    rows of the batch stay in order; `select` drops some of them.
+    A call runs `prefill`, `begin`, rounds (any number of `draft` steps, then `verify` and `commit`), and `finish`. The
+    rows of the batch keep their order; `select` drops rows.
     """
 
-    name: str  # as users name it
+    name: str  # by which users choose the engine
 
     @property
     def layers_executed(self) -> int:
@@ -97,10 +97,10 @@ class Engine(DraftEngine, Protocol):
 
     @property
     def free_slots(self) -> int | None:
-        """How many draft tokens the cache or learned positions have room for; `None` without such a limit."""
+        """How many draft tokens the cache or learned position embeddings still allow; `None` without a limit."""
 
     def running(self) -> AbstractContextManager[None]:
-        """The context for all other methods; after an error in it the caller's cache can still be used."""
+        """The context for all other methods; after an error in it, the caller can still use the cache."""
 
     def decoding(self) -> AbstractContextManager[None]:
         """The context in which rounds run."""
@@ -115,13 +115,13 @@ class Engine(DraftEngine, Protocol):
         """The engine (this or another) that runs the rounds, in which a row may add at most `room` tokens."""
 
     def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass over each row's last token and what it has drafted."""
+        """Run one full-depth pass over each row's last token and draft."""
 
     def drafted(self) -> list[list[int]] | None:
-        """The draft tokens of the last pass; `None` if they were read before."""
+        """The draft tokens of the last pass; `None` if the drafter has read them already."""
 
     def logits(self) -> Tensor:
-        """(rows, width, vocabulary) logits of the last pass; arbitrary after a row's last draft token."""
+        """(rows, width, vocabulary) logits of the last pass; those after a row's last draft token are arbitrary."""
 
     def top_tokens(self) -> list[list[int]]:
         """The top-1 token at each position of the last pass."""
@@ -129,18 +129,18 @@ class Engine(DraftEngine, Protocol):
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Retain the K/V of the accepted tokens of the last pass, and roll back the rest.
 
-        `new_tokens` are each row's accepted draft tokens and one more, whose K/V the next pass stores.
+        `new_tokens` are each row's accepted draft tokens and one more token, whose K/V the next pass stores.
         """
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
 
     def finish(self, settle: bool) -> Any:
-        """Return the cache, as after plain decoding if the caller receives it; `settle` removes rejected tokens."""
+        """Return the cache; if the call returns it, it is as after plain decoding. `settle` removes rejected tokens."""
 
 
 class EngineKind(Protocol):
-    """An engine as users name it, with its state between calls."""
+    """An engine that users choose by name, with its state between calls."""
 
     @property
     def warm_up_seconds(self) -> float:
@@ -153,7 +153,7 @@ class EngineKind(Protocol):
         """The engine of one call on an attached model."""
 
     def log_eager(self, reason: str) -> None:
-        """Log that a call which asked for this engine runs eagerly, as a warning the first time for each reason."""
+        """Log that a call for this engine runs eagerly; the first time for each reason, as a warning."""
 
     def release(self) -> None:
         """Free the memory that is retained between calls."""

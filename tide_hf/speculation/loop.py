@@ -1,4 +1,4 @@
-"""The self-speculative loop: cheap drafts, one full-depth pass to verify them, rollback of rejected ones.
+"""The self-speculative loop: cheap drafts, one full-depth pass to verify them, rollback of rejected tokens.
 
 A round asks the drafter for draft tokens, the engine for one full-depth pass over them, and the acceptance rule which
 of them the base model would have chosen. Every token is chosen from the base model's own full-depth logits, after the
@@ -6,7 +6,7 @@ same processors; drafts only decide how many positions one pass covers. Since a 
 "draw from p and compare" is speculative sampling with q = 1 (Leviathan et al., arXiv 2211.17192), and a single row
 draws the same random numbers in the same order as plain decoding.
 
-All rows of a batch are verified at one width, and each accepts its own number of tokens: `depth.kv_cache.CacheSlots`.
+All rows of a batch are verified at one width; each accepts its own number of tokens (see `depth.kv_cache.CacheSlots`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SpeculativeDecoder:
         self._drop_stopped()
 
     def _limits(self) -> list[int]:
-        """The most tokens that each row may draft: what its answer, the cache and learned positions have room for."""
+        """Maximum number of tokens that each row may draft, as its answer, the cache and learned positions allow."""
         limits = [max(0, self.rule.room(row) - 1) for row in self.batch]
         free = self.engine.free_slots
         return limits if free is None else [min(limit, free) for limit in limits]
@@ -107,7 +107,7 @@ class SpeculativeDecoder:
         rule, length, pad = self.rule, self.rule.length, self.rule.stopping.pad_token_id
         prompts = torch.cat([row.prompt for row in self.rows])
         tokens = [row.tokens[:length] + [pad] * (length - len(row.tokens)) for row in self.rows]
-        new_tokens = torch.tensor(tokens, device=prompts.device)  # int64, as plain decoding's are
+        new_tokens = torch.tensor(tokens, device=prompts.device)  # int64, as in plain decoding
         sequences = torch.cat([prompts, new_tokens], dim=-1)
         self.stats.layers_executed = self.engine.layers_executed
         self.stats.per_token = [row.depths[: row.stopped_at] for row in self.rows]

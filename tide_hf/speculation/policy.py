@@ -1,4 +1,4 @@
-"""Decide what to draft next from measured costs and acceptance rates, without access to models or tensors."""
+"""Decide, by measured costs and acceptance rates, what to draft next, without access to models or tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from statistics import median
 from threading import Lock
 
 MAX_DRAFT = 15
-DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # few, so that each verify width (one more) is measured often
-MIN_GAIN = 1.05  # least expected speed-up of a draft over plain decoding, since measurements are noisy
+DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # few, so that each verify width (length + 1) is measured often
+MIN_GAIN = 1.05  # minimum expected speed-up of a draft over plain decoding, since measurements are noisy
 
 PRIOR_SLOPE = 0.1  # prior cost of one more token in a verify pass, as a share of a plain pass
 TRUSTED_SAMPLES = 4
 SAMPLES = 15
-FORGET_AFTER = 50  # every so many plain passes, each other cost loses its oldest sample
-PACE_SAMPLES = 3  # latest plain passes, whose median is the machine's present pace
-COMPARABLE = 16  # other costs are recorded within so many verify passes after a plain pass
-STALE = 128  # after so many verify passes without a plain pass, a plain pass has to run
+FORGET_AFTER = 50  # each time this many plain passes have run, every other cost loses its oldest sample
+PACE_SAMPLES = 3  # latest plain passes, whose median cost is the machine's present pace
+COMPARABLE = 16  # other costs are recorded only within this many verify passes after a plain pass
+STALE = 128  # number of verify passes without a plain pass after which a plain pass has to run
 
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
@@ -28,12 +28,12 @@ _lock = Lock()  # shared by all tables, since a table with its own lock could no
 
 
 class CostTable:
-    """Running costs of passes on this machine, in milliseconds. Calls in several threads may share a table.
+    """Running estimates of pass costs on this machine, in milliseconds. Calls in several threads may share a table.
 
     Keys are `("verify", width)` for a full-depth pass over `width` tokens (width 1 is plain decoding) and
-    `("draft", exit_layer)` for one draft token. The speed of a machine changes by the second with its load, so other
-    costs are stored as multiples of the latest plain passes' cost. Until a key has a few samples, its estimate leans on
-    an optimistic prior, so that the key gets tried; old samples are forgotten over time, so that it is tried again.
+    `("draft", exit_layer)` for one draft token. The speed of a machine changes by the second with its load, so costs
+    are stored as multiples of the latest plain passes' cost. Until a key has a few samples, its estimate leans on an
+    optimistic prior, so that the key gets tried; old samples are dropped over time, so that the key is tried again.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -52,7 +52,7 @@ class CostTable:
         self._since_plain = 0
 
     def resized(self) -> CostTable:
-        """A table for a batch of another size, which takes these costs for a first guess."""
+        """A table for a batch of another size, with these costs as a first guess."""
         table = CostTable(self.num_layers, self.head_share, self.widths)
         with _lock:
             if self._plain_ms:
@@ -82,7 +82,7 @@ class CostTable:
         return bool(self._plain_ms) and self._since_plain < STALE
 
     def verify(self, width: int) -> float:
-        """Expected milliseconds of a full-depth pass over `width` tokens; at most that of any wider pass."""
+        """Expected milliseconds of a full-depth pass over `width` tokens; no more than for any wider pass."""
         if self.widths:
             if width > self.widths[-1]:
                 return math.inf
@@ -189,7 +189,7 @@ class Option:
     """A source that could draft in this round."""
 
     source: str
-    rows: tuple[tuple[float, int], ...]  # per row, the acceptance rate of a draft token and the most tokens on offer
+    rows: tuple[tuple[float, int], ...]  # per row: acceptance rate of a draft token, maximum number of draft tokens
     exit_layer: int = 0  # the layer that drafts, 0 where no layer runs
 
     def expected_tokens(self, num_drafts: int) -> float:
@@ -216,7 +216,7 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
 def choose(options: list[Option], costs: CostTable) -> Choice:
     """Pick the source and draft length with the best expected tokens per millisecond.
 
-    Plain decoding is always an option, and the choice until it has been measured.
+    Plain decoding is always an option, and is chosen until its cost has been measured.
     """
     best = Choice()
     if not costs.ready or not options:
@@ -245,7 +245,7 @@ def worth_another_draft(
 
     `survivals` are the rows' probabilities that all `drafted` tokens so far are accepted; `acceptance` is the
     probability that the next token is accepted after them. `ms_per_token` is the expected cost of a new token in this
-    round, the most that one more may cost. With `catch_up` the layer must first process the tokens of another source.
+    round; another token may not cost more. With `catch_up`, the layer must first process the tokens of another source.
     """
     draft = costs.draft(exit_layer)
     if catch_up:
@@ -255,9 +255,9 @@ def worth_another_draft(
 
 
 def choose_continuation(offers: list[tuple[float, int]], survivals: list[float], drafted: int, costs: CostTable) -> int:
-    """The number of further tokens per row, free to draft, that best pays for a wider verify pass; 0 if none does.
+    """The best number of tokens, free to draft, to add to each row, given the cost of a wider verify pass; may be 0.
 
-    `offers` are the rows' acceptance rates of such a token and the most tokens on offer; `survivals` are the rows'
+    `offers` has each row's acceptance rate of such a token and maximum number of tokens; `survivals` are the rows'
     probabilities that all tokens drafted so far (`drafted` in the longest row) are accepted.
     """
     best, best_gain = 0, 0.0

@@ -19,15 +19,15 @@ from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
 from ..depth.kv_cache import crop_layers
 
-# On a CPU one more pass costs as much as this many tokens, since it reads all weights again. A GPU processes thousands
-# of tokens in that time, so there the whole batch is one pass.
+# On a CPU one more pass costs as much as this many tokens, since each pass reads all weights. A GPU processes thousands
+# of tokens while it reads the weights, so there the whole batch is one pass.
 PASS_TOKENS = 40
 _BY_ROW = ("attention_mask", "position_ids")
 _SHARED = (bool, int, float, str, type(None))  # types of model inputs that are the same for all rows
 
 
 class PrefixCache:
-    """The K/V cache of the last single-sequence call, for a prompt that begins with the same tokens."""
+    """The K/V cache of the last single-sequence call, reused for a prompt that begins with the same tokens."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config(decoder=True)
@@ -42,7 +42,7 @@ class PrefixCache:
         shared = num_shared(self._tokens, prompt[:-1])
         surplus = len(self._tokens) - shared
         cache, self._cache, self._tokens = self._cache, None, []
-        # Beyond such a limit, rotary angles depend on the length, so K/V of another text cannot be reused.
+        # Beyond a RoPE limit, rotary angles depend on the length, so K/V of another text cannot be reused.
         rope_changes = any(limit < len(prompt) for limit in rope_limits(self.config).values())
         if cache is None or shared == 0 or rope_changes:
             return DynamicCache(config=self.config)
@@ -53,7 +53,7 @@ class PrefixCache:
         return cache
 
     def store(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
-        """Store a call's cache for the next call; `tokens` are prompt and answer, and the last may have no K/V."""
+        """Store a call's cache for the next call; `tokens` are prompt and answer; the last token may have no K/V."""
         self._cache, self._tokens = cache, list(tokens)[: cache.get_seq_length()]
 
 
@@ -73,9 +73,9 @@ class Group:
 
 
 def groups_by_length(lengths: Sequence[int], pass_tokens: int) -> list[list[int]]:
-    """Group rows by length, with the least total cost of passes (`pass_tokens` each) and tokens, padding included."""
+    """Group rows by length, at the least total cost: `pass_tokens` per pass, and one per token, padding included."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    best, begins = [(0, 0)], [0]  # for the first n rows: cost and number of groups; start of the last group
+    best, begins = [(0, 0)], [0]  # for the n shortest rows: (cost, number of groups); start of the last group
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
         cost, count, begin = min(
@@ -142,14 +142,14 @@ def _group(distinct: list[int], firsts: list[int], length: int) -> Group:
 
 
 def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """The rows' lengths; without their left padding if passes without padding are known to be cheaper."""
+    """Each row's length, without left padding if shorter passes are known to be cheaper than one padded pass."""
     rows, length = input_ids.shape
     if (
         input_ids.device.type != "cpu"
         or any(model_kwargs.get(name) is None for name in _BY_ROW)
         or any(limit < length for limit in rope_limits(model.config.get_text_config()).values())
-        or getattr(model, "is_quantized", False)  # then a pass costs more than reading the weights
-        or set((getattr(model, "hf_device_map", None) or {"": "cpu"}).values()) != {"cpu"}  # likewise if offloaded
+        or getattr(model, "is_quantized", False)  # each extra pass would also dequantise the weights
+        or set((getattr(model, "hf_device_map", None) or {"": "cpu"}).values()) != {"cpu"}  # or load offloaded weights
     ):
         return [length] * rows
     mask = model_kwargs["attention_mask"].long()
@@ -175,7 +175,7 @@ def _can_be_split(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -
 
 
 def _fill(whole: Cache, caches: list[DynamicCache], groups: list[Group], length: int) -> None:
-    """Store the K/V of all groups, with zeros for the padding in front."""
+    """Store the K/V of all groups in `whole`, with zeros for the left padding."""
     for layer_idx in range(len(caches[0].layers)):
         layers: list[Any] = [cache.layers[layer_idx] for cache in caches]
         if layers[0].is_initialized:

@@ -1,4 +1,4 @@
-"""Processes that share one model by tensor parallelism, and have to take the same decisions."""
+"""Processes that share one model by tensor parallelism, and have to make the same decisions."""
 
 from __future__ import annotations
 

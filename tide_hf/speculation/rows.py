@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-# Further criteria that judge each row by itself. MaxTimeCriteria does not: it ends all rows at the same step.
+# Criteria, besides EOS and length, that judge each row by itself; MaxTimeCriteria ends all rows at the same step.
 BY_ROW = (StopStringCriteria,)
 
 
 @dataclass
 class Row:
-    """One sequence of the call; `scores` and `logits`, (1, vocabulary) per token, are filled only to be returned."""
+    """One sequence of a call; `scores` and `logits`, (1, vocabulary) per token, are filled only if returned."""
 
     index: int  # in the output
     prompt: Tensor  # (1, length), padding included
@@ -45,8 +45,8 @@ class RowCriterion(StoppingCriteria):
     """Receives every new token of every row as soon as it is final, and may end the row: for streaming and cancelling.
 
     Pass it in `generate(stopping_criteria=[...])`, with a `pad_token_id` in the generation config. In
-    `self_speculative` ended rows leave the batch where possible, and the criterion is not called for them again. In
-    the other modes ended rows stay in the batch, and the criterion is called for their padding as well.
+    mode `self_speculative`, ended rows leave the batch where possible, and the criterion is not called for them again.
+    In the other modes, ended rows stay in the batch, and the criterion is called for their padding as well.
     """
 
     eos_token_id = None  # transformers pads ended rows only if a criterion has this attribute
@@ -62,7 +62,7 @@ class RowCriterion(StoppingCriteria):
 
 
 def max_length_of(criteria: Iterable[Any]) -> int | None:
-    """The most tokens of prompt and answer that the criteria allow; `None` without a MaxLengthCriteria."""
+    """Maximum number of tokens of prompt and answer that the criteria allow; `None` without a MaxLengthCriteria."""
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     return min(lengths, default=None)
 
@@ -82,7 +82,7 @@ class Stopping:
                 self.row_criteria.append(criterion)
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
-        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as plain decoding decides it
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as in plain decoding
         pad = generation_config._pad_token_tensor
         self.pad_token_id = int(pad) if pad is not None else 0
 
@@ -92,20 +92,20 @@ class Stopping:
         return all(type(criterion) in BY_ROW for criterion in self.others)
 
     def __call__(self, row: Row) -> bool:
-        """Whether `row` ends with its last token."""
+        """Whether `row` stops after its latest token."""
         return self.together([row])[0]
 
     def together(self, rows: list[Row]) -> list[bool]:
-        """Whether each row ends with its last token; criteria on whole batches are called once for all rows."""
+        """Whether each row stops after its latest token; criteria on whole batches are called once for all rows."""
         stops = [row.stopped_at is not None or self._ends(row) for row in rows]
         if not self.others:
             return stops
         ids = torch.cat([row.ids for row in rows])
         scores = by_step(row.scores for row in rows) or None
         found = torch.tensor(stops, device=ids.device)
-        for criterion in self.others:  # all are called, whatever the first returns, as in plain decoding
+        for criterion in self.others:  # every criterion is called, even if all rows have stopped, as in plain decoding
             answer = criterion(ids, scores)
-            if isinstance(answer, Tensor) and answer.shape == (len(rows), 1):  # as StoppingCriteria documents it
+            if isinstance(answer, Tensor) and answer.shape == (len(rows), 1):  # the documented shape
                 answer = answer[:, 0]
             found = found | answer
         return found.tolist()

@@ -1,6 +1,6 @@
-"""Capture functions on tensors at fixed addresses as CUDA graphs, and adapt a model's forward to that.
+"""Capture functions on tensors at fixed addresses as CUDA graphs, and make a model's forward capturable.
 
-During a capture, the host must neither read values of the device nor make device tensors from its own numbers.
+During a capture, the host must neither read values from the device nor make device tensors from numbers on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNIQUE = (aten._unique2, aten.unique_consecutive, aten.unique_dim)
 INDEXING = (aten.index, aten.index_put, aten.index_put_)
 
 
-# Older versions make masks of eager attention from a number on the host, which a capture does not allow.
+# Older versions of transformers make masks for eager attention from a number on the host, which capture forbids.
 HAS_CAPTURABLE_MASKS = Version(transformers.__version__) >= Version("5.22")
 
 
@@ -44,7 +44,7 @@ class Replay:
     pool: Any = None  # memory pool that graphs share
     refused: str | None = None  # why the function was not compiled or captured; `None` on success
     may_do_later: bool = False  # whether capture failed for a temporary reason, such as lack of memory
-    references: Any = None  # objects that must stay alive
+    references: Any = None  # objects that must live as long as the replay
 
 
 class HostReads(TorchDispatchMode):
@@ -77,7 +77,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _in_masking(frame: FrameType | None) -> bool:
-    """Whether the call comes from transformers' mask code, which skips such calls during capture."""
+    """Whether an operation comes from transformers' mask code, which skips operations that synchronise in a capture."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "transformers.masking_utils":
@@ -104,7 +104,7 @@ _capturing = Lock()  # another thread's work on the stream would be captured as 
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures on a device, which share memory. PyTorch's own stream is bound to the first device.
+    """The stream of all captures on a device, which share memory; PyTorch's own capture stream is on one device only.
 
     Warm-up runs use this stream too, since cuBLAS keeps a workspace for every stream.
     """
@@ -112,7 +112,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def capture(function: Callable[[], Any], state: list[Tensor], device: torch.device, pool: Any = None) -> Replay:
-    """Capture a function in a CUDA graph; if that fails, the `Replay` runs the function itself and says why.
+    """Capture a function in a CUDA graph; if that fails, return a `Replay` that runs the function and says why.
 
     The function reads and writes tensors at fixed addresses; tensors in `state` are restored after trial runs. `pool`
     is the memory pool that the graph shares with other graphs.
@@ -157,9 +157,9 @@ def capture(function: Callable[[], Any], state: list[Tensor], device: torch.devi
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    # A graph uses the cuBLAS workspace of its capture at every replay, so no one else may use or free that workspace.
+    # At every replay a graph uses the cuBLAS workspace of its capture, so nothing else may use or free that workspace.
     # Workspaces are cleared before the capture, so that cuBLAS allocates a new one, and after it, so that later calls
-    # do not use it. The outer stream context restores the current stream even if ending the capture fails.
+    # allocate their own. The outer stream context restores the current stream even if ending the capture fails.
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with (
@@ -172,13 +172,13 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
 
 
 def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> None:
-    """Clean up after a capture that could not be ended, since PyTorch does not; `function` must be capturable.
+    """Clean up after a capture that could not be ended; PyTorch does not. `function` can be any capturable function.
 
     The pool is not reused, since PyTorch 2.11 still allocates pinned memory for it.
     """
     with suppress(RuntimeError):  # without this, every allocation would query the lost graph
         torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)  # it decrements a count, so only if the line above succeeded
+        torch._C._cuda_releasePool(device.index, pool)  # decrements a count, so run only if the line above succeeded
     other = _recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), _stream_of(device))
     with suppress(RuntimeError), other:  # without this, drawing random numbers would raise until another capture ends
         function()
@@ -186,7 +186,7 @@ def _clear_up(device: torch.device, pool: Any, function: Callable[[], Any]) -> N
 
 @contextmanager
 def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
-    """Make a model's forward capturable, for a step of `tokens` tokens; results differ by rounding alone.
+    """Make a model's forward capturable, for a step of `tokens` tokens; this changes results by rounding alone.
 
     Mixtures of experts run as when `generate` decodes on GPUs, with a copy of expert weights for each token. In
     bfloat16, steps of more than `WIDEST` tokens use grouped products instead, which need the host in other dtypes.
@@ -201,7 +201,7 @@ def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
 
 
 def eager_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
-    """Make the mask of transformers' `eager_mask` on the device, without the host."""
+    """Make the same mask as transformers' `eager_mask`, on the device alone."""
     may_attend = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
     if may_attend is None:
         return None

@@ -26,7 +26,7 @@ LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear
 
 
 class LinearWeights(NamedTuple):
-    """The weights of one product, fused or not."""
+    """The weights of one matrix product, fused or not."""
 
     indices: list[int]  # of the weights among the graph's constants
     layout: int  # index in `WEIGHT_LAYOUTS`
@@ -35,7 +35,7 @@ class LinearWeights(NamedTuple):
 def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool) -> list[LinearWeights]:
     """Fuse linear layers that read the same input in the same weight layout, such as QKV; return the fused products.
 
-    The graph is changed in place; `constants` are the values of its last placeholders.
+    The graph is changed in place; `constants` are the values of the graph's last placeholders.
     """
     indices = _indices_of_constants(graph, constants)
     found: dict[tuple[fx.Node, bool, int], list[fx.Node]] = defaultdict(list)
@@ -52,7 +52,7 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
 
 
 def _indices_of_constants(graph: fx.GraphModule, constants: list[Tensor]) -> dict[Any, int]:
-    """The indices of a graph's last placeholders among their values."""
+    """Map a graph's last placeholders, whose values are `constants`, to their indices in `constants`."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
 
@@ -110,7 +110,7 @@ def _add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def layouts_of(products: list[LinearWeights], constants: list[Tensor]) -> list[WeightLayout]:
-    """The converted weights of products."""
+    """The weights of each matrix product in `products`, converted to its layout."""
     return [in_layout(WEIGHT_LAYOUTS[layout], *(constants[i] for i in indices)) for indices, layout in products]
 
 

@@ -32,7 +32,7 @@ CompileGraph = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # c
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:
-    """Trace a function with static shapes, or with symbolic sizes (see [`Sizes`]); data-dependent operations raise."""
+    """Trace a function for static shapes, or if `dynamic` for symbolic sizes; data-dependent operations raise."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     # Otherwise this logger prints tracebacks of errors that callers handle.
     before, fake_logger.disabled = fake_logger.disabled, True
@@ -65,7 +65,7 @@ class Sizes:
 
 
 def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Turn a graph's constants into its last inputs, so that Inductor does not specialise on them; return both."""
+    """Turn constants into a graph's last inputs, on which Inductor does not specialise; return graph and constants."""
     constants: dict[str, Tensor] = {}
     nodes: dict[str, fx.Node] = {}
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
@@ -84,7 +84,7 @@ def lift_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]
 
 
 def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph with Inductor, for the shapes of `inputs`, or for symbolic sizes if traced with them."""
+    """Compile a graph with Inductor: for symbolic sizes if it was traced with them, else for the shapes of `inputs`."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     sized = {node: node.meta["val"] for node in placeholders if _changes_size(node.meta.get("val"))}
     # Inductor uses its cache on disk only with a shape environment.
@@ -116,9 +116,9 @@ class _Part(nn.Module):
 
 
 def in_parts(graph: fx.GraphModule, layer: OpOverload, compile_graph: CompileGraph) -> Callable[..., Any]:
-    """Compile the operations before the first `layer` as a graph of their own.
+    """Split a graph before the first `layer` op into two parts, each of which is compiled when it first runs.
 
-    They compute what all layers read, such as masks. In a single graph Inductor would recompute that for each layer.
+    The first part computes what all layers read, such as masks; in one graph, Inductor would recompute it per layer.
     """
     before = set(takewhile(lambda node: node.target is not layer, graph.graph.nodes))
     parts: Any = split_module(graph, graph, lambda node: int(node not in before))
@@ -128,10 +128,10 @@ def in_parts(graph: fx.GraphModule, layer: OpOverload, compile_graph: CompileGra
 
 
 class OperationLog(TorchDispatchMode):
-    """Records each operation with its arguments, where tensors are named by their origin.
+    """Records operations with their arguments, in which each tensor is named as an input, a constant or a result.
 
-    Functions with equal logs compute the same from their inputs and constants. Constants are tensors that are neither
-    inputs nor results; those of two functions correspond by their order of first use.
+    Functions with equal logs compute the same from their inputs and constants. A constant is a tensor that is neither
+    an input nor a result; constants are numbered in the order of their first use.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -181,9 +181,9 @@ class _Compiled(NamedTuple):
     """A compiled graph of a layer, which takes inputs, constants and tensors of quantised weights."""
 
     function: Callable[..., Any]  # returns a tuple
-    sizes: Sizes | None  # input sizes that it serves; `None` for static shapes
-    fused: list[LinearWeights]  # products whose weights are among the constants
-    quantized: list[LinearWeights]  # quantised products, likewise
+    sizes: Sizes | None  # input sizes that the graph serves; `None` for static shapes
+    fused: list[LinearWeights]  # fused products, whose weights are among the constants
+    quantized: list[LinearWeights]  # quantised products, whose weights are there too
 
 
 class LayerGraph:
@@ -205,10 +205,10 @@ class LayerGraphs:
     """Compiles the graphs of layers."""
 
     def __init__(self, compile_graph: CompileGraph) -> None:
-        self.has_room = False  # whether memory allows one more copy of the weights, for steps alone
+        self.has_room = False  # whether memory allows a copy of the weights, which only steps may make
         self._compile = compile_graph
         self._compiled: dict[tuple, _Compiled] = {}
-        # By operations: the compiled graph, and the order of its constants.
+        # By operations: the compiled graph, and the index of each of its constants among those of the log.
         self._by_operations: dict[tuple, tuple[_Compiled, list[int]]] = {}
 
     @property
@@ -219,12 +219,12 @@ class LayerGraphs:
     def graph_of(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], dynamic: bool = False
     ) -> LayerGraph:
-        """Compile the graph of a layer, or reuse that of a layer with equal operations.
+        """Compile the graph of a layer, or reuse the graph of a layer with equal operations.
 
         `function` runs the layer on `inputs`, which change from pass to pass; with `dynamic`, their sizes change too.
         All other tensors that the layer reads or writes have fixed addresses.
         """
-        with OperationLog(inputs) as log:  # takes a tenth of a trace's time, and most layers are equal
+        with OperationLog(inputs) as log:  # takes a tenth of a trace's time, and most layers have equal logs
             function(*inputs)
         operations = (dynamic, log.key)
         if operations in self._by_operations:

@@ -1,8 +1,8 @@
 """A static KV cache, for steps whose shapes and addresses must not change.
 
 Every layer holds as many slots as the call may need, sliding window or not: the model's own masks hide slots outside
-the window, padding, and unfilled slots. The slots that a pass writes are a tensor on the device, so a rollback sets a
-lower start, and the next pass overwrites the rejected slots.
+the window, padding, and unfilled slots. The indices of the slots that a pass writes are on the device, so a rollback
+only sets a lower start, and the next pass overwrites the rejected slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CachePosition:
     """The position of the running pass in the cache; shared by all layers."""
 
     start: Tensor  # () int64, the slot of the pass's first token
-    slots: Tensor  # (width,) int64, the slots of its tokens
+    slots: Tensor  # (width,) int64, the slots of the pass's tokens
 
     def move_to(self, start: Tensor, width: int) -> None:
         """Move to the `width` slots from `start` on."""
@@ -50,7 +50,7 @@ class StaticKVLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of slots that masks cover (all), and the first of them."""
+        """The number of slots that masks cover, which is all, and the index of the first slot."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> Any:
@@ -63,10 +63,10 @@ class StaticKVLayer(CacheLayerMixin):
 
 
 def static_cache(like: Cache, rows: int, capacity: int) -> Cache:
-    """Allocate a static cache for K/V of the shapes and dtypes of a filled cache."""
+    """Allocate a static cache with the K/V heads, head sizes and dtypes of a filled cache."""
     position = CachePosition()
     layers: Any = []
-    with torch.inference_mode(False):  # written to inside and outside of inference mode
+    with torch.inference_mode(False):  # so that passes outside of inference mode can write too
         for layer in like.layers:
             keys, values = (part.new_zeros((rows, part.shape[1], capacity, part.shape[3])) for part in _kv(layer))
             layers.append(StaticKVLayer(keys, values, position))
@@ -82,7 +82,7 @@ def first_rows(cache: Cache, rows: int) -> Cache:
 
 
 def static_cache_bytes(like: Cache, rows: int, capacity: int) -> int:
-    """The bytes that [`static_cache`] would take."""
+    """The bytes that [`static_cache`] would allocate."""
     parts = [part for layer in like.layers for part in _kv(layer)]
     return sum(rows * part.shape[1] * capacity * part.shape[3] * part.element_size() for part in parts)
 
@@ -99,7 +99,7 @@ def fill(cache: Cache, source: Cache, length: int) -> None:
 
 
 def take_rows(layer: Any, source: Any, length: int, rows: list[int]) -> None:
-    """Copy `length` slots of `rows` (ascending) of `source` into the first rows of `layer`, possibly the same layer."""
+    """Copy `length` slots of `rows` (ascending) from `source` to the first rows of `layer`; both may be the same."""
     for into, part in zip(_kv(layer), _kv(source), strict=True):
         for row, taken in enumerate(rows):  # ascending, so no row is overwritten before it is read
             if into[row].data_ptr() != part[taken].data_ptr():
@@ -132,7 +132,7 @@ class StaticCacheSlots(CacheSlots):
         return self.length + width <= most
 
     def show(self, rows: list[int]) -> None:
-        """Set masks and holes to those of `rows`, in this order."""
+        """Set the mask and holes of each row `i` to those of row `rows[i]`."""
         if self.mask is not None:
             self.mask = self.mask[rows]
         if self.holes is not None:

@@ -22,11 +22,11 @@ from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...routers.routers import TIDERouters
 from .static_cache import fill, first_rows, static_cache, take_rows
 
-WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; other widths are padded to the next of these
+WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
 WIDEST = WIDTHS[-1]
-BUCKET = 256  # slots; capacities are multiples of it, so that calls share buffers and graphs
-FIRST_SLOTS = 1024  # of growing buffers at first, unless the call needs fewer
-SPARE_SLOTS = 256  # for holes, in buffers of several rows
+BUCKET = 256  # slots; capacities are multiples of this, so that calls share buffers and graphs
+FIRST_SLOTS = 1024  # initial size of growing buffers, unless the call needs fewer slots
+SPARE_SLOTS = 256  # extra slots for holes, in buffers of several rows
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ModelParts:
     unembed: Unembed
     draft_unembed: DraftUnembed
     routers: TIDERouters | None
-    execute_layer: Any = None  # as in `LayerRun`
+    execute_layer: Any = None  # see `LayerRun`
 
 
 class StepBuffers:
@@ -49,9 +49,9 @@ class StepBuffers:
         like: A filled cache of the model, for shapes and dtypes.
         rows: Number of sequences.
         capacity: Slots per sequence.
-        position_shape: Leading dimensions of the positions (mRoPE has one), `()` for plain positions; `None` if the
-            model takes no positions.
-        has_block: Whether the block head drafts; its K/V are the last layer of the cache.
+        position_shape: Dimensions of the model's positions before (rows, width): one for mRoPE, `()` for plain
+            positions; `None` if the model takes no positions.
+        has_block: Whether the block head drafts; its K/V are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
         shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
@@ -105,7 +105,7 @@ class StepBuffers:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
 
     def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
-        """Copy `rows` (ascending) of other buffers into the first rows of these; the two may share memory.
+        """Copy `rows` (ascending) of other buffers into the first rows of these buffers; the two may share memory.
 
         `length` is the number of filled slots; the mask is (rows of these buffers, length).
         """
@@ -125,8 +125,8 @@ class StepBuffers:
     def write(self, start: int, positions: list[list[int]], ids: list[list[int]], accepted: list[int] | None) -> None:
         """Upload the inputs of a round by one asynchronous copy; `start` is the slot of the first token.
 
-        `positions` are those of each row's first token, one per kind (mRoPE); `ids` each row's last token and draft;
-        `accepted` the number of tokens that each row accepted in the previous pass, `None` before the first.
+        `positions` has that token's position in each row (several for mRoPE); `ids` each row's last token and draft;
+        `accepted` the number of tokens that each row accepted in the previous pass, `None` before the first pass.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
         last = [max(0, count - 1) for count in accepted] if accepted is not None else [0] * self.rows
@@ -140,7 +140,7 @@ class StepBuffers:
             self.draft_hidden_state.copy_(self.prev_hidden_state)
 
     def read(self) -> list[list[int]]:
-        """Wait for the round; return per row the full model's tokens and, from index `WIDEST` on, the pass's input."""
+        """Wait for the round; return each row's top-1 tokens and, from index `WIDEST` on, its input tokens."""
         return self._results.tolist()
 
     def state(self) -> list[Tensor]:
@@ -212,9 +212,9 @@ class StepBuffers:
 
 
 def slots_for_now(filled: int, most: int) -> int:
-    """Number of slots of growing buffers that hold `filled` tokens, in a call that may need `most` slots.
+    """Number of slots that growing buffers need for `filled` tokens, in a call that may later need `most` slots.
 
-    With `WIDEST` more it is a power of two, so that few graphs serve all calls.
+    This number plus `WIDEST` is a power of two, so that few graphs serve all calls.
     """
     slots = FIRST_SLOTS // 2
     while slots < most and (slots < FIRST_SLOTS or slots - WIDEST <= filled):

@@ -4,8 +4,8 @@ A step of fixed shape is traced at the level of PyTorch's operators, so no model
 trace of the whole step each layer is a single op, which runs the graph of that layer.
 
 Prefill spends a fifth to a third of its time outside matrix products, in forty small operations per layer, each of
-which reads and writes all tokens. Layers of prefill are compiled for symbolic sizes. Guards on sizes, such as the
-choice of the fastest weight layout, bound the sizes that a graph serves; other sizes get another graph.
+which reads and writes all tokens. Layers of prefill are compiled for symbolic sizes. Guards on sizes, for example from
+the choice of the fastest weight layout, limit the sizes that a graph serves; other sizes get another graph.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class LayerArguments:
-    """A layer's arguments, flattened (pytree), with its cache and its tensors."""
+    """A layer's arguments, flattened as a pytree, and the cache and tensors among them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves, self.tree_spec = tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Cache))
@@ -56,7 +56,7 @@ class LayerArguments:
         return [leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, Cache))]
 
     def rebuilt(self, tensors: Sequence[Tensor], cache: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors, and another cache."""
+        """The arguments, with `tensors` and `cache` in place of their own."""
         others = iter(tensors)
         leaves = [
             next(others) if isinstance(leaf, Tensor) else cache if isinstance(leaf, Cache) else leaf
@@ -80,7 +80,7 @@ class Region:
 
 
 # The op does not declare that it writes K/V, since declared mutations cost Inductor seconds per step. Layers cannot be
-# reordered, since each reads the previous one's output, and `_trace` checks that no layer is eliminated.
+# reordered, since each reads the previous layer's output, and `_trace` checks that no layer is eliminated.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define("layer(Tensor[] inputs, int region) -> Tensor")
 
@@ -122,7 +122,7 @@ class StepCompiler:
         return output
 
     def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
-        """Compile a step; if that fails, the `Replay` runs the step uncompiled and says why.
+        """Compile a step; if that fails, return a `Replay` that runs the step uncompiled and says why.
 
         The step reads and writes tensors at fixed addresses; tensors in `state` are restored after trial runs.
         """
@@ -204,11 +204,11 @@ class _TracedStaticCache:
 
 
 class CompiledPrefill:
-    """Runs the layers of prefill compiled where possible, else natively."""
+    """Runs the layers of prefill: compiled where possible, else by their own `forward`."""
 
     def __init__(self, graphs: LayerGraphs, warm_up: WarmUp) -> None:
         self.num_compiled = 0  # number of layer calls that ran compiled so far
-        self.refused: dict[type, str] = {}  # why layers cannot be compiled, by their class
+        self.refused: dict[type, str] = {}  # why layers cannot be compiled, by class of layer
         self._graphs, self._warm_up = graphs, warm_up
         self._known: defaultdict[tuple, list[LayerGraph]] = defaultdict(list)
 

@@ -26,10 +26,10 @@ from .static_cache import static_cache_bytes
 from .step_buffers import WIDTHS, ModelParts, StepBuffers, capacity_for
 from .step_compiler import CompiledPrefill, StepCompiler
 
-MEMORY_SHARE = 0.5  # of the free memory, which a call's buffers may take
+MEMORY_SHARE = 0.5  # maximum share of the free memory that a call's buffers may take
 MAX_GRAPHS = 64
 MAX_BUFFERS = 8  # each for one number of rows and slots
-PLAIN = (bool, float, str)  # types of settings; an int may count calls, and an object may be set lazily
+PLAIN = (bool, float, str)  # types of modules' settings; an int may count calls, and an object may be set lazily
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +38,25 @@ class Step:
     """A prepared step."""
 
     replay: Replay
-    num_layers: int = 0  # that it executes, counted once per row
+    num_layers: int = 0  # layers that the step executes, counted once per row
     logits: Any = None  # (rows, width, vocabulary) of a verify pass; overwritten by the next step
 
 
 class StepStore:
     """The steps of one model. One call at a time can use them; subclasses decide how steps are prepared.
 
-    `compile_graph` compiles a graph, given its inputs; without it steps are left uncompiled.
+    `compile_graph` compiles a graph, given its inputs; if it is `None`, steps stay uncompiled.
     """
 
-    kind: str  # name of the prepared form, for log messages
+    kind: str  # what prepared steps are called in log messages
     widths: tuple[int, ...] = WIDTHS  # of verify passes
     reads_drafts: bool  # whether the host reads each draft token and its score before the next draft step
     grows: bool  # whether buffers start with few slots and grow with the answer
-    prompts: CompiledPrefill | None = None  # runs the layers of prefill, where that is faster than natively
+    prompts: CompiledPrefill | None = None  # runs the layers of prefill compiled, where that is faster
 
     def __init__(self, compile_graph: CompileGraph | None, description: str) -> None:
         self._compile_graph = compile_graph
-        self.warm_up = WarmUp(description, "steps")  # its bytes include buffers
+        self.warm_up = WarmUp(description, "steps")  # `warm_up.bytes` includes buffers
         self.reads, self.replays = 0, 0  # numbers of host synchronisations, and of steps run
         self.lock = Lock()
         self.release()
@@ -86,11 +86,11 @@ class StepStore:
             self._parts, self._fingerprint = found, fingerprint
 
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
-        """Buffers of at least `slots` slots and `rows` rows; `refresh` has to be called before.
+        """Buffers of at least `slots` slots and `rows` rows; call `refresh` first.
 
         Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
-        cost less than preparing further steps. `like` is the filled cache of the call, and `kinds` are as for
-        `StepBuffers`.
+        cost less than preparing further steps. `like` is the filled cache of the call, and `kinds` are further
+        arguments of `StepBuffers`.
         """
         first: Any = like.layers[0]
         key, alike = self._key_of(like, rows, slots, kinds)
@@ -108,7 +108,7 @@ class StepStore:
         return self._buffers[key]
 
     def fits(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
-        """Whether the K/V of [`buffers`] with these arguments exist or fit into memory; log a warning if not."""
+        """Whether [`buffers`] can reuse or allocate memory for K/V with these arguments; log a warning if not."""
         (_, capacity, *_), alike = self._key_of(like, rows, slots, kinds)
         if any(other[1] == capacity for other in alike):
             return True
@@ -121,7 +121,7 @@ class StepStore:
         return False
 
     def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, Any]) -> tuple[tuple, list[tuple]]:
-        """The key of the buffers to reuse or to allocate, and the keys of all that exist and are large enough."""
+        """The key of the buffers to reuse or allocate, and the keys of all existing buffers that are large enough."""
         first: Any = like.layers[0]
         capacity = capacity_for(rows, slots)
         others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
@@ -130,7 +130,7 @@ class StepStore:
         return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
-        """Existing buffers that have fewer rows, and all steps of `buffers`, for the `rows` remaining sequences."""
+        """Find smaller buffers, with all the steps that `buffers` have, for the `rows` remaining sequences."""
         kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)
         steps = self._steps_of(buffers)
         for key in sorted(key for key in self._buffers if key[1:] == kind and rows <= key[0] < buffers.rows):
@@ -143,7 +143,7 @@ class StepStore:
         return {(kind, size) for found, kind, size in self._steps if found is buffers}
 
     def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
-        """Run a step: `("verify", width)` or `("draft", exit_layer)`. It is prepared at first use."""
+        """Run a step, `("verify", width)` or `("draft", exit_layer)`, which is prepared at first use."""
         key = (buffers, kind, size)
         if key not in self._steps:
             while len(self._steps) >= MAX_GRAPHS:
@@ -184,7 +184,7 @@ class StepStore:
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        """Prepare a step of `tokens` tokens in all rows together."""
+        """Prepare a step that processes `tokens` tokens, counted over all rows."""
         raise NotImplementedError
 
 
@@ -193,7 +193,7 @@ class CompiledSteps(StepStore):
 
     kind = "compiled steps"
     reads_drafts = True  # on a CPU, reading costs nothing
-    grows = True  # a few sizes serve all calls; unfilled slots would take memory and mask computation
+    grows = True  # a few sizes serve all calls; unfilled slots would cost memory and mask computation
 
     def __init__(self, compile_graph: CompileGraph = compile_graph) -> None:
         super().__init__(compile_graph, "Compiling steps")
@@ -219,7 +219,7 @@ class CompiledSteps(StepStore):
         parts, graphs = buffers.parts, self.compiler.graphs
         block = parts.routers.block_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, parts.draft_unembed.head))
-        if not self._converted:  # checked before the first step only: its copies take memory
+        if not self._converted:  # checked before the first step only, whose weight copies then take memory
             graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
         with gqa_attention(parts.model, block), allowed_layouts(layouts):
@@ -271,7 +271,7 @@ def reserved_bytes(device: torch.device) -> int:
     """Bytes that PyTorch has reserved on a GPU, to measure what preparing a step takes; 0 on other devices."""
     if device.type != "cuda":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()  # captures do the same, which must not count as a difference
+    torch._C._cuda_clearCublasWorkspaces()  # captures clear these too, which must not count as a difference
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
@@ -285,10 +285,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def fingerprint_of(parts: ModelParts) -> tuple:
-    """What graphs depend on, if it can change between calls: modules, weight addresses, attention, hooks, settings."""
+    """What graphs depend on and may change between calls: modules, weight addresses, attention, hooks, settings."""
     facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
-        for module in root.modules():  # one walk for modules and tensors, since it takes time in every call
+        for module in root.modules():  # one walk for modules and tensors, since each walk costs time in every call
             facts.append((id(module), id(module.__dict__.get("forward")), _hooks_of(module), _settings_of(module)))
             tensors = (*module._parameters.values(), *module._buffers.values())
             facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]

@@ -18,12 +18,12 @@ from ..teacher_forcing import exit_logits
 
 
 class RowStops(StoppingCriteria):
-    """Ends each row at its first stop string; lm-eval's own criterion works only for a whole batch at once."""
+    """Ends each row at its first stop string; lm-eval's own criterion can only end the whole batch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], start: int) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
-        self.start = start  # tokens of the prompt, padding included
+        self.start = start  # number of prompt tokens, padding included
         lengths = [len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops]
         self.lookback = max(lengths, default=0) + 2  # a model may split a stop string into more tokens than encode does
 
@@ -39,7 +39,7 @@ class TIDELM(HFLM):
 
     Generation tasks call `generate` in `tide_mode`. Likelihoods are the base model's own in `self_speculative`. In
     `early_exit` and `post_hoc` the logits at each position are those of the earliest exit layer whose router's score
-    reaches the threshold, as if every token, also of the context, were decoded by itself (see
+    reaches the threshold, as if every token, also of the context, had its own decode step (see
     `evaluation.teacher_forcing`). The results' config reports the mean depth of the tokens under `tide`.
 
     Args:
@@ -51,7 +51,7 @@ class TIDELM(HFLM):
         **kwargs: As in lm-eval's `hf`.
 
     Raises:
-        As `TIDEModelForCausalLM.attach`.
+        The errors of `TIDEModelForCausalLM.attach`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TIDELM(HFLM):
         if tide_mode != "self_speculative":
             self.model._tide.require_routers(f"tide_mode={tide_mode!r}")
         self._depths_of_call: Iterator[Tensor] | None = None
-        self._layers_executed: dict[str, list[int]] = {"likelihood": [], "generation": []}  # of each token
+        self._layers_executed: dict[str, list[int]] = {"likelihood": [], "generation": []}  # per token
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """(rows, length) tokens, padded on the right -> (rows, length, vocab_size) logits."""

@@ -20,11 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...common.timing import least_seconds
 from .cpp_kernels import is_loaded, load_op
 
-MIN_QUERIES = 32  # of a prefill, per row; with fewer, PyTorch's attention is as fast
+MIN_QUERIES = 32  # of a prefill, per row; with fewer queries, PyTorch's attention is as fast
 PROBED_SHAPE = (1, 4, 1024, 64)  # rows, heads, queries, size
 REPEATS = 2
 
-# By dtype and number of threads.
+# Whether the prefill kernel is faster than PyTorch's attention, by dtype and number of threads.
 _is_faster: dict[tuple[torch.dtype, int], bool] = {}
 
 

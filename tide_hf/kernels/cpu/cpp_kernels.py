@@ -1,8 +1,8 @@
 """C++ kernels, built for this CPU by Inductor's compiler and cached on disk.
 
-They are PyTorch ops, so that compiled graphs call them without Python: a pass over a few tokens in a model of 30 layers
-makes 150 such calls, and Python overhead was a fifth of its time. The compiled engine compiles kernels at first use.
-Eager calls never wait for a compiler: they use the kernels that are cached already.
+Kernels are PyTorch ops, so that compiled graphs call them without Python: a pass over a few tokens in a model of 30
+layers makes 150 such calls, whose Python overhead was a fifth of the pass's time. The compiled engine compiles kernels
+at first use. Eager calls never wait for a compiler: they use only kernels that are cached already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..compile_cache import compiling, warn_unused
 
 # In the order of kDtypes in ops.cpp.
 CPP_TYPES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
-# By file name without .cpp: the fake implementation of the op. ops.cpp documents the arguments of the ops.
+# The fake implementation of each kernel's op, by file name without .cpp. ops.cpp documents the ops' arguments.
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "skinny_gemm": lambda input, weights, *_: empty_product(input, weights),
     "groupwise_gemm": lambda input, weight, *_: empty_product(input, [weight]),
@@ -47,8 +47,8 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 EAGER_KERNELS = ("skinny_gemm", "prefill_attention")  # the kernels that eager calls use once they are cached
 OPS = "ops"  # ops.cpp, which registers the PyTorch ops of the kernels for all dtypes
 CPU_INFO = Path("/proc/cpuinfo")
-# Errors without a compiler or a writable folder, from compiler messages that are not UTF-8, which Inductor expects, and
-# from a library that does not export its symbols, as on Windows.
+# Errors that are raised if there is no compiler or no writable folder, if compiler messages are not UTF-8, as Inductor
+# expects, or if a library does not export its symbols, as on Windows.
 UNCOMPILABLE = (RuntimeError, OSError, ImportError, UnicodeError, AttributeError)
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def is_loaded(name: str, dtype: torch.dtype) -> bool:
 
 
 def cached_path(name: str, dtype: torch.dtype | None = None) -> Path:
-    """The path of the cached library for this CPU and PyTorch; Inductor's own cache may be in a temporary folder."""
+    """The path of the library for this CPU and PyTorch, outside Inductor's cache, which may be a temporary folder."""
     return cache_folder() / "kernels" / _file_name(name, dtype, inductor_config.cpp.simdlen)
 
 
@@ -138,7 +138,7 @@ def _cached_library(name: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether a library is as this user or the administrator stored it; its code will run in this process.
+    """Whether a library is unchanged since this user or root stored it; its code will run in this process.
 
     The file is compared with the digest beside it, since loading a truncated library would end the process.
     """
@@ -161,7 +161,7 @@ def _digest_path(path: Path) -> Path:
 def _compile(name: str, dtype: torch.dtype, together: set[str]) -> None:
     global _ops  # noqa: PLW0603
     try:
-        with compiling(), _loading:  # in this order, since a graph asks for kernels while it is compiled
+        with compiling(), _loading:  # in this order, since compiling a graph loads kernels
             if (name, dtype) in _loaded:  # another thread has loaded it
                 return
             _compile_missing(together, dtype)
@@ -201,7 +201,7 @@ def _register(name: str, dtype: torch.dtype, kernel: Any) -> None:
 
 
 def _store(library: Any, path: Path) -> None:
-    """Copy a library to the cache, unless it is cached already or the folder is not private or writable."""
+    """Copy a library to the cache, unless it is cached already or the folder is read-only or not private."""
     try:
         make_private_folder(path.parent, mode=0o755)  # others may use what the administrator stores
         if _is_trusted(path) or not is_private_folder(path.parent):

@@ -1,7 +1,7 @@
 // Decode attention, softmax(scale * q.k + mask).v, for few queries per head. See vectorized.h for `Value`.
 //
-// Threads share the blocks of queries. A block streams the keys once and the values once. Sums are in float, in an
-// order that depends neither on the number of queries nor on masked slots at the end.
+// Blocks of queries are divided among threads. A block streams the keys and then the values once. Sums are in float,
+// in an order that depends neither on the number of queries nor on masked slots at the end.
 
 #include <limits>
 #include <vector>

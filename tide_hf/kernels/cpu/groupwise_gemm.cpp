@@ -1,8 +1,8 @@
 // Group-wise quantised GEMM for few rows m, with weights w from 1 to 127:
 // y[m, n] = sum over k of x[m, k] * scale[n, k / 64] * (w[n, k] - 64) + bias[n]. See vectorized.h for `Value`.
 //
-// A byte b < 128 appended to the upper byte of bfloat16's 128 is exactly 128 + b, so two instructions dequantise 64
-// weights. Their common offset is subtracted in advance: a group's sum starts at minus the offset times the sum of x.
+// The upper byte of 128 in bfloat16, followed by a byte b < 128, is exactly 128 + b, so two instructions dequantise 64
+// weights. The offset of all weights is subtracted in advance: a group's sum starts at minus the offset times sum of x.
 
 #include <omp.h>
 
@@ -26,7 +26,7 @@ struct Dequantized {
   using Stored = at::BFloat16;
   static constexpr float kOffset = 192.0f;  // 128 plus the zero point
 
-  // The place of the input's k-th value of a group, to match the order in which unpacking spreads the weights.
+  // The place of a group's k-th input value, which matches the order in which unpacking spreads the weights.
   static int64_t place(int64_t k) { return k / 8 % 2 * 32 + k / 16 * 8 + k % 8; }
 
   static Floats add(const Stored* x, const uint8_t* w, const Floats& sum) {
@@ -81,7 +81,7 @@ struct Input {
   }
 };
 
-// The m-th row of the input by kRows consecutive rows of the weights, of `groups` groups each.
+// Multiply the m-th row of the input by kRows consecutive rows of the weights, of `groups` groups each.
 template <int kRows>
 inline void multiply(const Input& input, int64_t m, const uint8_t* w, const float* scales, int64_t groups, float* sums) {
   Floats found[kRows];

@@ -18,7 +18,7 @@ constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 static_assert(kQueries % (kWide * Floats::size()) == 0);
 
-// out (kRows, queries) = or += sum over `count` of factors[row * by_row + i * by_step] * columns (count, kQueries).
+// out[row] = (or += if `adds`) sum over i < count of factors[row * by_row + i * by_step] * columns[i], kQueries each.
 template <int kRows>
 inline void tile(const float* factors, int64_t by_row, int64_t by_step, const float* columns, int64_t count, float* out,
                  bool adds) {
@@ -110,10 +110,10 @@ inline void online_softmax(Scratch& s, int64_t keys, int64_t size) {
   }
 }
 
-// A block of queries of one head, with all its keys and values.
+// A block of queries of one head, with all keys and values of the head.
 struct Block {
   const Value *query, *key, *value;
-  int64_t q_token, k_token, v_token;  // strides
+  int64_t q_token, k_token, v_token;  // strides between tokens
   const bool* mask;                   // (count, slots) or null
   int64_t count, slots, size;
   int64_t past;  // cached keys before the first query, for the causal mask

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kPrefetchBytes = 8192;  // prefetch distance in the weights
 constexpr int64_t kCachedBytes = 131072;  // bytes of weights that stay in a core's L2 cache
-constexpr int64_t kPanel = 96;            // most rows of weights in a panel, which all rows of the input use in turn
+constexpr int64_t kPanel = 96;            // maximum rows of weights in a panel, which all rows of the input use in turn
 constexpr int64_t kMaxRows = 256;         // rows of the input at a time, to bound the aligned copy of the input
 constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synchronising another thread costs more
 
@@ -60,9 +60,9 @@ using Lanes = AsFloats;
 
 using Kept = Lanes::Kept;
 
-// Tile of accumulators: kTile rows of the input by kBlock rows of the weights, as many as fit into registers. Few rows
-// of the input are bound by memory, which streams best with few rows of weights at a time: one for a single row of the
-// input, two for up to kFew rows. With one, several rows stall on latency: a third slower for four bfloat16 tokens.
+// A tile of accumulators has kTile rows of the input by kBlock rows of the weights, as many as fit into registers. With
+// few rows of the input, products are memory-bound, and memory streams best with few rows of weights at a time: one for
+// a single row of the input, two for up to kFew rows (with one, four bfloat16 tokens stall on latency: a third slower).
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kTile = 8, kFew = 4, kBlock = 3;
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -139,7 +139,7 @@ ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
 #endif
 }
 
-// kRows rows of the input, from `first` on, by kBlock consecutive rows of the weights.
+// Multiply kRows rows of the input, from `first` on, by kBlock consecutive rows of the weights.
 template <int kRows, int kBlock>
 ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Split& split, const Value* w, int64_t size,
                                    float* found) {
@@ -180,7 +180,7 @@ ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Split& s
   for (int m = 0; m < kRows; ++m) horizontal_sums<kBlock>(sums[m], found + m * kPanel);
 }
 
-// kRows rows of the input, from `first` on, by a panel of `count` rows of the weights.
+// Multiply kRows rows of the input, from `first` on, by a panel of `count` rows of the weights.
 template <int kRows>
 void multiply_panel(const Input& x, int64_t first, const Split& split, const Value* w, int64_t size, const Value* bias,
                     Value* y, int64_t size_out, int64_t count) {
@@ -188,7 +188,7 @@ void multiply_panel(const Input& x, int64_t first, const Split& split, const Val
   float found[kRows * kPanel];
   int64_t n = 0;
   for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, split, w + n * size, size, found + n);
-  if constexpr (kAtOnce > 1)  // the remaining rows; for kAtOnce == 1 there are none
+  if constexpr (kAtOnce > 1)  // the remaining rows; if kAtOnce == 1, no rows remain
     for (; n < count; ++n) multiply<kRows, 1>(x, first, split, w + n * size, size, found + n);
   for (int64_t m = 0; m < kRows; ++m) {
     float* row = found + m * kPanel;
@@ -204,7 +204,7 @@ constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
 }
 constexpr auto kByRows = by_rows(std::make_integer_sequence<int, kTile>());
 
-// All rows of the input by `count` rows of the weights, one L2-sized panel at a time.
+// Multiply all rows of the input by `count` rows of the weights, one L2-sized panel at a time.
 void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, const Value* bias, Value* y,
                    int64_t size_out, int64_t count) {
   const Split split(w, size);
@@ -213,7 +213,7 @@ void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, c
   const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel), tiles = (rows + kTile - 1) / kTile;
   for (int64_t n = 0; n < count; n += panel) {
     const Value* b = bias == nullptr ? bias : bias + n;
-    for (int64_t tile = 0; tile < tiles; ++tile) {  // balanced, since small tiles stall on latency
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // of equal size, since small tiles stall on latency
       const int64_t m = rows * tile / tiles, some = rows * (tile + 1) / tiles - m;
       kByRows[some - 1](input, m, split, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
     }

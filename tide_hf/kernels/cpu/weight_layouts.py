@@ -30,19 +30,19 @@ from torch.nn import functional
 from ...common.timing import least_seconds
 from .cpp_kernels import empty_product, load_op
 
-MAX_QUANTIZED_ROWS = 8  # of the input of the quantised GEMM
+MAX_QUANTIZED_ROWS = 8  # of the quantised GEMM's input
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
-# Weights per scale. With one scale per row the block head agrees with the model 0.6% less often; with groups, as often.
+# Weights per scale. One scale per row makes the block head agree with the model 0.6% less often; groups, no less often.
 GROUP_SIZE = 64
 MAX_QUANTIZED, ZERO_POINT = 63, 64
 MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
 
 PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256, 1024)  # each measurement holds up to the next number of rows
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # the probed weights together exceed a core's caches
-FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of so many rows are compute-bound, so fewer weights suffice
+FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of this many rows are compute-bound, so fewer weights suffice
 MANY_ROWS = 256
-COPY_GAIN = 1.12  # least speed-up for a copy of weights, which takes memory and gains less on smaller weights
-COMPUTE_BOUND_GAIN = 1.12  # least speed-up where compute-bound: layouts differ by little more than noise there
+COPY_GAIN = 1.12  # minimum speed-up for a copy of weights, which takes memory and gains less on smaller weights
+COMPUTE_BOUND_GAIN = 1.12  # minimum speed-up of compute-bound products, where layouts differ by little more than noise
 CLEAR_GAIN = 1.5
 REPEATS = 2
 
@@ -61,7 +61,7 @@ class WeightLayout:
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether this layout suits the dtype and number of rows on this CPU; by default, if oneDNN does."""
+        """Whether this layout suits the dtype and number of rows on this CPU; by default, if oneDNN has the dtype."""
         return can_pack(dtype)
 
     @property
@@ -70,7 +70,7 @@ class WeightLayout:
         return WEIGHT_LAYOUTS.index(type(self))
 
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
-        """Whether this is of the same weights, unchanged; `sampled` compares values too, to notice `.data` writes."""
+        """Whether this was made from `weights`, unchanged since; `sampled` checks values too, to see `.data` writes."""
         for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
             if weight is not known or _version(weight) != version:
                 return False
@@ -233,7 +233,7 @@ def _fastest_layout(
 
 
 def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
-    """The least speed-up over PyTorch's linear at which a layout is chosen."""
+    """The minimum speed-up over PyTorch's linear at which a layout is chosen."""
     if layout is None:
         return 1.0
     return (COPY_GAIN if layout.is_copy else 1.0) * (COMPUTE_BOUND_GAIN if rows >= COMPUTE_BOUND_ROWS else 1.0)

@@ -1,4 +1,4 @@
-"""``exit_agreement``, for `evaluate.load`: do early exits agree with the full model, and at what depth?"""
+"""Metric ``exit_agreement`` for `evaluate.load`: agreement of early exits with the full model, and their depth."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from tide_hf.common.choices import check_share
 from tide_hf.common.errors import ConfigurationError
 
 DESCRIPTION = """\
-Agreement of tokens that were read from early exits with those of the full model, with exact binomial intervals, and the
-depth that they were read from.
+Agreement of tokens read from early exits with the tokens of the full model, with exact binomial intervals, and the
+mean depth of the exits.
 """
 
 KWARGS_DESCRIPTION = """
 Args:
     predictions: For each answer, the tokens of the model with early exits (token ids).
-    references: For each answer, as many tokens of the full model. Where these are its choices after the same tokens
-        (teacher-forced), all positions can be compared; where both models wrote freely, only those up to the first
-        difference: `same_start` and `equal_answers` look at nothing else.
-    exit_layers: For each answer, the layer that each token was read from, as `model.last_exit_stats.per_token` has it.
-        Leave it out where the depth is not wanted.
+    references: For each answer, as many tokens of the full model. If the full model chose each token after the same
+        tokens (teacher forcing), all positions can be compared. If both models wrote freely, only the positions up to
+        the first difference can be compared: use `same_start` and `equal_answers`.
+    exit_layers: For each answer, the layer that each token was read from, such as `model.last_exit_stats.per_token`.
+        Without it, no depth is computed.
     num_layers: Decoder layers of the model; needed with exit_layers.
-    confidence: Of the intervals, in (0, 1).
+    confidence: Confidence of the intervals, in (0, 1).
 Returns:
     agreement: share of the tokens that are the full model's, over all positions.
     agreement_interval: exact (Clopper-Pearson), as if tokens were independent.
     disagreement_per_answer: mean share of an answer's tokens that differ.
     disagreement_per_answer_interval: by resampling answers, since tokens of one answer are not independent;
-        where all answers have the same share, as wide as their number allows.
+        if all answers have the same share, a wider interval that depends on the number of answers.
     equal_answers: share of the answers that are the full model's, token for token.
     equal_answers_interval: exact (Clopper-Pearson).
     same_start: mean share of an answer's tokens before the first that differs.
-    num_answers, num_tokens: what was compared.
+    num_answers, num_tokens: numbers of answers and tokens compared.
     With exit_layers:
     depth_fraction: mean layer that tokens were read from, over the number of layers.
     exited: share of the tokens that were read before the last layer.
