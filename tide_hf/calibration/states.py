@@ -227,7 +227,7 @@ class StateStore:
         return num_positions(self.splits[split])
 
     def sample(self, split: str, layers: Sequence[int], capacity: int, seed: int) -> StateBatch:
-        """Sample at most `capacity` counted positions, so that memory does not grow with the text.
+        """Draw a random sample of a split's counted positions, at most `capacity`, to bound memory.
 
         The sample is on the CPU, in the stored dtype, with the states at `layers`.
         """

@@ -48,7 +48,7 @@ class ExitHead(nn.Module):
             self.translator = last if rank is None else nn.Sequential(nn.Linear(hidden_size, rank, bias=False), last)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., D) before the final norm -> (..., D) before the final norm, same dtype."""
+        """Map hidden states (..., D) at the exit layer to estimates of the last layer's, both before the final norm."""
         if self.translator is None:
             return hidden_states
         first = next(self.translator.parameters())

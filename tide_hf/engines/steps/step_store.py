@@ -130,7 +130,7 @@ class StepStore:
         return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
-        """Find smaller buffers, with all the steps that `buffers` have, for the `rows` remaining sequences."""
+        """Find buffers with fewer rows, at least `rows`, that have all the steps that `buffers` have."""
         kind = next((key[1:] for key, found in self._buffers.items() if found is buffers), None)
         steps = self._steps_of(buffers)
         for key in sorted(key for key in self._buffers if key[1:] == kind and rows <= key[0] < buffers.rows):

@@ -86,7 +86,7 @@ def compile_kernel(name: str, dtype: torch.dtype, others: Iterable[str] = KERNEL
 
 
 def is_loaded(name: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel is loaded, or cached by an earlier process; nothing is compiled."""
+    """Whether a kernel can run without compiling: it is loaded, or an earlier process has cached it."""
     if dtype not in CPP_TYPES:
         return False
     if (name, dtype) not in _loaded and _loading.acquire(blocking=False):  # fails while another thread compiles
