@@ -244,7 +244,7 @@ class RecomputeRun(PostHocRun):
         return gate.with_state(output, self.after_layer(executed, state))
 
     def _run_layer_again(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one layer of a catch-up pass."""
+        """Run one layer of a catch-up pass, in which tokens that exited run the layers that they skipped."""
         executed = gate.layer_idx + 1
         if executed <= self.resume_at:
             return gate.with_state(None, self.states if executed == self.resume_at else input_state(args, kwargs))

@@ -21,7 +21,7 @@ AUTO_CLASSES = {
 
 
 def register_with_transformers() -> None:
-    """Register with the auto classes that are imported already, and with the others when they are imported."""
+    """Register TIDE's classes with the auto classes: now if these are imported, else once they are."""
     finder = _Finder()
     for module in AUTO_CLASSES:
         if module in sys.modules:
@@ -39,7 +39,7 @@ def _register(module: str) -> None:
 
 
 class _Finder:
-    """Import hook that registers with a module's auto class right after the module is imported."""
+    """Import hook that registers TIDE's classes with a module's auto class, right after the module is imported."""
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()
