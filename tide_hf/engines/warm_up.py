@@ -156,7 +156,7 @@ def checked_rows(rows: Any, max_length: Any) -> list[int]:
 def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
-    """Run one call on arbitrary tokens: prefill and all steps, or prefill alone if only one token may be generated."""
+    """Run one call on arbitrary tokens: prefill, then each step to be warmed up unless `max_length` leaves no room."""
     rounds = WarmUpRounds()
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
     ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows differ, since prefill runs equal rows once
