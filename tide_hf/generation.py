@@ -19,7 +19,7 @@ from .common.stats import ExitStats
 from .common.token_ids import truncate_at_eos
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.gates import active, active_run
-from .depth.kv_cache import cache_is_returned, fill_for, find_cache
+from .depth.kv_cache import fill_for, find_cache
 from .engines.warm_up import checked_rows, compile_kernels, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.acceptance import AcceptanceRule
@@ -127,7 +127,7 @@ class TIDEGenerationMixin:
 
     def _tide_run_exits(self, run: ExitRun, call: Call) -> Any:
         cache, options = call.model_kwargs.get(CACHE), call.options
-        if not (isinstance(run, RecomputeRun) and cache_is_returned(call.generation_config, cache)):
+        if not (isinstance(run, RecomputeRun) and call.cache_is_returned):
             return super()._sample(call.input_ids, **options)  # type: ignore[misc]
         try:
             result = super()._sample(call.input_ids, **options)  # type: ignore[misc]
@@ -224,13 +224,12 @@ def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
     """Compose the decoder of one `self_speculative` call."""
     structure, config = model._tide.structure, model.config.get_text_config()
     stay_level = counts_slots(config, call.generation_config.max_length)
-    padding_is_returned = cache_is_returned(call.generation_config, call.model_kwargs[CACHE])
-    rule = AcceptanceRule(call, ranks_of(model), padding_is_returned, stay_level)
+    rule = AcceptanceRule(call, ranks_of(model), call.cache_is_returned, stay_level)
     # Stopped rows stay in the batch if the call does not pad them, if their padding is returned, if all rows must
     # advance together, if rotary embeddings depend on the longest row, or if each row has its own adapter.
     drops_stopped = not (
         not rule.stopping.pads
-        or padding_is_returned
+        or rule.padding_is_returned
         or rule.together
         or "longrope" in rope_limits(config)
         or has_adapters_by_row(model, structure)

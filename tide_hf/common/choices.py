@@ -37,11 +37,11 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def check_counts(**counts: object) -> None:
-    """Refuse counts that are not positive integers."""
+def check_counts(*, usual: int = 60, **counts: object) -> None:
+    """Refuse counts that are not positive integers; the error suggests `usual`."""
     for name, value in counts.items():
         if not is_count(value):
-            raise _invalid(name, value, "a whole number of at least 1", 60)
+            raise _invalid(name, value, "a whole number of at least 1", usual)
 
 
 def check_minutes(max_minutes: object) -> None:

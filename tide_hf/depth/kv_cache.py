@@ -80,11 +80,6 @@ def fill_for(strategy: str, config: Any) -> Callable[..., None]:
     return fill_skipped if strategy == "propagate" else fill_zeros
 
 
-def cache_is_returned(generation_config: Any, cache: Any) -> bool:
-    """Whether the caller of `generate` gets the cache back."""
-    return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
-
-
 def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
     """Return the call's cache; raise if the feature named `user` cannot use this cache.
 

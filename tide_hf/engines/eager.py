@@ -16,7 +16,7 @@ from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
 from ..depth.block_drafting import block_run
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
-from ..depth.kv_cache import CacheSlots, cache_is_returned, crop, last_slot, start_recording, stop_recording
+from ..depth.kv_cache import CacheSlots, crop, last_slot, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import is_loaded
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
@@ -58,7 +58,7 @@ class EagerEngine:
         is_lazy = fills_block_lazily and self.input_ids.shape[0] == 1
         self.block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
         self.run = self.block or LayerRun(structure, cache)
-        self.is_returned = cache_is_returned(self.config, cache)
+        self.is_returned = call.cache_is_returned
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
         self.slots: CacheSlots | None = None  # set by prefill

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..common.choices import is_count
+from ..common.choices import check_counts, is_count
 from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
 from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
@@ -142,12 +142,9 @@ def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:
 def checked_rows(rows: Any, max_length: Any) -> list[int]:
     """Check that `rows` and `max_length` are positive integers; return the batch sizes in descending order."""
     numbers = list(rows) if isinstance(rows, Iterable) else [rows]
-    expected = "a whole number of at least 1"
-    if not is_count(max_length):
-        do = "Pass max_length=1024, say."
-        raise ConfigurationError("max_length makes no sense", got=short(max_length), expected=expected, do=do)
+    check_counts(usual=1024, max_length=max_length)
     if not numbers or not all(map(is_count, numbers)):
-        expected += ", or several of them"
+        expected = "a whole number of at least 1, or several of them"
         do = "Pass rows=1 for single sequences, or rows=(1, 2, 4, 8), say, for batches as well."
         raise ConfigurationError("rows makes no sense", got=short(rows), expected=expected, do=do)
     return sorted(set(numbers), reverse=True)

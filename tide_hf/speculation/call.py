@@ -48,6 +48,12 @@ class Call:
         return {**{name: getattr(self, name) for name in names}, **self.model_kwargs}
 
     @property
+    def cache_is_returned(self) -> bool:
+        """Whether the caller gets the cache back."""
+        is_own = getattr(self.model_kwargs.get(CACHE), "_is_user_defined", False)
+        return bool(self.generation_config.return_dict_in_generate or is_own)
+
+    @property
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and answer; a caller's MaxLengthCriteria overrides the config."""
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
