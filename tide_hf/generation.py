@@ -188,6 +188,8 @@ class TIDEGenerationMixin:
         if run is not None and not run.owns(kwargs):
             with active(None):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if run is not None:
+            run.starts(kwargs)
         if isinstance(run, RecomputeRun) and not run.resume_at:
             return run.call(super().__call__, kwargs)  # type: ignore[misc]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]

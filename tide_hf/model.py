@@ -15,7 +15,7 @@ from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates
 from .depth.multi_token_passes import check_widths
 from .engines.kinds import new_engines
 from .generation import TIDEGenerationMixin, attached_class
-from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers
+from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers, read_routers
 from .kernels.ops import USE_KERNELS, load_kernels
 from .routers.config import FOR_BOTH, NEVER_EXIT, check_exit_threshold
 from .routers.routers import TIDERouters
@@ -110,9 +110,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in FOR_BOTH if name in auto_model_kwargs}
-        loaded: Routers = routers
+        loaded: Any = routers
         if routers != DEFAULT_ROUTERS:  # `attach` finds default routers by the model's head
-            loaded = find_routers(routers, None, revision=routers_revision, **hub_kwargs)
+            loaded = read_routers(routers, revision=routers_revision, **hub_kwargs)
         model = load_base_model(base, **auto_model_kwargs)
         if loaded is None and _is_attached(model):  # `base` is a repository of routers
             loaded = model._tide.routers
@@ -203,8 +203,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         linears, may_copy = linears_to_gate(structure, pack_weights)
         cls.detach(model)
         open_linear_gates(linears, may_copy)
-        if linears and attachment.block_head is not None:
-            open_linear_gates(linears_in(*attachment.block_head.modules()), may_copy, anywhere=True)
+        head = attachment.block_head or attachment.draft_head
+        if linears and head is not None:
+            open_linear_gates(linears_in(*head.modules()), may_copy, anywhere=True)
         open_gates(structure)
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from block_heads import WITH_BLOCK, block_layer_of, routers_for
+from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import ATTACH, FEW, NEW, OPTIONS, UNTRACED, WINDOWED, linear_heads, new_tokens, prompts
 from transformers import LogitsProcessor
 
-DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft block")
+DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft block", "draft head")
 DECODING = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}}
 WIDTH = 3  # tokens per draft
 TRACED_BY_DEFAULT = (*(family for family in FEW if family != "falcon"), "llama4_text", "qwen2_5_vl")
@@ -32,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def has_heads(self):
-        return self.drafter in ("exit heads", "draft block")
+        return self.drafter in ("exit heads", "draft block", "draft head")
 
     @property
     def is_slow(self):
@@ -54,7 +55,8 @@ def cases(engine):
     yield from ((family, "exit heads", 1) for family in ATTENTION)
     yield from ((family, "mixed", 3) for family in (ATTENTION if engine == "eager" else FEW))
     yield from ((family, "draft block", 1) for family in FEW if family in WITH_BLOCK)
-    yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft block"))
+    yield from ((family, "draft head", 1) for family in (*FEW, "mistral") if family != "opt")
+    yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft block", "draft head"))
 
 
 CASES = [
@@ -88,10 +90,12 @@ def expected_tokens(family, attention, rows, decoding):
 
 
 @cache
-def attached(engine, family, attention):
+def attached(engine, family, attention, has_draft_head):
     """A copy of the base model with routers, and its steps; cases share them."""
     model = copy.deepcopy(base_model(family, attention))
-    routers = routers_for(model, block_layer_of(family)) if family in WITH_BLOCK else linear_heads(model)
+    has_block = family in WITH_BLOCK and not has_draft_head
+    routers = routers_for(model, block_layer_of(family)) if has_block else linear_heads(model)
+    routers = draft_head_for(model) if has_draft_head else routers
     return model, ATTACH[engine](model, routers)
 
 
@@ -99,12 +103,13 @@ def attached(engine, family, attention):
 def check(case):
     """Compare with plain decoding; return the drafter, if heads draft."""
     expected = expected_tokens(case.family, case.attention, case.rows, case.decoding)
-    model, steps = attached(case.engine, case.family, case.attention)
+    model, steps = attached(case.engine, case.family, case.attention, case.drafter == "draft head")
     replays_before = steps.replays if steps is not None else 0
     made = [None]
     if case.has_heads:
         routers = model._tide.routers
-        exit_layer = routers.config.block_layer if case.drafter == "draft block" else routers.exit_layers[-1]
+        layers = {"draft block": routers.config.block_layer, "draft head": 0}
+        exit_layer = layers.get(case.drafter, routers.exit_layers[-1])
         made = use_heads(model, exit_layer, WIDTH, continuations=new_tokens(expected))
     elif case.drafter == "none":
         use_drafter(model, "right", new_tokens(expected), width=0)

@@ -183,7 +183,7 @@ def no_work(monkeypatch):
     ("changed", "message"),
     [
         ({"labels": "euclid"}, r"unknown labels: got 'euclid'\. Expected one of 'agreement', 'cosine', 'kl'"),
-        ({"exit_strategy": "magic"}, r"unknown exit_strategy.*'identity', 'linear', 'block'"),
+        ({"exit_strategy": "magic"}, r"unknown exit_strategy.*'identity', 'linear', 'block', 'eagle3'"),
         ({"tolerance": 0}, r"tolerance makes no sense: got .*Expected a number between 0 and 1"),
         ({"max_minutes": 0}, "max_minutes makes no sense: got .*Expected a"),
         ({"batch_size": 2.5}, "batch_size makes no sense: got .*Expected a"),
@@ -238,7 +238,7 @@ def test_an_8_bit_head_that_dequantises_itself_gets_heads_in_closed_form_and_no_
     record = small(model, tiny_tokenizer).config.calibration
     assert {row["method"] for row in record["heads"].values()} == {"ridge"}
     for one in (model, cpu_offload(tiny_llama(), torch.device("cpu"))):
-        with pytest.raises(UnsupportedModelError, match=r"a block head cannot be trained here: .*'linear'"):
+        with pytest.raises(UnsupportedModelError, match=r"cannot be trained here: .*'linear'"):
             small(one, tiny_tokenizer, texts(20), exit_strategy="block")
 
 

@@ -33,7 +33,7 @@ def block_drafts(model, cache, ids):
     made = []
 
     def make(_, prompts, engine):
-        made.append(HeadDrafter(prompts, engine, engine.block_layer or 2, 2))
+        made.append(HeadDrafter(prompts, engine, engine.head_layer or 2, 2))
         return made[-1]
 
     model._tide.make_drafter = make

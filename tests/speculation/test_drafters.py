@@ -29,8 +29,8 @@ def test_the_longest_and_latest_match_is_found(tokens, cut):
 class CountingEngine:
     """An engine whose head counts on from the last token, or from 3, with the same scores in every round."""
 
-    def __init__(self, *scores, block_layer=None, reads_drafts=True):
-        self.scores, self.block_layer, self.reads_drafts = scores, block_layer, reads_drafts
+    def __init__(self, *scores, head_layer=None, reads_drafts=True):
+        self.scores, self.head_layer, self.reads_drafts = scores, head_layer, reads_drafts
         self.fed, self.unread, self.rolled_back = [], [], False
 
     def draft(self, exit_layer, drafted):
@@ -102,7 +102,7 @@ REPEATED = [1, 2, 3, 4] * 3
     [
         (CountingEngine(0.6), [REPEATED], [15], True),
         (CountingEngine(0.6, reads_drafts=False), [REPEATED], [15], False),
-        (CountingEngine(0.6, block_layer=2), [REPEATED], [15], False),  # it needs the token's last hidden state
+        (CountingEngine(0.6, head_layer=2), [REPEATED], [15], False),  # it needs the token's last hidden state
         (CountingEngine(1.0), [REPEATED, REPEATED], [3, 15], False),
         (CountingEngine(1.0), [REPEATED, [1, 2, 3]], [15, 15], False),  # drafts of unequal lengths
     ],

@@ -96,8 +96,8 @@ class Alternating:
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         self.script.observe(row, draft, new_tokens, n_matches)
-        if self.rounds and self.rounds % 2 == 0:
-            self.heads.observe(row, draft, new_tokens, n_matches)
+        is_script = self.rounds % 2 == 1 or not self.rounds
+        self.heads.observe(row, Draft() if is_script else draft, new_tokens, n_matches)
 
 
 def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:

@@ -1,8 +1,9 @@
 """Calibration: fit exit heads, routers and an exit threshold for a frozen model. [`calibrate`] runs all steps.
 
 `text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
-`states` computes and stores hidden states. `heads` fits exit heads, `block_head` the block head, `routers` the routers.
-`threshold` selects exit layers and certifies the exit threshold; `record` builds the calibration record.
+`states` computes and stores hidden states. `heads` fits exit heads, `draft_head` and `block_head` train heads that
+draft with a layer of their own, `routers` trains the routers. `threshold` selects exit layers and certifies the exit
+threshold; `record` builds the calibration record.
 `arguments` checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 
@@ -30,6 +31,7 @@ from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
 from .arguments import Settings, check_arguments, check_for_model, check_positions, check_precision
 from .block_head import block_start, place_block
+from .draft_head import draft_head_shape
 from .heads import frequent_tokens
 from .pipeline import Pipeline
 from .record import calibration_record, layer_figures, print_report
@@ -92,8 +94,9 @@ def calibrate(
         labels: What routers predict. `"agreement"`: that the exit head's top token is the full model's; `"cosine"`:
             that the hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`: that the exit
             head's distribution is close to the full model's. The threshold is always certified on agreement.
-        exit_strategy: Kind of exit head: `"identity"`, `"linear"`, or `"block"` (slower to train): linear heads and a
-            block head, which drafts with a decoder layer of its own (see [`routers.block_head.BlockHead`]).
+        exit_strategy: Kind of exit head: `"identity"` or `"linear"`; or linear heads, and a head that drafts with a
+            decoder layer of its own (slower to train): `"eagle3"` (see [`routers.draft_head.DraftHead`]), for any
+            family, or `"block"` (see [`routers.block_head.BlockHead`]).
         exit_layers: Numbers of executed layers after which a token may exit; by default every fourth layer is tried
             and the useful layers are kept (see [`threshold.useful_exit_layers`]).
         start_from: Routers for this model, or their folder or Hub repository. Their block head is trained further,
@@ -174,10 +177,12 @@ def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confide
         store = pipeline.read_states(documents)
         read, chosen = store.count_tokens("fit", structure.vocab_size)
         draft_vocab = frequent_tokens(read + chosen, settings.draft_vocab_size or structure.vocab_size)
-        block = pipeline.train_block(store, draft_vocab)
+        block, draft_head = pipeline.train_block(store, draft_vocab), pipeline.train_draft_head(store, draft_vocab)
         figures: dict[str, Any] = {"heads": pipeline.fit_heads(store), "routers": pipeline.train_routers(store)}
         if block is not None:
             figures["block"] = block
+        if draft_head is not None:
+            figures["draft_head"] = draft_head
         kept = pipeline.routers.exit_layers
         if select:
             tune = pipeline.decide(store, "tune")
@@ -220,6 +225,9 @@ def _fresh_routers(
         if start is not None:
             layer, block_config = start.config.block_layer, start.config.block_config
         config |= {"exit_strategy": "linear", "block_layer": layer, "block_config": block_config}
+    if settings.exit_strategy == "eagle3":
+        shape = draft_head_shape(model, structure, config["draft_vocab_size"] or structure.vocab_size)
+        config |= {"exit_strategy": "linear", "draft_head": shape}
     routers = TIDERouters.for_model(model, **config)
     if start is not None:
         routers.block.load_state_dict(start.block.state_dict())  # type: ignore[union-attr]

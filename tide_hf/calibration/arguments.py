@@ -72,14 +72,14 @@ def _unusable(name: str, value: object, expected: str, do: str) -> Configuration
 
 
 def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
-    """Refuse a rank above the hidden size, and a block head if norm or output head cannot be differentiated."""
+    """Refuse a rank above the hidden size, and heads with a layer if norm or output head cannot be differentiated."""
     rank = settings.translator_rank
     if rank is not None and rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the hidden size"
         raise _unusable("translator_rank", rank, expected, "Leave it out for full rank.")
-    if settings.exit_strategy == "block" and not can_distil(structure):
+    if settings.exit_strategy in ("block", "eagle3") and not can_distil(structure):
         raise UnsupportedModelError(
-            "a block head cannot be trained here",
+            "a head with a decoder layer cannot be trained here",
             got="an output head or final norm in 8 or 4 bits, or offloaded",
             expected="both in floating point, and not offloaded",
             do="Pass exit_strategy='linear', or load the model without quantising its head and without offloading.",

@@ -18,6 +18,7 @@ from ..routers.routers import TIDERouters
 from .arguments import Settings
 from .block_head import BlockStage, BlockTrainer
 from .documents import Document, split_documents
+from .draft_head import DraftHeadStage, DraftHeadTrainer
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
 from .routers import decide, fit_router
 from .states import StateReader, StateStore
@@ -32,8 +33,8 @@ DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
-BLOCK = "block/head"
-BLOCK_SHARE = 0.7  # share of the remaining time for training the block head
+BLOCK, DRAFT_HEAD = "block/head", "draft/head"
+HEAD_SHARE = 0.7  # share of the remaining time for training the head that drafts
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Pipeline:
     def read_states(self, documents: Sequence[Document]) -> StateStore:
         """Stage (b): store the base model's hidden states on the documents, one shard per batch of documents."""
         splits = split_documents(documents, self.settings.seed)
-        layers = sorted({*self.routers.exit_layers, self.routers.config.block_layer} - {None})
+        layers = self._layers_to_read()
         store = StateStore(self.work, splits, self.settings.batch_size, layers, self.model.dtype)
         self.work.check_space(store.missing_bytes(self.structure.hidden_size))
         self.processes.wait()  # no process may write before all have checked the space
@@ -95,6 +96,12 @@ class Pipeline:
         names = [shard.name for shard in shards]
         self._run_units("Reading hidden states", names, lambda i: store.write(shards[i], reader))
         return store
+
+    def _layers_to_read(self) -> list[int]:
+        """The layers after which hidden states are stored, besides the last one."""
+        head, block_layer = self.routers.draft_head, self.routers.config.block_layer
+        taps = head.config.tap_layers if head is not None else ()
+        return sorted({*self.routers.exit_layers, *taps, block_layer} - {None, self.structure.num_layers})
 
     def fit_heads(self, store: StateStore) -> dict[str, dict[str, Any]]:
         """Stage (d): fit the exit heads in closed form, then distil them; return facts about each fit."""
@@ -131,7 +138,7 @@ class Pipeline:
         def train(_: int) -> None:
             trainer = BlockTrainer(self.model, self.unembed, point, block_layer, tokens)
             stage = BlockStage(trainer, store, self.settings.seed)
-            facts = stage.make(self._share_of_rest(BLOCK_SHARE), is_fresh=self.settings.start_from is None)
+            facts = stage.make(self._share_of_rest(HEAD_SHARE), is_fresh=self.settings.start_from is None)
             self.work.write(BLOCK, point.state_dict(), facts | stage.figures())
 
         self._run_units("Training the block head", [BLOCK], train)
@@ -139,6 +146,24 @@ class Pipeline:
         facts = self.work.facts(BLOCK)
         if facts["stopped"]:
             self.cut_short.append("training of the block head")
+        return facts
+
+    def train_draft_head(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
+        """Stage (c): the draft head, if there is one, with the draft vocabulary `tokens`; returns its figures."""
+        head = self.routers.draft_head
+        if head is None:
+            return None
+
+        def train(_: int) -> None:
+            stage = DraftHeadStage(DraftHeadTrainer(self.model, self.unembed, head, tokens), store, self.settings.seed)
+            facts = stage.make(self._share_of_rest(HEAD_SHARE))
+            self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures())
+
+        self._run_units("Training the draft head", [DRAFT_HEAD], train)
+        head.load_state_dict(self.work.read(DRAFT_HEAD))
+        facts = self.work.facts(DRAFT_HEAD)
+        if facts["stopped"]:
+            self.cut_short.append("training of the draft head")
         return facts
 
     def decide(self, store: StateStore, split: str) -> Decisions:

@@ -59,7 +59,7 @@ class BlockRun(LayerRun):
         self, structure: DecoderStructure, cache: Any, unembed: Unembed, point: BlockPoint, block_layer: int
     ) -> None:
         super().__init__(structure, cache)
-        self.unembed, self.point, self.block_layer = unembed, point, block_layer
+        self.unembed, self.point, self.exit_layer = unembed, point, block_layer
         self.gate = LayerGate(point.head.layer, structure.num_layers, point.head.returns_tuple)
         self.prev_hidden_state: Tensor | None = None  # (rows, 1, D) after the final norm, of the last cached token
         self.draft_hidden_state: Tensor | None = None  # the block's estimate of the same state, for a drafted token
@@ -75,7 +75,7 @@ class BlockRun(LayerRun):
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layer; after the last layer, call `observe`."""
-        if gate.layer_idx == self.block_layer:
+        if gate.layer_idx == self.exit_layer:
             self._call = LayerCall(args, kwargs)
         output = self.execute(gate, args, kwargs)
         if gate.layer_idx == self.num_layers - 1 and self._call is not None:

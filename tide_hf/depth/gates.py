@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure
 from ..kernels.ops import PLAIN, Ops
+from ..routers.draft_head import DraftHead
 from ..routers.exit_points import BlockPoint, ExitPoint
 
 ACTIVE_RUN: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
@@ -174,6 +175,9 @@ class LayerRun:
         finally:
             self.cache = own
 
+    def starts(self, kwargs: dict[str, Any]) -> None:
+        """Called with the model's arguments at the start of each pass that belongs to this run."""
+
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer, in place of its `forward`."""
         return self.execute(gate, args, kwargs)
@@ -255,7 +259,7 @@ def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-Point = TypeVar("Point", ExitPoint, BlockPoint)
+Point = TypeVar("Point", ExitPoint, BlockPoint, DraftHead)
 
 
 def on_device(point: Point, state: Tensor) -> Point:

@@ -14,8 +14,9 @@ from ..base_model.inputs import next_token_types
 from ..base_model.structure import CACHE, has_windows, last_position, may_replace_cache
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
-from ..depth.block_drafting import block_run
+from ..depth.block_drafting import BlockRun, block_run
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
+from ..depth.head_drafting import HeadRun, head_run
 from ..depth.kv_cache import CacheSlots, crop, last_slot, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import is_loaded
 from ..speculation.attachment import Attachment
@@ -33,7 +34,7 @@ class EagerEngine:
 
     Args, besides those of `EngineKind.engine`:
         name: Name of the requested engine, under which costs are recorded.
-        fills_block_lazily: Whether, in a call with one row, the block head's K/V are filled only when the head drafts.
+        fills_head_lazily: Whether, in a call with one row, the head's K/V are filled only when the head drafts.
     """
 
     reads_drafts = True
@@ -46,18 +47,19 @@ class EagerEngine:
         call: Call,
         *,
         name: str = EAGER,
-        fills_block_lazily: bool = True,
+        fills_head_lazily: bool = True,
     ) -> None:
         self.model, self.attachment, self.name = model, attachment, name
         self.input_ids, self.config, self.model_kwargs = call.input_ids, call.generation_config, call.model_kwargs
         cache, structure = self.model_kwargs[CACHE], attachment.structure
         text_config = model.config.get_text_config()
         self.ranks = ranks_of(model)
-        # The block head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
+        # The head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
         routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
-        is_lazy = fills_block_lazily and self.input_ids.shape[0] == 1
-        self.block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
-        self.run = self.block or LayerRun(structure, cache)
+        is_lazy = fills_head_lazily and self.input_ids.shape[0] == 1
+        block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
+        self.head = block or head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
+        self.run = self.head or LayerRun(structure, cache)
         self.is_returned = call.cache_is_returned
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
@@ -67,7 +69,7 @@ class EagerEngine:
         self.rows = list(range(self.input_ids.shape[0]))  # for each row still in the batch, its index in the call
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self._fed: list[int] = []  # exit layer of each token that draft steps have processed since the last rollback
-        self._block_steps, self._draft_layers = 0, 0
+        self._head_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
         self._logits: Tensor | None = None
         self._width, self._started = 0, 0.0
@@ -78,9 +80,9 @@ class EagerEngine:
         return self.run.layers_executed + self._draft_layers
 
     @property
-    def block_layer(self) -> int | None:
-        """The exit layer of the block head; `None` if the block head does not draft in this call."""
-        return self.block.block_layer if self.block is not None else None
+    def head_layer(self) -> int | None:
+        """Exit layer of the head with K/V of its own; see `DraftEngine.head_layer`."""
+        return self.head.exit_layer if self.head is not None else None
 
     @property
     def free_slots(self) -> int | None:
@@ -107,8 +109,8 @@ class EagerEngine:
                 self.slots.break_off()
             raise
         finally:
-            if self.block is not None:
-                self.block.finish()
+            if self.head is not None:
+                self.head.finish()
 
     def decoding(self) -> AbstractContextManager[None]:
         """For a single row, run MoE experts as `generate` does in decode on GPUs, with expert weights copied per token.
@@ -148,35 +150,43 @@ class EagerEngine:
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
-        attachment, block, start = self.attachment, self.block, perf_counter()
-        # A step that fills the block's K/V of several passes takes longer than usual, so its time is not recorded.
-        is_usual = block is None or block.num_pending <= 1
-        if self._draft_unembed is None:
-            self._draft_unembed, is_usual = attachment.draft_unembed(), False
-        cache, fed = self._slots.cache, len(self._fed)
-        run = FixedDepthRun(attachment.structure, cache, exit_layer)
-        run.execute_layer = self.run.execute_layer
+        head, start, fed = self.head, perf_counter(), len(self._fed)
+        # A step that fills the head's K/V of several passes takes longer than usual, so its time is not recorded.
+        is_usual = head is None or head.num_pending <= 1
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
-        with active(run):
-            call = run.call_after(self._forward, inputs, start=fed)
-        if cache.offloading:  # the next pass begins at layer 0, but a later layer was prefetched
-            cache.prefetch(0, cache.only_non_sliding)
-        if block is not None and exit_layer == block.block_layer:
-            self._block_steps += 1
-            top, log_probabilities = self._draft_unembed.top1(block.draft(call))
-            scores = block.point.score(log_probabilities)
+        if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
+            self._head_steps += 1
+            top, scores = head.draft(self.input_ids.new_tensor(inputs), self._slots.mask_for(fed + 1))
         else:
-            state = call.state[:, -1]
-            point = on_device(attachment.exit_point(exit_layer), state)
-            scores = attachment.unembed.route(point.router, state)
-            top = self._draft_unembed(point.head(state))
+            is_usual &= self._draft_unembed is not None
+            top, scores = self._draft_from(exit_layer, inputs)
         tokens = top.tolist()
-        self._draft_layers += run.layers_executed
         self._fed += [exit_layer] * len(inputs[0])
         if is_usual and len(inputs[0]) == 1:
             milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
             self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds)
         return tokens, scores.tolist()
+
+    def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
+        attachment, head, cache = self.attachment, self.head, self._slots.cache
+        if self._draft_unembed is None:
+            self._draft_unembed = attachment.draft_unembed()
+        run = FixedDepthRun(attachment.structure, cache, exit_layer)
+        run.execute_layer = self.run.execute_layer
+        with active(run):
+            call = run.call_after(self._forward, inputs, start=len(self._fed))
+        self._draft_layers += run.layers_executed
+        if cache.offloading:  # it has prefetched the next layer, not the first
+            cache.prefetch(0, cache.only_non_sliding)
+        if isinstance(head, BlockRun) and exit_layer == head.exit_layer:
+            self._head_steps += 1
+            top, log_probabilities = self._draft_unembed.top1(head.draft(call))
+            return top, head.point.score(log_probabilities)
+        state = call.state[:, -1]
+        point = on_device(attachment.exit_point(exit_layer), state)
+        scores = attachment.unembed.route(point.router, state)
+        return self._draft_unembed(point.head(state)), scores
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Not supported: this engine reads each draft token."""
@@ -188,10 +198,10 @@ class EagerEngine:
         for layer_idx in range(max(self._fed, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self._fed)
             crop(self._slots.cache.layers[layer_idx], num_steps)
-        if self.block is not None and self._block_steps:
-            self.block.rollback(self._block_steps)
+        if self.head is not None and self._head_steps:
+            self.head.rollback(self._head_steps)
         self._fed.clear()
-        self._block_steps = 0
+        self._head_steps = 0
 
     def verify(self, drafted: list[list[int]]) -> None:
         """Run one full-depth pass over each row's last token and draft."""
@@ -217,8 +227,8 @@ class EagerEngine:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
         accepted = [len(tokens) for tokens in new_tokens]
         self._slots.commit(self._width, accepted)
-        if self.block is not None:
-            self.block.commit(accepted)
+        if self.head is not None:
+            self.head.commit(accepted)
         if self.positions is not None:
             self.positions += self.positions.new_tensor(accepted)
         self.last_tokens = [
@@ -233,8 +243,8 @@ class EagerEngine:
         self.rows = [self.rows[row] for row in rows]
         self.last_tokens = [self.last_tokens[row] for row in rows]
         index = self._slots.select(rows)
-        if self.block is not None:
-            self.block.select(index)
+        if self.head is not None:
+            self.head.select(index)
         if self.positions is not None:
             self.positions = self.positions[..., index.to(self.positions.device)]
 
@@ -243,8 +253,8 @@ class EagerEngine:
         if settle:
             self._slots.settle()
         stop_recording(self._slots.cache)
-        if self.block is not None and self.is_returned:
-            self.block.remember()
+        if self.head is not None and self.is_returned:
+            self.head.remember()
         return self._slots.cache
 
     def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class CompiledKind:
         if steps is not None:
             reason = steps.refused or why_eager(model, call.input_ids.shape[0], call.model_kwargs) or ""
             if not reason:
-                eager = EagerEngine(model, attachment, call, name="compiled", fills_block_lazily=False)
+                eager = EagerEngine(model, attachment, call, name="compiled", fills_head_lazily=False)
                 return StaticEngine(eager, steps)
         self.log_eager(reason)
         return EagerEngine(model, attachment, call)

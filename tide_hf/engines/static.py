@@ -101,9 +101,9 @@ class StaticEngine:
         return self.eager.layers_executed + self._layers
 
     @property
-    def block_layer(self) -> int | None:
-        """The exit layer of the block head; `None` if the block head does not draft in this call."""
-        return self.eager.block_layer
+    def head_layer(self) -> int | None:
+        """Exit layer of the head with K/V of its own; see `DraftEngine.head_layer`."""
+        return self.eager.head_layer
 
     @property
     def free_slots(self) -> int | None:
@@ -172,7 +172,7 @@ class StaticEngine:
         self._buffers = buffers = self.steps.buffers(**needed)
         self._rows = RowMap(rows, buffers.rows)
         mask = mask.cpu()[self._rows.shown] if mask is not None else None
-        buffers.load(cache, length, mask, eager.block.prev_hidden_state if eager.block is not None else None)
+        buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
         self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._prepared_before = self.steps.warm_up.num_prepared
@@ -272,8 +272,8 @@ class StaticEngine:
         if self._buffers is not None and eager.is_returned:
             self._slots.settle()
             give_back(self.buffers.cache, eager._slots.cache, self._slots.length)
-            if eager.block is not None and self._accepted is not None:
-                eager.block.continue_from(self.buffers.last_hidden_states, self._accepted)
+            if eager.head is not None and self._accepted is not None:
+                eager.head.continue_from(self.buffers.last_hidden_states, self._accepted)
         return eager.finish(settle)
 
     @property
@@ -337,7 +337,7 @@ class StaticEngine:
             "rows": len(self.last_tokens),
             "slots": slots_for_now(filled, most) if self.steps.grows else most,
             "position_shape": self._position_shape,
-            "has_block": self.eager.block is not None,
+            "has_head": self.eager.head is not None,
             "has_scores": self.reads_drafts,
         }
 

@@ -179,4 +179,5 @@ def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
         costs.record(("verify", 1), 1.0)
     priors = head_priors(attachment, engine)
     choice = choose([Option("head", ((prior, WIDTHS[-1] - 1),), layer) for layer, prior in priors.items()], costs)
-    return [choice.option.exit_layer] if choice.option is not None else []
+    layer = choice.option.exit_layer if choice.option is not None else None
+    return [] if layer is None else [layer]

@@ -25,6 +25,8 @@ from ..base_model.wrappers import base_inside
 from ..common.errors import BaseModelMismatchError, ModelNotFoundError, RoutersNotFoundError, UnsupportedModelError
 from ..common.hub_access import hub_options, why_not_found
 from ..routers.config import FOR_BOTH, TIDEConfig
+from ..routers.eagle3 import ForeignHead, read_foreign
+from ..routers.files import routers_not_found
 from ..routers.routers import TIDERouters, check_base_model
 
 logger = logging.getLogger(__name__)
@@ -116,17 +118,31 @@ def shipped_routers(model: Any) -> str | None:
     return None
 
 
-def find_routers(routers: Any, model: PreTrainedModel | None, **hub_kwargs: Any) -> TIDERouters | None:
-    """Load routers from a folder or Hub repository, or for "default" the routers shipped for the loaded `model`.
+def read_routers(
+    routers: TIDERouters | ForeignHead | str | os.PathLike[str] | None, **hub_kwargs: Any
+) -> TIDERouters | ForeignHead | None:
+    """Load routers, or a draft head in another format, from a folder or a Hub repository.
 
-    `None` and [`TIDERouters`] are returned as they are. `hub_kwargs` and errors are those of
-    `TIDERouters.from_pretrained`.
+    `None`, [`TIDERouters`] and [`ForeignHead`] are returned as they are. `hub_kwargs` and errors are those of
+    `TIDERouters.from_pretrained` and `read_foreign`.
     """
-    if routers is None or isinstance(routers, TIDERouters):
+    if routers is None or isinstance(routers, (TIDERouters, ForeignHead)):
         return routers
-    if routers == DEFAULT_ROUTERS and model is not None:
+    hub_kwargs = {name: value for name, value in hub_kwargs.items() if value is not None}
+    hub_kwargs |= hub_options(routers, hub_kwargs, routers_not_found)
+    foreign = read_foreign(routers, **hub_kwargs)
+    return foreign if foreign is not None else TIDERouters.from_pretrained(routers, **hub_kwargs)
+
+
+def find_routers(routers: Any, model: PreTrainedModel) -> TIDERouters | None:
+    """Load the routers of a loaded model, as `read_routers` does, or for "default" those shipped with the library.
+
+    A draft head in another format becomes routers of the model; see `ForeignHead.routers_for`.
+    """
+    if isinstance(routers, str) and routers == DEFAULT_ROUTERS:
         return default_routers(model)
-    return TIDERouters.from_pretrained(routers, **{k: v for k, v in hub_kwargs.items() if v is not None})
+    found = read_routers(routers)
+    return found.routers_for(model) if isinstance(found, ForeignHead) else found
 
 
 def default_routers(model: PreTrainedModel) -> TIDERouters:

@@ -52,7 +52,9 @@ class TIDEConfig(PreTrainedConfig):
         block_layer (`int`, *optional*): Number of layers after which the block head (see [`block_head.BlockHead`])
             drafts; `None` without a block head. `early_exit` and `post_hoc` do not use the block head.
         block_config (`dict`, *optional*): Config of the block head's decoder layer: the base model's text config.
-        draft_vocab_size (`int`, *optional*): Number of most frequent tokens that may be drafted; `None`: all tokens.
+        draft_head (`dict`, *optional*): Shape of the draft head (see [`draft_head.DraftHeadConfig`]); `None` if there
+            is none. It needs no `exit_layers`. `early_exit` and `post_hoc` do not use it.
+        draft_vocab_size (`int`, *optional*): Number of most frequent tokens that drafts choose from; `None`: all.
             A small size saves most of the output head's cost in draft steps. Verify passes always use the whole
             vocabulary, and so do draft steps if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
@@ -80,6 +82,7 @@ class TIDEConfig(PreTrainedConfig):
     translator_rank: int | None = None
     block_layer: int | None = None
     block_config: dict[str, Any] | None = None
+    draft_head: dict[str, Any] | None = None
     draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
@@ -103,12 +106,18 @@ class TIDEConfig(PreTrainedConfig):
             raise invalid("draft_vocab_size", self.draft_vocab_size, f"at most the vocabulary's {self.vocab_size}")
         if self.exit_layers is None:
             self.exit_layers = default_exit_layers(self.num_hidden_layers, self.checkpoint_interval, self.min_layers)
-        self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
+        self._check_heads()
+        if self.calibration is not None:
+            check_record(self.calibration)
+
+    def _check_heads(self) -> None:
+        if self.exit_layers or self.draft_head is None:
+            self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
+        if self.draft_head is not None:
+            check_draft_head(self.draft_head, self.num_hidden_layers, self.hidden_size, self.vocab_size)
         if self.block_layer is not None or self.block_config is not None:
             check_exit_layers([self.block_layer], self.num_hidden_layers)
             check_block_config(self.block_config)
-        if self.calibration is not None:
-            check_record(self.calibration)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -244,6 +253,27 @@ def check_block_config(config: Any) -> None:
             raise invalid(f"{name} in block_config", value, expected, do)
 
 
+def check_draft_head(config: Any, num_layers: int, hidden_size: int, vocab_size: int) -> None:
+    """Refuse the shape of a draft head that is none, or does not fit the base model's."""
+    do = "Load the head again, or make another with tide_hf.calibrate()."
+    if not (isinstance(config, dict) and set(config) == set(HEAD_RULES)):
+        raise invalid("draft_head", config, f"a JSON object with the fields {', '.join(HEAD_RULES)}", do)
+    for name, (is_right, expected) in HEAD_RULES.items():
+        if not is_right(config[name]):
+            raise invalid(f"{name} in draft_head", config[name], expected, do)
+    taps, own = config["tap_layers"], config["draft_vocab_size"]
+    target, keys = config["target_hidden_size"], config["num_key_value_heads"]
+    checks = (
+        ("tap_layers", taps, max(taps) <= num_layers, f"layers of a model that has {num_layers}"),
+        ("target_hidden_size", target, target == hidden_size, f"{hidden_size}, the base model's hidden size"),
+        ("draft_vocab_size", own, own <= vocab_size, f"at most the vocabulary's {vocab_size}"),
+        ("num_key_value_heads", keys, config["num_attention_heads"] % keys == 0, "a divisor of num_attention_heads"),
+    )
+    for name, got, is_valid, expected in checks:
+        if not is_valid:
+            raise invalid(f"{name} in draft_head", got, expected, do)
+
+
 def check_record(record: Any) -> None:
     """Refuse a calibration record that the drafting policy or the tables cannot read."""
     do = "Make new routers with tide_hf.calibrate()."
@@ -353,7 +383,36 @@ TOLERANCE = _fields(
 RECORD_RULES: dict[str, tuple[Check, str]] = {
     "exit_layers": (_map("[1-9][0-9]{0,3}", LAYER), "by exit layer an agreement from 0 to 1, and numbers"),
     "block": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
+    "draft_head": (LAYER, "an agreement from 0 to 1, and numbers for the other figures"),
     "num_documents": (_is_count, "a whole number of documents"),
     "threshold": (_fields(_numbers("tolerance", "confidence", "chosen"), {}), "tolerance, confidence and chosen"),
     "tolerances": (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures"),
+}
+
+SIZE, FLAG = _whole_number(2**20), (lambda value: type(value) is bool, "true or false")
+MAX_TAPS = 16
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+def _is_rope(value: Any) -> bool:
+    if not (isinstance(value, dict) and value.get("rope_type", "default") in ROPE_TYPES):
+        return False
+    others = (one for name, one in value.items() if name != "rope_type")
+    return all(_is_number(one) or type(one) is bool or one is None or _list(_is_number)(one) for one in others)
+
+
+# A check for each field of `draft_head.DraftHeadConfig`, and a description of valid values.
+HEAD_RULES: dict[str, tuple[Check, str]] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), SIZE),
+    **dict.fromkeys(("head_dim", "target_hidden_size"), SIZE),
+    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings"), _whole_number(2**24)),
+    "tap_layers": (
+        lambda value: _list(_is_count)(value) and value == sorted(set(value)) and 1 <= len(value) <= MAX_TAPS,
+        f"1 to {MAX_TAPS} ascending numbers of executed layers",
+    ),
+    "rms_norm_eps": (lambda value: _is_number(value) and 0 < value < 1, "a small positive number"),
+    "hidden_act": _one_of("silu", "gelu", "gelu_pytorch_tanh", "relu"),
+    "rope_parameters": (_is_rope, f"numbers, and a rope_type of {', '.join(ROPE_TYPES)}"),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qk_norm", "norm_before_residual"), FLAG),
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "has_embedding"), FLAG),
 }

@@ -68,11 +68,15 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
     digest = _digest(config_copy, save(tensors))
     content = save(tensors, {"format": "pt", CONFIG_COPY: config_copy, DIGEST: digest})
     config.weights_sha256 = hashlib.sha256(content).hexdigest()
-    weights_file, config_file = folder / SAFE_WEIGHTS_NAME, folder / CONFIG_NAME
+    write_files(folder, {SAFE_WEIGHTS_NAME: content, CONFIG_NAME: config.to_json_string().encode()})
+
+
+def write_files(folder: Path, contents: dict[str, bytes]) -> None:
+    """Write files atomically, each after the one before; raise [`RoutersNotSavedError`] if that fails."""
     try:
-        write_atomically({weights_file: content, config_file: config.to_json_string().encode()})
-        for file in (weights_file, config_file):
-            remove_abandoned(file)
+        write_atomically({folder / name: content for name, content in contents.items()})
+        for name in contents:
+            remove_abandoned(folder / name)
     except OSError as error:
         raise RoutersNotSavedError(
             f"the routers could not be written to {folder}",

@@ -16,10 +16,11 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..base_model.structure import find_structure
 from ..base_model.unembed import hash_distance, unembed_hash
 from ..base_model.wrappers import base_inside
-from ..common.errors import BaseModelMismatchError
+from ..common.errors import BaseModelMismatchError, UnsupportedModelError
 from ..common.hub_access import hub_options
 from .block_head import BlockHead
 from .config import WHERE, TIDEConfig, bad_file, find_file, read_config
+from .draft_head import DraftHead, DraftHeadConfig
 from .exit_points import BlockPoint, ExitPoint
 from .files import matching_config, read_router_pt, routers_not_found, translated_errors, write_routers
 
@@ -32,6 +33,7 @@ class TIDERouters(PreTrainedModel):
     The routers are indexed by exit layer: `routers[12].router`, `routers[12].head`.
 
     Attributes:
+        draft_head: The draft head; `None` where there is none.
         block: The block head, which drafts after `config.block_layer` layers, and its confidence; `None` without one.
         draft_vocab: (draft_vocab_size,) int64 token ids of the draft vocabulary; `None`: all tokens.
     """
@@ -46,6 +48,9 @@ class TIDERouters(PreTrainedModel):
         super().__init__(config)
         self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
         self.block = BlockPoint(config) if config.block_layer is not None else None
+        self.draft_head = None
+        if config.draft_head is not None:
+            self.draft_head = DraftHead(DraftHeadConfig.from_dict(config.draft_head), config.vocab_size)
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", torch.arange(size) if size is not None else None)
         self.post_init()
@@ -75,6 +80,8 @@ class TIDERouters(PreTrainedModel):
         for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
             point.float()
             point.head.to(dtype)
+        if self.draft_head is not None:
+            self.draft_head.to(dtype)
         return self.requires_grad_(False)
 
     @classmethod
@@ -253,6 +260,7 @@ def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_
     theirs = (structure.num_layers, structure.hidden_size, structure.vocab_size)
     if ours != theirs:
         raise _mismatch(config, f"one with (layers, hidden size, vocabulary) {theirs}", f"{ours}")
+    _check_embedding(config, model)
     if ignore_base_mismatch:
         return
     known, actual = config.unembed_hash, unembed_hash(structure.head)
@@ -263,6 +271,22 @@ def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_
             raise _mismatch(config, got, f"at most {MAX_HASH_DISTANCE:.0%}")
     elif config.base_model_name_or_path not in (None, model.config._name_or_path):
         raise _mismatch(config, repr(model.config._name_or_path), repr(config.base_model_name_or_path))
+
+
+def _check_embedding(config: TIDEConfig, model: PreTrainedModel) -> None:
+    """Refuse a draft head that cannot read the base model's input embeddings."""
+    head = config.draft_head
+    if head is None or head["has_embedding"]:
+        return
+    table: Any = model.get_input_embeddings()
+    width = getattr(table, "embedding_dim", None)
+    if width != head["hidden_size"]:
+        raise UnsupportedModelError(
+            f"the draft head cannot read the input embeddings of {type(model).__name__}",
+            got=f"embeddings of width {width}",
+            expected=f"the head's {head['hidden_size']}, or a head with embeddings of its own",
+            do="Load a head that has them, or draft with exit heads: calibrate(exit_strategy='linear').",
+        )
 
 
 def _mismatch(config: TIDEConfig, got: str, expected: str) -> BaseModelMismatchError:

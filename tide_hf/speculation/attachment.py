@@ -26,11 +26,14 @@ from ..kernels.cpu.cpp_kernels import is_loaded
 from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS
 from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
+from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
 from .drafters import HybridDrafter
 from .engine import DraftEngine, Drafter, EngineKind
 from .policy import CostTable
+
+UNKNOWN_AGREEMENT = 0.5  # of a draft head without a calibration record, until calls have shown it
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ class Attachment:
 
     def gates(self) -> list[LinearGate]:
         """The gates of linear layers."""
-        return list(linear_gates(self.structure, self.block_head))
+        return list(linear_gates(self.structure, self.block_head, self.draft_head))
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
         """The weight layouts that eager calls may read; those of kernels only if the kernels are compiled already."""
@@ -99,6 +102,11 @@ class Attachment:
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
         return self.require_routers("an exit head")[exit_layer]
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """The draft head, if there is one."""
+        return self.routers.draft_head if self.routers is not None else None
 
     @property
     def block_head(self) -> BlockHead | None:
@@ -198,6 +206,8 @@ def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]
     record = config.calibration or {}
     measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
     priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
-    if engine.block_layer is not None and "block" in record:
-        priors[engine.block_layer] = float(record["block"]["agreement"])
+    if engine.head_layer is not None and config.draft_head is not None:
+        priors[engine.head_layer] = float(record.get("draft_head", {}).get("agreement", UNKNOWN_AGREEMENT))
+    elif engine.head_layer is not None and "block" in record:
+        priors[engine.head_layer] = float(record["block"]["agreement"])
     return priors

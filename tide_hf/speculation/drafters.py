@@ -108,12 +108,13 @@ class HybridDrafter:
         if choice.option is None:
             return drafts
         current = _Round(rows, limits, drafts, costs, choice.ms_per_token, [1.0] * len(rows))
-        exit_layer, lengths = choice.option.exit_layer, [min(choice.num_draft_tokens, limit) for limit in limits]
+        head = choice.option.exit_layer
+        lengths = [min(choice.num_draft_tokens, limit) for limit in limits]
         is_unread = self.engine is not None and not self.engine.reads_drafts  # if so, one source writes the whole draft
-        if exit_layer and is_unread:
-            self._draft_unread(exit_layer, lengths, drafts)
-        elif exit_layer:
-            self._draft_with_head(current, exit_layer, lengths)
+        if head is not None and is_unread:
+            self._draft_unread(head, lengths, drafts)
+        elif head is not None:
+            self._draft_with_head(current, head, lengths)
             self._continue_with_ngrams(current)
         else:
             self._draft_with_ngrams(current, matches, lengths)
@@ -201,7 +202,7 @@ class HybridDrafter:
         if room <= 0 or any(len(draft.tokens) != drafted for draft in current.drafts):
             return
         for exit_layer in self.heads:
-            if self.engine is not None and exit_layer == self.engine.block_layer:
+            if self.engine is not None and exit_layer == self.engine.head_layer:
                 continue  # the block head lacks the last hidden state of the n-gram's last token
             own = self.acceptances.probability(_head(exit_layer))
             if self._is_worth_more(current, own, drafted, exit_layer, catch_up=True):
@@ -220,4 +221,4 @@ def _ngram(length: int) -> str:
 
 
 def _head(exit_layer: int) -> str:
-    return f"exit layer {exit_layer}"
+    return f"exit layer {exit_layer}" if exit_layer else "draft head"

@@ -63,8 +63,11 @@ class DraftEngine(Protocol):
     reads_drafts: bool  # whether the host reads each draft token; if not, `draft_unread` replaces `draft`
 
     @property
-    def block_layer(self) -> int | None:
-        """The block head's exit layer; the head cannot continue other sources' drafts. `None` if it does not draft."""
+    def head_layer(self) -> int | None:
+        """Exit layer of the head with K/V of its own: that of a block head, 0 for a draft head, `None` if none drafts.
+
+        It cannot continue another source's draft.
+        """
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Draft one token for each row with the head at an exit layer; return the tokens and their exit scores.

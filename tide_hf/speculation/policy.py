@@ -190,7 +190,7 @@ class Option:
 
     source: str
     rows: tuple[tuple[float, int], ...]  # per row: acceptance rate of a draft token, maximum number of draft tokens
-    exit_layer: int = 0  # the layer that drafts, 0 where no layer runs
+    exit_layer: int | None = None  # layers run before the head that drafts; `None` without a head
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Expected new tokens of a round in which each row drafts `num_drafts` tokens or as many as it can."""
@@ -224,7 +224,7 @@ def choose(options: list[Option], costs: CostTable) -> Choice:
     best_rate = MIN_GAIN * len(options[0].rows) / costs.verify(1)
     for option in options:
         most = max(limit for _, limit in option.rows)
-        per_draft = costs.draft(option.exit_layer) if option.exit_layer else 0.0
+        per_draft = costs.draft(option.exit_layer) if option.exit_layer is not None else 0.0
         for length in {min(length, most) for length in DRAFT_LENGTHS} - {0}:
             rate = option.expected_tokens(length) / (per_draft * length + costs.verify(length + 1))
             if rate > best_rate:

@@ -17,6 +17,7 @@ from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_
 from ..base_model.wrappers import has_adapters_by_row
 from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
+from ..depth.head_drafting import HeadRun
 from ..depth.kv_cache import crop_layers
 
 # On a CPU one more pass costs as much as this many tokens, since each pass reads all weights. A GPU processes thousands
@@ -111,11 +112,11 @@ def prefill(
             outputs = model._prefill(input_ids[group.distinct, columns], generation_config, kwargs)
         caches.append(cache)
         logits.append(outputs.logits[group.index, -1:])
-        if isinstance(run, BlockRun) and run.prev_hidden_state is not None:
+        if isinstance(run, BlockRun | HeadRun) and run.prev_hidden_state is not None:
             prev_hidden_states.append(run.prev_hidden_state[group.index])
     _fill(whole, caches, groups, length)
     order = torch.tensor([row for group in groups for row in group.rows]).argsort().tolist()
-    if isinstance(run, BlockRun):
+    if isinstance(run, BlockRun | HeadRun):
         run.prev_hidden_state = torch.cat(prev_hidden_states)[order]
     return whole, torch.cat(logits)[order]
 

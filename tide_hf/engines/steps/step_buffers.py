@@ -19,6 +19,7 @@ from ...base_model.structure import CACHE, DecoderStructure, last_position
 from ...base_model.unembed import DraftUnembed, Unembed, greedy_tokens
 from ...depth.block_drafting import BlockRun
 from ...depth.gates import FixedDepthRun, LayerRun, active
+from ...depth.head_drafting import HeadRun, HeadState
 from ...routers.routers import TIDERouters
 from .static_cache import fill, first_rows, static_cache, take_rows
 
@@ -40,6 +41,12 @@ class ModelParts:
     routers: TIDERouters | None
     execute_layer: Any = None  # see `LayerRun`
 
+    @property
+    def head_size(self) -> int:
+        """Width of the hidden states that the head with K/V of its own reads of the token before."""
+        head = self.routers.draft_head if self.routers is not None else None
+        return self.structure.hidden_size if head is None else head.config.hidden_size
+
 
 class StepBuffers:
     """The tensors of all steps with the same numbers of rows and slots.
@@ -51,7 +58,7 @@ class StepBuffers:
         capacity: Slots per sequence.
         position_shape: Dimensions of the model's positions before (rows, width): one for mRoPE, `()` for plain
             positions; `None` if the model takes no positions.
-        has_block: Whether the block head drafts; its K/V are then the last layer of the cache.
+        has_head: Whether a head with K/V of its own drafts; these are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
         shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
@@ -63,7 +70,7 @@ class StepBuffers:
         rows: int,
         capacity: int,
         position_shape: tuple[int, ...] | None,
-        has_block: bool,
+        has_head: bool,
         has_scores: bool = False,
         shared: Cache | None = None,
     ) -> None:
@@ -72,7 +79,7 @@ class StepBuffers:
         first: Any = like.layers[0]
         self.device = device = first.keys.device
         self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
-        hidden, dtype = parts.structure.hidden_size, first.keys.dtype
+        hidden, dtype = parts.head_size, first.keys.dtype
         leading = position_shape or ()
         sizes = (1, 1, math.prod(leading) * rows, rows, rows * WIDEST)  # start, fed, positions, last accepted, ids
         with torch.inference_mode(False):
@@ -82,26 +89,33 @@ class StepBuffers:
             self._host_mask = torch.ones((rows, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
             self.scores = torch.zeros(rows, device=device) if has_scores else None
-            if has_block:
+            if has_head:
                 self.last_hidden_states = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
                 self.prev_hidden_state = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
                 self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
         self.start, self.fed, positions, self.last_accepted, ids = self._device_inputs.split(sizes)
         self.positions = positions.view(*leading, rows)
         self.ids = ids.view(rows, WIDEST)
-        self.block: BlockRun | None = None
-        if has_block and parts.routers is not None and parts.routers.block is not None:
-            block_layer = parts.routers.config.block_layer
-            self.block = BlockRun(parts.structure, self.cache, parts.unembed, parts.routers.block, block_layer)
+        self.head: BlockRun | HeadRun | None = self._head_run() if has_head else None
+
+    def _head_run(self) -> BlockRun | HeadRun | None:
+        parts, routers = self.parts, self.parts.routers
+        if routers is not None and routers.block is not None:
+            return BlockRun(parts.structure, self.cache, parts.unembed, routers.block, routers.config.block_layer)
+        if routers is None or routers.draft_head is None:
+            return None
+        kv: Any = self.cache.layers[parts.structure.num_layers]
+        embed = parts.model.get_input_embeddings()
+        return HeadRun(parts.structure, self.cache, routers.draft_head, embed, HeadState("", kv, None), is_lazy=False)
 
     def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
-        """Copy in a cache of `length` tokens, a (rows, length) mask and the block's previous hidden state.
+        """Copy in a cache of `length` tokens, a (rows, length) mask and the head's previous hidden state.
 
         Cache and hidden state may have fewer rows than the buffers; they fill the first rows.
         """
         fill(self.cache, source, length)
         self.write_mask(mask)
-        if prev_hidden_state is not None and self.block is not None:
+        if prev_hidden_state is not None and self.head is not None:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
 
     def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
@@ -112,7 +126,7 @@ class StepBuffers:
         for own, layer in zip(self.cache.layers, other.cache.layers, strict=True):
             take_rows(own, layer, length, rows)
         self.write_mask(mask)
-        if self.block is not None:
+        if self.head is not None:
             self.last_hidden_states[: len(rows)] = other.last_hidden_states[rows]
 
     def write_mask(self, mask: Tensor | None) -> None:
@@ -133,7 +147,7 @@ class StepBuffers:
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
         self._host_inputs.copy_(torch.tensor([start, 0, *by_kind, *last, *padded]))
         self._device_inputs.copy_(self._host_inputs, non_blocking=True)
-        if self.block is not None:
+        if self.head is not None:
             if accepted is not None:
                 index = self.last_accepted[:, None, None].expand(-1, 1, self.last_hidden_states.shape[-1])
                 self.prev_hidden_state.copy_(self.last_hidden_states.gather(1, index))
@@ -145,51 +159,70 @@ class StepBuffers:
 
     def state(self) -> list[Tensor]:
         """The tensors that a trial run of a step changes and that have to be restored."""
-        return [self._device_inputs, *([self.draft_hidden_state] if self.block is not None else [])]
+        return [self._device_inputs, *([self.draft_hidden_state] if self.head is not None else [])]
 
     def verify(self, width: int) -> tuple[int, Tensor]:
         """Run a full-depth pass over the first `width` tokens of each row; return layers executed and logits."""
-        run = self.block or LayerRun(self.parts.structure, self.cache)
+        run = self.head or LayerRun(self.parts.structure, self.cache)
         run.execute_layer = self.parts.execute_layer
         before = run.layers_executed
-        if self.block is not None:
-            self.block.prev_hidden_state = self.prev_hidden_state
+        if self.head is not None:
+            self.head.prev_hidden_state = self.prev_hidden_state
         with active(run):
             logits = self._forward(self.ids[:, :width], self.start[0]).logits
         self._results[:, :width] = greedy_tokens(logits)
         self._results[:, WIDEST:] = self.ids
-        if self.block is not None:
-            final: Any = self.block.last_hidden_states
+        if self.head is not None:
+            final: Any = self.head.last_hidden_states
             self.last_hidden_states[:, :width].copy_(final)
         return run.layers_executed - before, logits
 
     def draft(self, exit_layer: int) -> tuple[int, None]:
         """Draft one token for each row and append it to the row's tokens; return layers executed."""
+        head, executed = self.head, 0
+        if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
+            top = self._draft_with_head(head)
+        else:
+            top, executed = self._draft_from(exit_layer)
+        self.fed.add_(1)
+        self.ids.index_copy_(1, self.fed, top[:, None])
+        return executed, None
+
+    def _draft_with_head(self, head: HeadRun) -> Tensor:
+        """Return the tokens (rows) that the draft head drafts."""
+        self.cache.layers[0].position.move_to(self.start[0] + self.fed[0], 1)
+        head.draft_hidden_state = self.draft_hidden_state
+        top, scores = head.draft(self.ids.index_select(1, self.fed), self.mask)
+        self.draft_hidden_state.copy_(head.draft_hidden_state)
+        if self.scores is not None:
+            self.scores.copy_(scores)
+        return top
+
+    def _draft_from(self, exit_layer: int) -> tuple[Tensor, int]:
+        """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and layers executed."""
         run = FixedDepthRun(self.parts.structure, self.cache, exit_layer)
         run.execute_layer = self.parts.execute_layer
-        if self.block is not None:
-            self.block.execute_layer = self.parts.execute_layer
+        if self.head is not None:
+            self.head.execute_layer = self.parts.execute_layer
         ids = self.ids.index_select(1, self.fed)
         with active(run):
             call = run.call_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
-        if self.block is not None and exit_layer == self.block.block_layer:
-            self.block.draft_hidden_state = self.draft_hidden_state
-            state = self.block.draft(call)
-            self.draft_hidden_state.copy_(self.block.draft_hidden_state)
+        if isinstance(self.head, BlockRun) and exit_layer == self.head.exit_layer:
+            self.head.draft_hidden_state = self.draft_hidden_state
+            state = self.head.draft(call)
+            self.draft_hidden_state.copy_(self.head.draft_hidden_state)
             if self.scores is None:
                 top = self.parts.draft_unembed(state)
             else:
                 top, log_probabilities = self.parts.draft_unembed.top1(state)
-                self.scores.copy_(self.block.point.score(log_probabilities))
+                self.scores.copy_(self.head.point.score(log_probabilities))
         else:
             routers: Any = self.parts.routers
             point, state = routers[exit_layer], call.state[:, -1]
             top = self.parts.draft_unembed(point.head(state))
             if self.scores is not None:
                 self.scores.copy_(self.parts.unembed.route(point.router, state))
-        self.fed.add_(1)
-        self.ids.index_copy_(1, self.fed, top[:, None])
-        return run.layers_executed, None
+        return top, run.layers_executed
 
     def feed(self, tokens: list[int]) -> None:
         """Replace the last draft token of each row, which the next draft step continues from."""

@@ -1,0 +1,126 @@
+"""The draft head drafts in calls of `generate` what it drafts after the whole text at once, and leaves the tokens."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from draft_heads import draft_head_for
+from drafters import HeadDrafter, use_heads
+from families import ATTENTION, tiny_model
+from on_steps import attach_captured, attach_compiled, attach_eagerly, new_tokens, prompts
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.hooks import hook_layers
+from tide_hf.base_model.structure import CACHE, find_structure
+
+OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
+WIDTH = 3
+
+
+def drafts_after(model, text, width):
+    """What the head drafts after a text without padding, all of whose K/V are filled at once."""
+    head, ids, structure, states = model._tide.routers.draft_head, torch.tensor([text]), find_structure(model), {}
+    embed = head.embed_tokens or model.get_input_embeddings()
+    embeddings = embed(ids)
+    with torch.no_grad(), hook_layers(structure, range(1, structure.num_layers + 1), states.__setitem__):
+        hook = structure.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: states.__setitem__(0, args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        model(ids, use_cache=False)
+        hook.remove()
+    states = {layer: state[0] if isinstance(state, tuple) else state for layer, state in states.items()}
+    fused = head.fuse(torch.cat([states[layer] for layer in head.config.tap_layers], dim=-1))
+    kv, last = DynamicLayer(), len(text) - 1
+    head.store(embeddings[:, 1:last], fused[:, : last - 1], torch.arange(1, last)[None], kv)
+    state, token, drafted = fused[:, last - 1 : last], ids[:, -1:], []
+    for step in range(width):
+        output = head(embed(token), state, torch.tensor([[last + step]]), kv, None)
+        token, _, state = head.draft(output)
+        drafted.append(int(token))
+        token = token[:, None]
+    return drafted
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "every", "changes"),
+    [
+        *((family, 1, 1, {"has_embedding": family == "opt"}) for family in ATTENTION),  # OPT's may be narrower
+        *(("llama", rows, every, {}) for rows, every in ((1, 2), (3, 1), (3, 2))),
+        ("llama", 2, 1, {"norm_output": True, "norm_before_residual": True}),
+        ("llama", 2, 1, {"qk_norm": True, "norm_before_fc": True}),
+        ("gemma2", 2, 1, {"fc_norm": True}),
+        ("qwen3_moe", 3, 1, {"draft_vocab_size": 20}),
+    ],
+)
+def test_drafts_are_those_after_the_whole_text(family, rows, every, changes):
+    model, batch = tiny_model(family), prompts(rows, pads=2 if rows > 1 else 0)
+    plain = model.generate(**batch, **OPTIONS)
+    TIDEModelForCausalLM.attach(model, draft_head_for(model, **changes))
+    made = use_heads(model, 0, WIDTH, every, continuations=new_tokens(plain))
+    assert torch.equal(model.generate(**batch, **OPTIONS), plain)
+    drafted, pads = made[0].drafted, (batch["attention_mask"] == 0).sum(dim=1)
+    assert drafted
+    for text, tokens in drafted:
+        row = [prompt.tolist() for prompt in batch["input_ids"]].index(text[: batch["input_ids"].shape[1]])
+        assert drafts_after(model, text[int(pads[row]) :], len(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("attach", "family", "rows", "every"),
+    [(attach_eagerly, "llama", 1, 3), (attach_eagerly, "llama", 3, 1), (attach_eagerly, "gemma2", 1, 1)]
+    + [(attach_captured, "llama", 3, 1), (attach_compiled, "llama", 1, 1)],
+)
+def test_a_second_turn_drafts_as_one_over_the_whole_text(attach, family, rows, every):
+    model, ids = tiny_model(family), prompts(rows)["input_ids"]
+    attach(model, draft_head_for(model))
+    made = use_heads(model, 0, 2, every)
+    model.generation_config.pad_token_id = None  # or tokens that equal it would be masked
+    first = model.generate(ids, **OPTIONS, return_dict_in_generate=True)
+    assert len(first[CACHE].layers) == len(model._tide.structure.layers)
+    longer = torch.cat([first.sequences, ids], dim=1)
+    second = model.generate(longer, **{CACHE: pickle.loads(pickle.dumps(copy.deepcopy(first[CACHE])))}, **OPTIONS)
+    assert torch.equal(second, model.generate(longer, **OPTIONS))
+    assert made[1].drafted
+    assert made[1].drafted == made[2].drafted
+
+
+def test_the_head_does_not_draft_where_its_state_does_not_fit(tiny_llama):
+    model, ids = tiny_llama(), prompts()["input_ids"]
+    TIDEModelForCausalLM.attach(model, draft_head_for(model))
+    layers = []
+    model._tide.make_drafter = lambda _, given, engine: (
+        layers.append(engine.head_layer) or HeadDrafter(given, engine, 2, 1)
+    )
+    cache = model.generate(ids, **OPTIONS, return_dict_in_generate=True)[CACHE]
+    cropped, repeated, others = copy.deepcopy(cache), copy.deepcopy(cache), copy.deepcopy(cache)
+    cropped.crop(4 - cropped.get_seq_length())
+    repeated.batch_repeat_interleave(2)
+    text = ids.repeat(1, 4)
+    model.generate(text, **{CACHE: cropped}, **OPTIONS)
+    model.generate(text.repeat(2, 1), **{CACHE: repeated}, **OPTIONS)
+    TIDEModelForCausalLM.attach(model, draft_head_for(model, seed=1))
+    model._tide.make_drafter = lambda _, given, engine: (
+        layers.append(engine.head_layer) or HeadDrafter(given, engine, 2, 1)
+    )
+    model.generate(text, **{CACHE: others}, **OPTIONS)
+    assert layers == [0, 0, None, None]
+
+
+def test_a_call_that_fails_leaves_no_state(tiny_llama):
+    class Fails(HeadDrafter):
+        def draft(self, rows, limits):
+            if self.rounds == 2:
+                raise KeyError
+            return super().draft(rows, limits)
+
+    model, batch = tiny_llama(), prompts(2)
+    TIDEModelForCausalLM.attach(model, draft_head_for(model))
+    model._tide.make_drafter = lambda _, given, engine: Fails(given, engine, 0, 2)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KeyError):
+        model.generate(**batch, **{CACHE: cache}, **OPTIONS)
+    assert len(cache.layers) == len(model._tide.structure.layers)
+    assert not [name for name in vars(cache) if "tide" in name]

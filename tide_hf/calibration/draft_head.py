@@ -1,0 +1,366 @@
+"""Train a draft head on whole documents, over several of its own steps.
+
+In a draft the head reads its own output instead of the base model's states, from the second token on. EAGLE-3 (arXiv
+2503.01840) therefore trains it over several steps: step k reads the outputs of step k - 1, attends to the K/V of the
+text up to the start of its draft, and to those of its own earlier steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from ..base_model.structure import DecoderStructure, output_device
+from ..base_model.unembed import Unembed
+from ..common.errors import UnsupportedModelError
+from ..routers.draft_head import DraftHead, rotate
+from ..routers.exit_points import logit_of
+from .block_head import mixed_precision
+from .documents import TokenBatch
+from .heads import FrequentUnembed, round_weights
+from .routers import area_under_curve, expected_calibration_error, platt_scaling
+from .states import StateBatch, StateStore, top_tokens
+
+STEPS = 3
+SINGLE_STEP = 0.2  # share of the training on the first step alone, which costs a third of the time
+STEP_WEIGHT = 0.8  # of each step's loss, relative to that of the step before
+MEASURED_STEPS = 5
+LEARNING_RATE, WARMUP_STEPS, FLOOR = 1.5e-3, 20, 0.03
+MAX_GRADIENT = 1.0
+EPOCHS = 12  # unless the time budget ends first
+TOKENS_PER_STEP = 1200  # padding included
+REGRESSION_BATCHES = 80
+HEAD_DIM = 64  # of heads for base models whose config names no attention heads
+RIDGE_PENALTY = 1e-2
+INITIAL_STD = 0.02
+SELF_ATTENTION = 2 / 3  # share of heads that attend to the token itself at first
+SELF_LOGIT = 12.0  # their initial logit for the token itself
+
+
+@dataclass(frozen=True)
+class TappedBatch(TokenBatch):
+    """Whole documents, right-padded, with the base model's states before the final norm."""
+
+    tapped: Tensor  # (rows, length, taps * D) at the tap layers
+    final: Tensor  # (rows, length, D) after the last layer
+
+
+def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_vocab_size: int) -> dict[str, Any]:
+    """The shape of a draft head for `model`: attention and MLP as in its layers, as far as its config names them.
+
+    It taps a low, a middle and the last hidden state.
+    """
+    config, size, layers = model.config.get_text_config(), structure.hidden_size, structure.num_layers
+    embedding = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    if embedding != size:
+        raise UnsupportedModelError(
+            f"a draft head cannot be made for {type(model).__name__}",
+            got=f"input embeddings of width {embedding}",
+            expected=f"the hidden size, {size}",
+            do="Pass exit_strategy='linear'.",
+        )
+    heads = getattr(config, "num_attention_heads", None) or max(1, size // HEAD_DIM)
+    return {
+        "hidden_size": size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,  # grouped ones would pass on too little of the embedding
+        "head_dim": max(2, size // heads // 2 * 2),
+        "draft_vocab_size": draft_vocab_size,
+        "tap_layers": sorted({min(2, layers), -(-layers // 2), layers}),
+        "target_hidden_size": size,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 8192,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "qk_norm", "norm_before_residual", "norm_before_fc"), False),
+        **dict.fromkeys(("fc_norm", "norm_output", "has_embedding"), False),
+    }
+
+
+class DraftHeadTrainer:
+    """Trains one draft head, in float32, in place; `tokens` (V,) are the ids of its vocabulary, ascending."""
+
+    def __init__(self, model: PreTrainedModel, unembed: Unembed, head: DraftHead, tokens: Tensor) -> None:
+        self.model, self.unembed, self.tokens = model, unembed, tokens
+        self.head: Any = head
+        self.embed, self.teacher = model.get_input_embeddings(), FrequentUnembed(unembed, tokens)
+
+    @torch.no_grad()
+    def start(self, batches: Iterable[TappedBatch]) -> None:
+        """Initialise the head as a ridge regression of the last hidden state on what it reads.
+
+        `fc` gets the coefficients of the tapped states. Those of the embedding, which only attention reads, become
+        values and outputs of heads that attend to the token itself: their queries equal their keys, by random
+        projections of the embedding, so that a token is most similar to itself. The MLP starts as zero.
+        """
+        head, attention, size = self.head, self._attention, self.head.config.hidden_size
+        for linear in (*attention.children(), *head.layers[0].mlp.children()):
+            if isinstance(linear, nn.Linear):
+                nn.init.normal_(linear.weight, std=INITIAL_STD)
+        attention.o_proj.weight.mul_(0.1)
+        head.layers[0].mlp.down_proj.weight.zero_()
+        solution = self._regression(batches)
+        head.fc.weight.copy_(solution[:, :-size])
+        own = round(SELF_ATTENTION * head.config.num_attention_heads) * head.config.head_dim
+        outputs, scales, inputs = torch.linalg.svd(solution[:, -size:])
+        own, scales = min(own, len(scales)), scales.sqrt()
+        std = (SELF_LOGIT / size) ** 0.5 * head.config.head_dim**-0.25
+        projection = std * torch.randn(own, size, device=solution.device)
+        for linear, weight in (
+            (attention.q_proj, projection),
+            (attention.k_proj, projection),
+            (attention.v_proj, scales[:own, None] * inputs[:own]),
+        ):
+            linear.weight[:own] = nn.functional.pad(weight, (0, size))  # the fused state is not read
+        attention.o_proj.weight[:, :own] = outputs[:, :own] * scales[:own]
+        output: Any = self.unembed.structure.head
+        scale = (self.unembed.factor or 1.0) / (self.unembed.divisor or 1.0)
+        head.lm_head.weight.copy_(scale * output.weight[self.tokens.to(output.weight.device)])
+        signs = 1.0 - 2.0 * (torch.arange(size, device=solution.device) % 2)  # of mean 0 and variance 1
+        head.norm.weight.copy_(self.unembed.normalize(signs.to(self.model.dtype)) * signs)
+        head.d2t.copy_(self.tokens - torch.arange(len(self.tokens)))
+
+    def _regression(self, batches: Iterable[TappedBatch]) -> Tensor:
+        """Coefficients (D, taps * D + D) of tapped states and embeddings for the next token's last hidden state."""
+        size = self.head.config.hidden_size
+        width = self.head.fc.weight.shape[1] + size
+        products = torch.zeros(width, width, dtype=torch.float64)
+        cross = torch.zeros(width, size, dtype=torch.float64)
+        for batch in batches:
+            seen = batch.attention_mask[:, 1:].bool().to(batch.final.device)
+            embeddings = self.head.layers[0].input_layernorm(self._embeddings(batch))
+            features = torch.cat([batch.tapped[:, :-1], embeddings], dim=-1)[seen]
+            targets = batch.final[:, 1:][seen]
+            weighted = features / targets.square().mean(dim=-1, keepdim=True).clamp_min(1e-12)
+            products += (weighted.T @ features).cpu().double()
+            cross += (weighted.T @ targets).cpu().double()
+        penalty = torch.diag(RIDGE_PENALTY * products.diagonal().clamp_min(1e-9))
+        return torch.linalg.solve(products + penalty, cross).T.float().to(self.head.fc.weight.device)
+
+    @property
+    def _attention(self) -> Any:
+        return self.head.layers[0].self_attn
+
+    def train(
+        self, batches: Callable[[], Iterable[TappedBatch]], num_batches: int, *, deadline: float = math.inf
+    ) -> Iterator[tuple[int, float]]:
+        """Train for `EPOCHS`, or until `deadline` (in `perf_counter` seconds).
+
+        Yields (steps so far, mean loss of the first step) of each epoch. The learning rate follows a cosine over the
+        steps or the time, whichever ends first.
+        """
+        optimizer = torch.optim.AdamW(self.head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.head.requires_grad_(True)
+        started, step = perf_counter(), 0
+        for _ in range(EPOCHS):
+            losses = []
+            for batch in batches():
+                spent = (perf_counter() - started) / (deadline - started) if deadline < math.inf else 0.0
+                progress = min(1.0, max(step / (EPOCHS * num_batches), spent))
+                cosine = FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+                optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * cosine
+                losses.append(self._step(batch, optimizer, 1 if progress < SINGLE_STEP else STEPS))
+                step += 1
+                if perf_counter() > deadline:
+                    break
+            yield step, sum(losses) / max(1, len(losses))
+            if perf_counter() > deadline:
+                break
+        self.head.requires_grad_(False)
+
+    def unroll(self, batch: TappedBatch, steps: int) -> list[Tensor]:
+        """The head's outputs, (rows, length - 1, D), at each of its steps.
+
+        Entry i of step k drafts the token after position i + 1 + k, having read the document's tokens up to there.
+        """
+        embeddings = self._embeddings(batch)
+        kv: list[tuple[Tensor, Tensor]] = []
+        state, outputs = self.head.fuse(batch.tapped[:, :-1]), []
+        for step in range(steps):
+            shifted = nn.functional.pad(embeddings[:, step:], (0, 0, 0, min(step, embeddings.shape[1])))
+            output = self._layer(shifted, state, step, kv)
+            outputs.append(output)
+            state = self.head.norm(output) if self.head.config.norm_output else output
+        return outputs
+
+    @torch.no_grad()
+    def _embeddings(self, batch: TappedBatch) -> Tensor:
+        """(rows, length - 1, D) input embeddings of all tokens but the first, float32."""
+        ids = batch.input_ids[:, 1:].to(next(self.embed.parameters()).device)
+        return self.embed(ids).to(batch.final.device, torch.float32)
+
+    def _layer(self, embeddings: Tensor, state: Tensor, step: int, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The head's layer on all positions at once, (rows, width, D) each; its K/V are appended to `kv`."""
+        head, layer, width = self.head, self.head.layers[0], state.shape[1]
+        attention: Any = layer.self_attn
+        inputs, residual = head.inputs(embeddings, state)
+        rope = head.rope(inputs, torch.arange(step, step + width, device=state.device)[None])
+        queries, keys = rotate(attention.queries(inputs), rope), rotate(attention.keys(inputs), rope)
+        kv.append((keys, attention.values(inputs)))
+        attended = _attend(queries, kv)
+        return head.after_attention(residual, attended)
+
+    def _step(self, batch: TappedBatch, optimizer: torch.optim.Optimizer, steps: int) -> float:
+        total: Any = 0.0
+        with torch.no_grad():
+            teacher = self.teacher(batch.final)
+        with mixed_precision(batch.final.device):
+            losses = []
+            for step, output in enumerate(self.unroll(batch, steps)):
+                counted = batch.counted[:, 1 + step :].to(output.device)
+                student = self.head.lm_head(self.head.norm(output[:, : counted.shape[1]][counted])).float()
+                target = teacher[:, 1 + step :][counted]
+                losses.append(nn.functional.kl_div(student.log_softmax(-1), target, log_target=True, reduction="sum"))
+                total = total + STEP_WEIGHT**step * losses[-1] / max(1, len(target))
+        optimizer.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT)
+        optimizer.step()
+        return float(losses[0].detach()) / max(1, int(batch.counted[:, 1:].sum()))
+
+
+def _attend(queries: Tensor, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention (rows, width, heads * head_dim) of the last step's queries (rows, heads, width, head_dim).
+
+    Each attends to the keys of the first step up to its position, and to its own of later steps.
+    """
+    rows, heads, width, size = queries.shape
+    (keys, values), own = kv[0], kv[1:]
+    if not own:
+        attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(2)
+    grouped = queries.view(rows, keys.shape[1], -1, width, size) * size**-0.5
+    scores = grouped @ keys[:, :, None].transpose(-1, -2)
+    scores = scores.float().masked_fill(torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1), -torch.inf)
+    later = [(grouped * found[:, :, None]).sum(dim=-1, keepdim=True).float() for found, _ in own]
+    weights = torch.cat([scores, *later], dim=-1).softmax(dim=-1).to(values.dtype)
+    attended = weights[..., :width] @ values[:, :, None]
+    for position, (_, found) in enumerate(own, start=width):
+        attended = attended + weights[..., position : position + 1] * found[:, :, None]
+    return attended.reshape(rows, heads, width, size).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class DraftHeadStage:
+    """The stage that trains and measures a draft head on stored states; `seed` determines the documents' order."""
+
+    trainer: DraftHeadTrainer
+    store: StateStore
+    seed: int
+
+    def make(self, deadline: float) -> dict[str, Any]:
+        """Train until `deadline` (in `perf_counter` seconds) at the latest; return facts about the training."""
+        head, seeds = self.trainer.head, itertools.count(self.seed)
+        self.trainer.start(itertools.islice(self._batches("fit", self.seed), REGRESSION_BATCHES))
+        num_batches = sum(1 for _ in self._batches("fit", self.seed))
+        trained = list(self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, deadline=deadline))
+        round_weights(head)
+        log_probabilities, agrees = self._scored("tune")
+        with torch.no_grad():
+            head.confidence.copy_(torch.tensor(platt_scaling(logit_of(log_probabilities), agrees)).bfloat16())
+        steps, loss = trained[-1]
+        return {"epochs": len(trained), "steps": steps, "stopped": steps < EPOCHS * num_batches, "loss": loss}
+
+    @torch.no_grad()
+    def figures(self) -> dict[str, Any]:
+        """Measure the head and its confidence on the certify split, ready for JSON."""
+        log_probabilities, agrees = self._scored("certify")
+        scores = self.trainer.head.score(log_probabilities).cpu()
+        return {
+            "layer": 0,
+            "agreement": float(agrees.double().mean()),
+            "agreement_by_step": self._by_step("certify"),
+            "confidence_auc": area_under_curve(scores, agrees),
+            "expected_calibration_error": expected_calibration_error(scores, agrees),
+            "parameters": sum(parameter.numel() for parameter in self.trainer.head.parameters()),
+        }
+
+    @torch.no_grad()
+    def _scored(self, split: str) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (N,) of first drafts at counted positions, and whether each is the full model's token."""
+        found, agrees = [], []
+        for batch in self._batches(split):
+            (output,) = self.trainer.unroll(batch, 1)
+            counted = batch.counted[:, 1:].to(output.device)
+            logits = self.trainer.head.lm_head(self.trainer.head.norm(output[counted])).log_softmax(dim=-1)
+            best, drafted = logits.max(dim=-1)
+            top = self._top_tokens(batch)[:, 1:][counted]
+            found.append(best.cpu())
+            agrees.append((self.trainer.tokens.to(top.device)[drafted] == top).cpu())
+        return torch.cat(found), torch.cat(agrees)
+
+    def _by_step(self, split: str) -> list[float]:
+        """For each step of a draft, how often it agrees where all steps before did and the text went on with them."""
+        right, tried = [0] * MEASURED_STEPS, [0] * MEASURED_STEPS
+        for batch in self._batches(split):
+            top = self._top_tokens(batch)
+            ids, alive = batch.input_ids.to(top.device), batch.counted.to(top.device)[:, 1:]
+            for step, output in enumerate(self.trainer.unroll(batch, MEASURED_STEPS)):
+                logits = self.trainer.head.lm_head(self.trainer.head.norm(output))
+                drafted = self.trainer.tokens.to(top.device)[logits.argmax(dim=-1)]
+                width = top.shape[1] - 1 - step
+                alive = alive[:, :width] & batch.counted.to(top.device)[:, 1 + step :]
+                agrees = drafted[:, :width] == top[:, 1 + step :]
+                tried[step] += int(alive.sum())
+                right[step] += int((alive & agrees).sum())
+                alive = (alive & agrees)[:, : width - 1] & (ids[:, 2 + step :] == top[:, 1 + step : -1])
+        return [hits / max(1, count) for hits, count in zip(right, tried, strict=True)]
+
+    def _top_tokens(self, batch: TappedBatch) -> Tensor:
+        """(rows, length) the full model's token after each position."""
+        dtype = self.trainer.model.dtype
+        return torch.stack([top_tokens(self.trainer.unembed, row.to(dtype)) for row in batch.final])
+
+    def _batches(self, split: str, seed: int | None = None) -> Iterator[TappedBatch]:
+        """Whole documents, as many as `TOKENS_PER_STEP` allows; shuffled if there is a seed."""
+        device, taps = output_device(self.trainer.unembed.structure), self.trainer.head.config.tap_layers
+        shards = self.store.shards(split)
+        if seed is not None:
+            random.Random(seed).shuffle(shards)
+        for shard in shards:
+            stored = [layer for layer in taps if layer < self.trainer.unembed.structure.num_layers]
+            whole = self.store.read(shard, stored).to(device, torch.float32)
+            rows = [(whole.document_ids == document).nonzero()[:, 0] for document in whole.document_ids.unique()]
+            rows.sort(key=len)
+            groups = _grouped(rows)
+            if seed is not None:
+                random.Random(seed + shard.number).shuffle(groups)
+            yield from (_padded(whole, group, taps) for group in groups)
+
+
+def _grouped(rows: list[Tensor]) -> list[list[Tensor]]:
+    """Group documents, ascending in length, so that no padded group exceeds `TOKENS_PER_STEP`."""
+    groups: list[list[Tensor]] = []
+    for row in rows:
+        if groups and (len(groups[-1]) + 1) * len(row) <= TOKENS_PER_STEP:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _padded(whole: StateBatch, rows: list[Tensor], taps: tuple[int, ...]) -> TappedBatch:
+    """Right-pad the documents at positions `rows` of `whole` into a batch."""
+
+    def padded(tensor: Tensor) -> Tensor:
+        return nn.utils.rnn.pad_sequence([tensor[row] for row in rows], batch_first=True)
+
+    tapped = [whole.hidden_states.get(layer, whole.final_states) for layer in taps]
+    return TappedBatch(
+        input_ids=padded(whole.tokens),
+        attention_mask=padded(torch.ones_like(whole.tokens)),
+        counted=padded(whole.counted),
+        tapped=torch.cat([padded(state) for state in tapped], dim=-1),
+        final=padded(whole.final_states),
+    )

@@ -1,0 +1,256 @@
+"""The draft head in one self-speculative call: the tapped hidden states that it reads, and its K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..base_model.structure import DecoderStructure
+from ..routers.draft_head import DraftHead
+from ..routers.routers import TIDERouters
+from .gates import LayerGate, LayerRun, input_state, on_device
+from .kv_cache import crop
+
+STATE_ATTRIBUTE = "_tide_draft_head"  # of a returned cache, holding a `HeadState`
+MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not filled yet
+
+
+@dataclass
+class HeadState:
+    """The head's state on a returned cache, with which a call that continues from it can draft."""
+
+    identity: str  # of the draft head
+    kv: DynamicLayer  # its K/V
+    prev_hidden_state: Tensor | None  # as in `HeadRun`
+
+
+def head_state_of(cache: Any, identity: str) -> HeadState | None:
+    """Detach the head's state from a cache; an empty one for an empty cache, `None` where it does not fit."""
+    state = vars(cache).pop(STATE_ATTRIBUTE, None)
+    length = cache.get_seq_length()
+    if length == 0:
+        return HeadState(identity, DynamicLayer(), None)
+    if state is None or state.identity != identity or len(state.kv.keys) != len(cache.layers[0].keys):
+        return None
+    surplus = state.kv.get_seq_length() - length
+    if surplus < 0:  # tokens were added without the head
+        return None
+    if surplus > 0:  # the cache was cropped, so the fused state of its last token is unknown
+        crop(state.kv, surplus)
+        state.prev_hidden_state = None
+    return state
+
+
+@dataclass
+class _Pass:
+    """Tokens of a full-depth pass whose K/V of the head are not filled yet."""
+
+    embeddings: Tensor  # (rows, width, D) of its tokens
+    tapped: Tensor  # (rows, width, taps * D)
+
+
+class HeadRun(LayerRun):
+    """Full-depth passes that also collect the tapped hidden states, from which the head's K/V are filled.
+
+    In a batch, the K/V are one more layer of the call's cache, filled after each pass, so that cropping, compaction and
+    row selection apply to them as to the base model's layers. For a single row they are filled when the head drafts: a
+    head that never drafts costs nothing.
+
+    Args:
+        structure: Of the base model.
+        cache: The call's cache.
+        head: The draft head.
+        embed: The base model's input embedding.
+        state: The head's state after the cached tokens.
+        is_lazy: Whether the call has a single row.
+    """
+
+    exit_layer = 0  # no layer of the base model runs before the head drafts
+
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        cache: Any,
+        head: DraftHead,
+        embed: Callable[[Tensor], Tensor],
+        state: HeadState,
+        *,
+        is_lazy: bool,
+    ) -> None:
+        super().__init__(structure, cache)
+        self.head, self.embed, self.is_lazy = head, embed, is_lazy
+        self.kv, self.prev_hidden_state = (
+            state.kv,
+            state.prev_hidden_state,
+        )  # (rows, 1, D) fused state of the last cached token
+        self.mask: Tensor | None = None  # (rows, slots) of the current pass's tokens and those before; `None` for ones
+        self._embeddings: Tensor | None = None  # (rows, width, D) of the current pass
+        self._tapped: dict[int, Tensor] = {}
+        self._pending: list[_Pass] = []
+        self.last_hidden_states: Tensor | None = None  # (rows, width, D) fused states of the last pass
+        self.draft_hidden_state: Tensor | None = None  # the head's own output, after a drafted token
+        if not is_lazy and len(cache.layers) == structure.num_layers:
+            cache.layers.append(self.kv)
+
+    def starts(self, kwargs: dict[str, Any]) -> None:
+        """Take the embeddings and the mask from the model's arguments at the start of a pass."""
+        embeddings, self.mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+        self._embeddings = self._embed(kwargs["input_ids"]) if embeddings is None else embeddings
+
+    @contextmanager
+    def prefilling(self, cache: Any) -> Iterator[None]:
+        """As [`LayerRun.prefilling`]; these rows have no previous token."""
+        own, self.kv, self.prev_hidden_state = self.kv, cache.layers[self.num_layers], None
+        try:
+            with super().prefilling(cache):
+                yield
+        finally:
+            self.kv = own
+
+    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute the layer; collect the hidden states at the tap layers."""
+        if gate.layer_idx == 0 and 0 in self.head.config.tap_layers:
+            self._tapped[0] = input_state(args, kwargs)
+        output = self.execute(gate, args, kwargs)
+        if gate.layer_idx + 1 in self.head.config.tap_layers:
+            self._tapped[gate.layer_idx + 1] = gate.state_of(output)
+        if gate.layer_idx == self.num_layers - 1:
+            self._observe()
+        return output
+
+    @property
+    def num_pending(self) -> int:
+        """Passes whose K/V the head has yet to fill."""
+        return len(self._pending)
+
+    def commit(self, accepted: list[int]) -> None:
+        """After a verify pass, continue from the first `accepted[row]` of its tokens."""
+        self.draft_hidden_state = None
+        if self.is_lazy:
+            last = self._pending[-1]
+            last.embeddings, last.tapped = last.embeddings[:, : accepted[0]], last.tapped[:, : accepted[0]]
+            if sum(one.embeddings.shape[1] for one in self._pending) > MAX_PENDING_TOKENS:
+                self._fill()
+        elif self.last_hidden_states is not None:
+            self.continue_from(self.last_hidden_states, accepted)
+
+    def continue_from(self, last_hidden_states: Tensor, accepted: list[int]) -> None:
+        """Continue from the first `accepted[row]` tokens of a pass with these fused states, (rows, width, D)."""
+        rows = torch.arange(len(accepted), device=last_hidden_states.device)
+        last = torch.tensor(accepted, device=last_hidden_states.device) - 1
+        self.prev_hidden_state = last_hidden_states[rows, last.clamp(min=0)][:, None]
+
+    def select(self, index: Tensor) -> None:
+        """Drop all rows but these."""
+        if self.prev_hidden_state is not None:
+            self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
+
+    def draft(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draft one token for each row.
+
+        Args:
+            tokens: (rows, 1), each row's last token, or the one drafted before.
+            mask: (rows, slots) of the cached tokens and these; `None` for ones.
+
+        Returns:
+            The drafted tokens (rows), and the probabilities (rows) that the base model agrees.
+        """
+        self._fill()
+        fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
+        embeddings = self._embed(tokens)
+        fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings.device)
+        slots, device = self._next_slots(1), embeddings.device
+        positions, attended = positions_of(mask, slots).to(device), attended_slots(mask, slots).to(device)
+        state = self.head(embeddings, fused, positions, self.kv, attended)
+        top, scores, self.draft_hidden_state = self.head.draft(state)
+        return top, scores
+
+    def rollback(self, num_tokens: int) -> None:
+        """Remove the K/V of the last `num_tokens` draft tokens."""
+        crop(self.kv, num_tokens)
+        self.draft_hidden_state = None
+
+    def remember(self) -> None:
+        """Store the head's state on the returned cache, for a call that continues from it."""
+        self._fill()
+        kv = self.kv if self.is_lazy else self.cache.layers[self.num_layers]
+        setattr(self.cache, STATE_ATTRIBUTE, HeadState(self.head.identity, kv, self.prev_hidden_state))
+
+    def finish(self) -> None:
+        """Remove the head's layer from the cache."""
+        del self.cache.layers[self.num_layers :]
+
+    def _observe(self) -> None:
+        """Take in the states of a pass."""
+        tapped = [self._tapped.pop(layer) for layer in self.head.config.tap_layers]
+        embeddings, self._embeddings = self._embeddings, None
+        assert embeddings is not None  # set by `starts`
+        self._pending.append(_Pass(embeddings, torch.cat([state.to(tapped[-1].device) for state in tapped], dim=-1)))
+        if not self.is_lazy:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Fill the K/V of pending tokens."""
+        if not self._pending:
+            return
+        embeddings = torch.cat([one.embeddings for one in self._pending], dim=1)
+        tapped = torch.cat([one.tapped for one in self._pending], dim=1)
+        self._pending.clear()
+        fused = on_device(self.head, tapped).fuse(tapped)
+        before = self.prev_hidden_state if self.prev_hidden_state is not None else torch.zeros_like(fused[:, :1])
+        previous = torch.cat([before.to(fused.device), fused[:, :-1]], dim=1)
+        width, embeddings = embeddings.shape[1], embeddings.to(fused.device, fused.dtype)
+        positions = positions_of(self.mask, self._next_slots(width)).to(fused.device)
+        self.head.store(embeddings, previous, positions, self.kv)
+        self.last_hidden_states, self.prev_hidden_state = fused, fused[:, -1:]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """(rows, width, D) embeddings of tokens, by the head's own table or the base model's."""
+        own, weight = self.head.embed_tokens, self.head.norm.weight
+        table = self.embed if own is None else own
+        return table(tokens).to(weight.device, weight.dtype)
+
+    def _next_slots(self, width: int) -> Tensor:
+        """(width,) slots of the next tokens in the head's K/V."""
+        if isinstance(self.kv, DynamicLayer):
+            return torch.arange(width, device=self.head.norm.weight.device) + self.kv.get_seq_length()
+        return self.kv.position.slots  # of a static cache
+
+
+def positions_of(mask: Tensor | None, slots: Tensor) -> Tensor:
+    """(rows or 1, width) positions of the tokens in `slots` (width,): how many tokens are before each."""
+    if mask is None:
+        return slots[None]
+    return (mask.cumsum(dim=1)[:, slots.to(mask.device)] - 1).clamp(min=0)
+
+
+def attended_slots(mask: Tensor | None, slots: Tensor) -> Tensor:
+    """(rows or 1, slots) mask of the tokens that the token in the last of `slots` attends to.
+
+    It leaves out each row's first token, which has no state of a token before.
+    """
+    if mask is None:
+        return torch.arange(int(slots[-1]) + 1, device=slots.device)[None] > 0
+    all_slots = torch.arange(mask.shape[1], device=mask.device)
+    return mask.bool() & (mask.cumsum(dim=1) > 1) & (all_slots <= slots[-1].to(mask.device))
+
+
+def head_run(
+    structure: DecoderStructure, cache: Any, routers: TIDERouters | None, embed: Any, *, is_lazy: bool
+) -> HeadRun | None:
+    """Make the run of a call in which the draft head may draft; `None` without one, or its K/V of the cached tokens."""
+    head = routers.draft_head if routers is not None else None
+    if head is None or type(cache) is not DynamicCache:
+        return None
+    if cache.offloading or len(cache.layers) != structure.num_layers:
+        return None
+    state = head_state_of(cache, head.identity)
+    if state is None:
+        return None
+    return HeadRun(structure, cache, head, embed, state, is_lazy=is_lazy)

@@ -1,0 +1,233 @@
+"""The draft head: one decoder layer of its own, in the shape of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+
+For the token after position i it reads the embedding of token i + 1, and the fused hidden state of token i: a linear
+map of the base model's hidden states at a few layers (`tap_layers`). While it drafts on, its own output stands in for
+the fused state. It has its own K/V, needs no layer of the base model to run, and takes nothing from the base model's
+layer class, so every family can have one. Parameters are named as in the format of the `speculators` package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicLayer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from .exit_points import logit_of
+
+
+@dataclass(frozen=True)
+class DraftHeadConfig:
+    """Shape of a draft head; `rope_parameters` are as in transformers' `LlamaConfig`."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    tap_layers: tuple[int, ...]  # layers executed before each hidden state that is fused; 0 is the embedding
+    target_hidden_size: int  # of the base model
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # of queries and keys, as in Qwen3
+    norm_before_residual: bool = False  # whether the residual branch starts from the normalised fused state
+    norm_before_fc: bool = False  # one norm of all tapped states together
+    fc_norm: bool = False  # one norm for each tapped state
+    norm_output: bool = False  # whether the head continues from its normalised output
+    has_embedding: bool = False  # its own, instead of the base model's
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "tap_layers": list(self.tap_layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DraftHeadConfig:
+        """The config that `to_dict` gave; its values have been checked by `config.check_draft_head`."""
+        return cls(**{**values, "tap_layers": tuple(values["tap_layers"])})
+
+    @property
+    def layer_config(self) -> LlamaConfig:
+        """For transformers' rotary embedding."""
+        names = ("hidden_size", "num_attention_heads", "head_dim", "rope_parameters", "max_position_embeddings")
+        return LlamaConfig(**{name: getattr(self, name) for name in names})
+
+
+class _Attention(nn.Module):
+    """Attention of the head, whose projections read embedding and fused state side by side."""
+
+    def __init__(self, config: DraftHeadConfig) -> None:
+        super().__init__()
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        width, bias = 2 * config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.head_dim = config.head_dim
+
+    def queries(self, inputs: Tensor) -> Tensor:
+        """(rows, width, 2 D) -> (rows, heads, width, head_dim), before the rotary embedding."""
+        return self._heads(self.q_proj(inputs), self.q_norm)
+
+    def keys(self, inputs: Tensor) -> Tensor:
+        """(rows, width, 2 D) -> (rows, K/V heads, width, head_dim), before the rotary embedding."""
+        return self._heads(self.k_proj(inputs), self.k_norm)
+
+    def values(self, inputs: Tensor) -> Tensor:
+        """(rows, width, 2 D) -> (rows, K/V heads, width, head_dim)."""
+        return self._heads(self.v_proj(inputs), None)
+
+    def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DraftHeadConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(size, width, bias=bias)
+        self.up_proj = nn.Linear(size, width, bias=bias)
+        self.down_proj = nn.Linear(width, size, bias=bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, state: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(state)) * self.up_proj(state))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DraftHeadConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+        self.input_layernorm, self.hidden_norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+
+
+class DraftHead(nn.Module):
+    """The head, and what calibrates its confidence.
+
+    Attributes:
+        d2t: (draft_vocab_size,) what to add to an index of the draft vocabulary for the token id, int64.
+        confidence: Scale and shift of the logit of a drafted token's probability (Platt scaling).
+        identity: Shared by copies, which have the same weights.
+    """
+
+    d2t: Tensor
+    rotary: LlamaRotaryEmbedding | None
+
+    def __init__(self, config: DraftHeadConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
+        fused, count = len(config.tap_layers) * config.target_hidden_size, len(config.tap_layers)
+        self.fc = nn.Linear(fused, size, bias=False)
+        self.input_norm = LlamaRMSNorm(fused, eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(count if config.fc_norm else 0)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.layers = nn.ModuleList([_Layer(config)])
+        self.norm = LlamaRMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(vocab_size, size) if config.has_embedding else None
+        # Its buffer is no part of the module, which may be cast to a dtype with too few digits for positions.
+        self.__dict__["rotary"] = None
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))
+        self.identity = uuid4().hex
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """Fuse the hidden states at the tap layers, (..., taps * target_hidden_size), to (..., D)."""
+        if self.input_norm is not None:
+            tapped = self.input_norm(tapped)
+        if self.fc_norm is not None:
+            parts = tapped.chunk(len(self.fc_norm), dim=-1)
+            tapped = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(tapped)
+
+    def store(self, embeddings: Tensor, fused: Tensor, positions: Tensor, kv: DynamicLayer) -> None:
+        """Store the K/V of tokens.
+
+        Args:
+            embeddings: (rows, width, D) of the tokens.
+            fused: (rows, width, D) fused states of the tokens before them.
+            positions: (rows or 1, width) of the tokens, int64.
+            kv: The head's K/V, to which those of the tokens are appended.
+        """
+        inputs, _ = self.inputs(embeddings, fused)
+        self._store(inputs, self.rope(inputs, positions), kv)
+
+    def forward(
+        self, embeddings: Tensor, fused: Tensor, positions: Tensor, kv: DynamicLayer, mask: Tensor | None
+    ) -> Tensor:
+        """Run the head on one token for each row, and store its K/V.
+
+        Args are as for [`store`] with a width of 1; `mask` (rows, slots) is true at the slots that are attended to,
+        the new one included; `None` for all. Returns its output (rows, 1, D), before its norm.
+        """
+        layer: Any = self.layers[0]
+        inputs, residual = self.inputs(embeddings, fused)
+        rope = self.rope(inputs, positions)
+        keys, values = self._store(inputs, rope, kv)
+        queries = rotate(layer.self_attn.queries(inputs), rope)
+        mask = None if mask is None else mask[:, None, None]
+        attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return self.after_attention(residual, attended.transpose(1, 2).flatten(2))
+
+    def after_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer, after attention (rows, width, heads * head_dim); returns (rows, width, D)."""
+        layer: Any = self.layers[0]
+        state = residual + layer.self_attn.o_proj(attended)
+        return state + layer.mlp(layer.post_attention_layernorm(state))
+
+    def draft(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Read the drafted token from the head's output (rows, 1, D).
+
+        Returns the token ids (rows), their probability that the base model agrees (rows), and the state that the head
+        continues from, (rows, 1, D).
+        """
+        normalised = self.norm(state)
+        logits = self.lm_head(normalised[:, -1]).float()
+        best, top = logits.max(dim=-1)
+        tokens = top + self.d2t.to(top.device)[top]
+        return tokens, self.score(best - logits.logsumexp(dim=-1)), normalised if self.config.norm_output else state
+
+    def score(self, log_probabilities: Tensor) -> Tensor:
+        """(...) log-probabilities of drafted tokens -> (...) probabilities that the base model agrees."""
+        scale, shift = self.confidence.float()
+        return torch.sigmoid(scale * logit_of(log_probabilities) + shift)
+
+    def inputs(self, embeddings: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads, (rows, width, 2 D), and where the residual branch starts, (rows, width, D)."""
+        layer: Any = self.layers[0]
+        normalised = layer.hidden_norm(fused)
+        inputs = torch.cat([layer.input_layernorm(embeddings), normalised], dim=-1)
+        return inputs, normalised if self.config.norm_before_residual else fused
+
+    def rope(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotary embedding (cosines, sines) of positions (rows or 1, width), in the dtype of `inputs`."""
+        rotary: Any = self.rotary
+        if rotary is None or rotary.inv_freq.device != inputs.device:
+            rotary = self.__dict__["rotary"] = LlamaRotaryEmbedding(self.config.layer_config).to(inputs.device)
+        return rotary(inputs, positions)
+
+    def _store(self, inputs: Tensor, rope: tuple[Tensor, Tensor], kv: DynamicLayer) -> tuple[Tensor, Tensor]:
+        attention: Any = self.layers[0].self_attn
+        return kv.update(rotate(attention.keys(inputs), rope), attention.values(inputs))
+
+
+def rotate(heads: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply a rotary embedding to heads (rows, heads, width, head_dim)."""
+    return apply_rotary_pos_emb(heads, heads, *rope)[0]
