@@ -6,14 +6,16 @@ import pytest
 import torch
 from families import tiny_model
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
+from tide_hf.base_model.structure import CACHE
 from tide_hf.calibration.text import (
     LONGEST_OWN_PROMPT,
     TOP_K,
     TopKSampling,
     continue_prompts,
     find_user_turn,
+    growing_cache,
     load_documents,
     plan_writing,
     write_documents,
@@ -48,6 +50,25 @@ def test_continuations_are_those_of_generate(tiny_llama):
     assert ended == [row[: row.index(*ends)] if ends & set(row) else row for row in rows]
     # a padding token that the tokenizer has and the model has not
     assert continue_prompts(model, PROMPTS, 6, temperature=None, ends=ends, pad=model.config.vocab_size) == ended
+
+
+@pytest.mark.parametrize(("family", "grows"), [("llama", True), ("gemma3", False), ("mamba", False)])
+def test_k_v_are_appended_in_place_where_a_cache_keeps_all_of_them(family, grows, monkeypatch):
+    model = tiny_model(family)
+    cache = growing_cache(model)
+    assert (cache is not None) == grows
+    if cache is None:
+        return
+    monkeypatch.setattr("tide_hf.calibration.text.SPARE_SLOTS", 4)
+    ids, usual = torch.tensor([[5, 6, 7], [8, 9, 10]]), DynamicCache(config=model.config)
+    addresses = []
+    for _ in range(12):
+        with torch.no_grad():
+            logits, expected = (model(ids, **{CACHE: one}).logits[:, -1] for one in (cache, usual))
+        assert torch.equal(logits, expected)
+        ids = logits.argmax(dim=-1, keepdim=True)
+        addresses.append(cache.layers[0].keys.data_ptr())
+    assert len(set(addresses)) == 3  # of 12 steps; each growth has room for 4 more
 
 
 @pytest.mark.parametrize("in_peft", [False, True])
