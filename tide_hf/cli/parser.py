@@ -299,6 +299,13 @@ def _push(parser: argparse.ArgumentParser) -> None:
         "--commit-message", default=argparse.SUPPRESS, metavar="TEXT", help="(default: what is uploaded)"
     )
     parser.add_argument(
+        "--format",
+        choices=("tide", "speculators"),
+        default="tide",
+        help="'speculators' uploads the draft head alone, as the speculators package writes one; 'tide' (the default) "
+        "uploads all parts, and vLLM loads the draft head from there as well",
+    )
+    parser.add_argument(
         "--custom-generate",
         action="store_true",
         help="FOLDER holds, instead of routers, the generate.py, README.md and requirements.txt of a repository for "

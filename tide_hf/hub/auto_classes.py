@@ -15,10 +15,22 @@ from transformers import PreTrainedConfig
 import tide_hf
 
 from ..common.errors import ConfigurationError
-from ..routers.config import FOR_BOTH, TIDEConfig, bad_file
+from ..routers.config import FOR_BOTH, TIDEConfig, bad_file, holds_routers
+from ..routers.files import SPECULATORS
 
 # Arguments of `from_pretrained` that concern the routers' repository only, or that transformers' auto class adds.
 OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
+
+
+class ServedConfig(TIDEConfig):
+    """Registered with `AutoConfig` for the `model_type` of routers whose draft head vLLM loads; reads `TIDEConfig`."""
+
+    model_type = SPECULATORS
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """`TIDEConfig.from_dict`, which refuses the config of a draft head alone."""
+        return TIDEConfig.from_dict(config_dict, **kwargs)
 
 
 class TIDEAutoModel:
@@ -84,7 +96,7 @@ def base_of(name_or_path: str | os.PathLike[str], config: TIDEConfig, **hub_kwar
         except HFValidationError as error:
             raise _no_base(name_or_path, f"base_model_name_or_path={base!r}") from error
     found, _ = PreTrainedConfig.get_config_dict(base, revision=config.base_model_revision, **hub_kwargs)
-    if found.get("model_type") == TIDEConfig.model_type:
+    if holds_routers(found):
         raise _no_base(name_or_path, f"base_model_name_or_path={base!r}, which holds routers itself")
     return base
 
@@ -98,11 +110,11 @@ def _no_base(name_or_path: str | os.PathLike[str], got: str) -> ConfigurationErr
     )
 
 
-# The key and class to register with each of transformers' auto classes.
-REGISTERED: dict[str, tuple[Any, type]] = {
-    "AutoConfig": (TIDEConfig.model_type, TIDEConfig),
-    "AutoModelForCausalLM": (TIDEConfig, TIDEAutoModel),
-    "AutoTokenizer": (TIDEConfig, TIDEAutoTokenizer),
+# The keys and classes to register with each of transformers' auto classes.
+REGISTERED: dict[str, dict[Any, type]] = {
+    "AutoConfig": {TIDEConfig.model_type: TIDEConfig, ServedConfig.model_type: ServedConfig},
+    "AutoModelForCausalLM": {TIDEConfig: TIDEAutoModel},
+    "AutoTokenizer": {TIDEConfig: TIDEAutoTokenizer},
 }
 
 

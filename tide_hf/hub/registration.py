@@ -34,8 +34,8 @@ def register_with_transformers() -> None:
 
 def _register(module: str) -> None:
     name = AUTO_CLASSES[module]
-    key, registered = import_module(".auto_classes", __package__).REGISTERED[name]
-    getattr(sys.modules[module], name).register(key, registered, exist_ok=True)
+    for key, registered in import_module(".auto_classes", __package__).REGISTERED[name].items():
+        getattr(sys.modules[module], name).register(key, registered, exist_ok=True)
 
 
 class _Finder:

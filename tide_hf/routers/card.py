@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 
 from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
 from ..common.errors import ConfigurationError, MissingPackageError
-from .config import NEVER_EXIT
+from .config import NEVER_EXIT, TIDEConfig
+from .speculators import vllm_command
 from .tables import describe_threshold, rows_by_layer, tables_of
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
+HEAD_TEMPLATE = Path(__file__).parent / "head_card_template.md"
 MARKUP = re.compile(r'[<>`"\[\]\\]')
 MAX_CURVES = 8  # more curves would not have distinguishable colours
 
@@ -57,6 +59,24 @@ def write_model_card(
     return file
 
 
+def write_head_card(
+    config: TIDEConfig, folder: str | os.PathLike[str], *, repo_id: str, license: str | None = None
+) -> None:
+    """Write `README.md` for the draft head of routers alone; `repo_id` and `license` are as for `write_model_card`."""
+    base = config.base_model_name_or_path
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="adapter",
+        library_name="speculators",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "eagle3", "tide"],
+        model_name=repo_id.rpartition("/")[2],
+    )
+    values = {"base": base, "repo_id": repo_id, "vllm": _vllm(config, repo_id)}
+    ModelCard.from_template(data, template_path=str(HEAD_TEMPLATE), **values).save(Path(folder) / "README.md")
+
+
 def _render(
     routers: PreTrainedModel, record: dict[str, Any], repo_id: str, license: str | None, folder: Path
 ) -> ModelCard:
@@ -79,6 +99,7 @@ def _render(
     values = {
         "base": _without_markup(base) or "the base model",
         "repo_id": _without_markup(repo_id),
+        "vllm": _vllm(routers.config, repo_id) if routers.config.draft_head else None,
         "command": command,
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "tables": tables_of(record, routers.config.num_hidden_layers),
@@ -87,6 +108,11 @@ def _render(
         "threshold_rows": _sampled(record["threshold"]["table"]),
     }
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
+
+
+def _vllm(config: TIDEConfig, repo_id: str) -> str:
+    base = _without_markup(config.base_model_name_or_path) or "BASE"
+    return vllm_command(base, config.base_model_revision, _without_markup(repo_id))
 
 
 def _without_markup(value: Any) -> Any:

@@ -40,6 +40,8 @@ class TIDEConfig(PreTrainedConfig):
         base_model_revision (`str`, *optional*): Revision of the base model.
         unembed_hash (`str`, *optional*): Fingerprint of the base model's head (see [`unembed.unembed_hash`]).
         weights_sha256 (`str`, *optional*): SHA-256 of the weights file that was saved with this config.
+        others_sha256 (`str`, *optional*): SHA-256 of a second weights file, and its name in `tide/`: it holds all but
+            the draft head, for which there is then the first (see [`files.write_routers`]).
         hidden_size (`int`): Width of the base model's hidden states.
         num_hidden_layers (`int`): Number of decoder layers of the base model.
         vocab_size (`int`): Rows of the base model's head.
@@ -72,6 +74,7 @@ class TIDEConfig(PreTrainedConfig):
     base_model_revision: str | None = None
     unembed_hash: str | None = None
     weights_sha256: str | None = None
+    others_sha256: str | None = None
     hidden_size: int = 0
     num_hidden_layers: int = 0
     vocab_size: int = 0
@@ -139,9 +142,13 @@ class TIDEConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build a config from the content of a `config.json`; `kwargs` are as in `PreTrainedConfig.from_dict`.
 
+        Where vLLM loads the draft head from the same file, the fields are those of the object `tide` in it.
+
         Raises:
             ConfigurationError: A field is unknown, has the wrong type or an impossible value.
         """
+        if holds_routers(config_dict):
+            config_dict = config_dict.get(cls.model_type, config_dict)
         if not isinstance(config_dict, dict):
             raise bad_config(short(config_dict))
         known, defaults = {*TIDEConfig.__annotations__, *INHERITED_FIELDS}, PreTrainedConfig().to_dict()
@@ -155,6 +162,12 @@ class TIDEConfig(PreTrainedConfig):
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
             raise bad_config(short(str(error))) from error
+
+
+def holds_routers(config: Any) -> bool:
+    """Whether the content of a `config.json` is that of routers, also where vLLM loads their draft head from it."""
+    own = TIDEConfig.model_type
+    return isinstance(config, dict) and (config.get("model_type") == own or own in config)
 
 
 def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[Any, str | None]:
@@ -338,6 +351,7 @@ RULES: dict[str, tuple[Check, str]] = {
     "base_model_revision": (_matches(r"(?!.*\.\.)\w[\w./+-]{0,254}"), "a commit, branch or tag"),
     "unembed_hash": HASH,
     "weights_sha256": HASH,
+    "others_sha256": HASH,
     "architectures": _one_of(None, ["TIDERouters"]),
     "dtype": _one_of(None, "float64", "float32", "bfloat16", "float16"),
     "model_type": _one_of("tide"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,37 +10,28 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..base_model.structure import DecoderStructure, find_structure
 from ..base_model.wrappers import base_inside
-from ..common.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, first_line, quoted, short
-from .config import TIDEConfig, find_file, read_config
+from ..common.errors import BaseModelMismatchError, RoutersFileError, first_line, quoted, short
+from .config import find_file, holds_routers, read_config
 from .draft_head import DraftHead, DraftHeadConfig
-from .files import DAMAGE, translated_errors, write_files
+from .files import DAMAGE, translated_errors
 from .routers import TIDERouters
+from .speculators import FLAGS, LAYER_FIELDS, TAPS
 
 LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-LAYER_FIELDS: tuple[str, ...] = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-LAYER_FIELDS += ("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings")
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-TAPS = "eagle_aux_hidden_state_layer_ids"
 # Tensors that a head does without: `t2d` follows from `d2t`, the others belong to the base model.
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 def is_foreign(config: Any) -> bool:
     """Whether a `config.json` is that of a draft head in another format."""
-    if not isinstance(config, dict) or config.get("model_type") == TIDEConfig.model_type:
+    if not isinstance(config, dict) or holds_routers(config):
         return False
     return "speculators_model_type" in config or _names_eagle3(config)
 
@@ -194,52 +184,3 @@ def _read_tensors(name_or_path: str | os.PathLike[str], **where: Any) -> dict[st
         return {str(name): tensor.contiguous() for name, tensor in tensors.items()}
     except DAMAGE as error:
         raise ValueError(f"{WEIGHTS_NAME}: {type(error).__name__}: {first_line(error)}") from error
-
-
-def write_speculators(routers: TIDERouters, folder: str | os.PathLike[str], num_draft_tokens: int = 3) -> None:
-    """Write the draft head of `routers` in the format of the `speculators` package, which vLLM serves.
-
-    Args:
-        routers: Routers with a draft head.
-        folder: Folder for `config.json` and `model.safetensors`; made where it does not exist.
-        num_draft_tokens: Draft tokens per pass that the config suggests to vLLM.
-
-    Raises:
-        ConfigurationError: The routers have no draft head.
-        RoutersNotSavedError: The files could not be written.
-    """
-    head = routers.draft_head
-    if head is None:
-        raise ConfigurationError(
-            "there is no draft head to write",
-            got="routers without one",
-            expected="routers of calibrate(exit_strategy='eagle3'), or of a draft head that was loaded",
-            do="Make them with tide_hf.calibrate(model, tokenizer, exit_strategy='eagle3').",
-        )
-    shape, vocab_size = head.config, routers.config.vocab_size
-    layer = {name: getattr(shape, name) for name in LAYER_FIELDS} | {
-        "model_type": "qwen3" if shape.qk_norm else "llama",
-        "num_hidden_layers": 1,
-        "vocab_size": vocab_size,
-        "rope_parameters": shape.rope_parameters,
-        "tie_word_embeddings": False,
-    }
-    name = routers.config.base_model_name_or_path
-    config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": shape.draft_vocab_size,
-        TAPS: list(shape.tap_layers),
-        **{flag: getattr(shape, flag) for flag in FLAGS},
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}],
-            "verifier": {"name_or_path": name, "architectures": []},
-        },
-    }
-    tensors = {key: one.detach().cpu().contiguous() for key, one in head.state_dict().items() if key != "confidence"}
-    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
-    tensors["t2d"][torch.arange(shape.draft_vocab_size) + tensors["d2t"]] = True
-    write_files(Path(folder), {CONFIG_NAME: json.dumps(config, indent=2).encode(), SAFE_WEIGHTS_NAME: save(tensors)})

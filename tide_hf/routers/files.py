@@ -1,4 +1,4 @@
-"""Files of routers: atomic saving, checked loading, and the reader of the published `router.pt`."""
+"""Files of routers: atomic saving (for vLLM as well), checked loading, the reader of the published `router.pt`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ import json
 import logging
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from ..common.errors import RoutersFileError, RoutersNotFoundError, RoutersNotSavedError, TIDEError, first_line, quoted
+from ..common.errors import (
+    ConfigurationError,
+    RoutersFileError,
+    RoutersNotFoundError,
+    RoutersNotSavedError,
+    TIDEError,
+    first_line,
+    quoted,
+)
 from ..common.files import remove_abandoned, write_atomically
-from .config import TIDEConfig, bad_file
+from .config import TIDEConfig, bad_file, find_file
+from .speculators import NUM_DRAFT_TOKENS, from_speculators, speculators_config, to_speculators
 
 # Metadata keys of the safetensors file.
 CONFIG_COPY = "tide_config"
 DIGEST = "tide_config_and_values_sha256"
+# Where vLLM loads the draft head: the `model_type` by which it knows the format of the config, and the folder of the
+# tensors that are not the head's. It refuses tensors that it does not know, and reads no folder within a repository.
+SPECULATORS = "speculators"
+OTHERS = "tide"
 # Errors of torch, pickle and zipfile on a damaged file.
 DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError)
 DAMAGE += (TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -61,14 +75,94 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
 
     Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which
     [`matching_config`] uses if the config file is still the old one.
+
+    A draft head is written in the format of the `speculators` package, so that vLLM loads it: `model.safetensors` has
+    the head alone, and `config.json` that format's fields, with ours in the object `tide`. All other tensors are in
+    `tide/`, in a file named by its SHA-256, so that the new one does not replace that of the old routers; that is
+    removed at last, and a reader that the save overtakes may find it gone.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    config.weights_sha256 = None
+    config.weights_sha256 = config.others_sha256 = None
+    files = {}
+    if config.draft_head is not None:
+        tensors, others = to_speculators(tensors, config.vocab_size)
+        content = save(others, {"format": "pt"})
+        config.others_sha256 = hashlib.sha256(content).hexdigest()
+        files[_others_file(config.others_sha256)] = content
     config_copy = config.to_json_string()
     digest = _digest(config_copy, save(tensors))
     content = save(tensors, {"format": "pt", CONFIG_COPY: config_copy, DIGEST: digest})
     config.weights_sha256 = hashlib.sha256(content).hexdigest()
-    write_files(folder, {SAFE_WEIGHTS_NAME: content, CONFIG_NAME: config.to_json_string().encode()})
+    write_files(folder, {**files, SAFE_WEIGHTS_NAME: content, CONFIG_NAME: _config_text(config).encode()})
+    _remove_superseded(folder / OTHERS, config.others_sha256)
+
+
+def _remove_superseded(folder: Path, current: str | None) -> None:
+    """Remove the files of former saves, and what killed ones have left behind."""
+    with suppress(OSError):  # what stays behind does no harm
+        for name in {file.name.partition(".")[0] for file in folder.iterdir()} - {current}:
+            if re.fullmatch("[0-9a-f]{64}", name):
+                remove_abandoned(folder / f"{name}.safetensors")
+                (folder / f"{name}.safetensors").unlink(missing_ok=True)
+        folder.rmdir()  # only where it is empty
+
+
+def _config_text(config: TIDEConfig) -> str:
+    if config.draft_head is None:
+        return config.to_json_string()
+    own = {"model_type": SPECULATORS, config.model_type: json.loads(config.to_json_string())}
+    return json.dumps(speculators_config(config) | own, indent=2) + "\n"
+
+
+def _others_file(sha256: str) -> str:
+    return f"{OTHERS}/{sha256}.safetensors"
+
+
+def read_weights(
+    name_or_path: str | os.PathLike[str], config: TIDEConfig, **where: Any
+) -> tuple[TIDEConfig, dict[str, Tensor]]:
+    """Read the tensors of routers, and check them by `config`; `where` is as for `find_file`.
+
+    Returns the config that matches the weights (see [`matching_config`]) and the tensors.
+    """
+    content = find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
+    tensors = load(content)
+    config = matching_config(name_or_path, content, config)
+    known = config.others_sha256
+    if known is None:
+        return config, tensors
+    content = find_file(name_or_path, _others_file(known), **where).read_bytes()
+    others, found = load(content), hashlib.sha256(content).hexdigest()
+    if found != known:
+        raise bad_file(name_or_path, f"{_others_file(known)} with SHA-256 {found[:12]}...")
+    return config, from_speculators(tensors, others)
+
+
+def write_speculators(routers: Any, folder: str | os.PathLike[str], num_draft_tokens: int = NUM_DRAFT_TOKENS) -> None:
+    """Write the draft head of `routers` alone, in the format of the `speculators` package.
+
+    `TIDERouters.save_pretrained` writes it in this format too, beside the routers' other parts.
+
+    Args:
+        routers: Routers with a draft head.
+        folder: Folder for `config.json` and `model.safetensors`; made where it does not exist.
+        num_draft_tokens: Draft tokens per pass that the config suggests to vLLM.
+
+    Raises:
+        ConfigurationError: The routers have no draft head.
+        RoutersNotSavedError: The files could not be written.
+    """
+    if routers.config.draft_head is None:
+        raise ConfigurationError(
+            "there is no draft head to write",
+            got="routers without one",
+            expected="routers of calibrate(exit_strategy='eagle3'), or of a draft head that was loaded",
+            do="Make them with tide_hf.calibrate(model, tokenizer, exit_strategy='eagle3').",
+        )
+    config = speculators_config(routers.config, num_draft_tokens)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in routers.state_dict().items()}
+    head, _ = to_speculators(tensors, routers.config.vocab_size)
+    write_files(Path(folder), {CONFIG_NAME: json.dumps(config, indent=2).encode(), SAFE_WEIGHTS_NAME: save(head)})
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Upload to the Hub: routers with their card, or the code behind `generate(custom_generate=...)`."""
+"""Upload to the Hub: routers with their card, a draft head alone, or the code of `generate(custom_generate=...)`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from .. import __version__
 from ..common.errors import ConfigurationError, HubError, quoted
-from .card import write_model_card
+from .card import write_head_card, write_model_card
 from .config import invalid
+from .files import OTHERS, write_speculators
 
 # Where transformers looks for the files of a custom_generate repository; requirements.txt is optional.
 CUSTOM_GENERATE = {
@@ -35,7 +36,23 @@ def push_routers(routers: PreTrainedModel, repo_id: str, *, license: str | None 
         # The card comes first, since writing it fails for routers without a calibration record.
         write_model_card(routers, folder, repo_id=repo_id, license=license)
         routers.save_pretrained(folder)
-        return _upload(folder, repo_id, **{"commit_message": "Upload routers", **options})
+        # Files there are named by what they hold, so that a push replaces none.
+        options = {"commit_message": "Upload routers", **options, "delete_patterns": f"{OTHERS}/*.safetensors"}
+        return _upload(folder, repo_id, **options)
+
+
+def push_speculators(routers: Any, repo_id: str, *, license: str | None = None, **options: Any) -> CommitInfo:
+    """Upload the draft head alone, in the format of the `speculators` package, with a card.
+
+    The arguments and errors are those of `TIDERouters.push_to_hub`, and those of `files.write_speculators`. Routers
+    without a calibration record are taken as well.
+    """
+    _check_repo_id(repo_id)
+    _check_base(routers.config.base_model_name_or_path)
+    with tempfile.TemporaryDirectory() as folder:
+        write_speculators(routers, folder)
+        write_head_card(routers.config, folder, repo_id=repo_id, license=license)
+        return _upload(folder, repo_id, **{"commit_message": "Upload draft head", **options})
 
 
 def push_custom_generate(source: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:

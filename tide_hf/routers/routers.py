@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo
-from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..base_model.structure import find_structure
 from ..base_model.unembed import hash_distance, unembed_hash
@@ -19,10 +17,10 @@ from ..base_model.wrappers import base_inside
 from ..common.errors import BaseModelMismatchError, UnsupportedModelError
 from ..common.hub_access import hub_options
 from .block_head import BlockHead
-from .config import WHERE, TIDEConfig, bad_file, find_file, read_config
+from .config import WHERE, TIDEConfig, bad_file, read_config
 from .draft_head import DraftHead, DraftHeadConfig
 from .exit_points import BlockPoint, ExitPoint
-from .files import matching_config, read_router_pt, routers_not_found, translated_errors, write_routers
+from .files import read_router_pt, read_weights, routers_not_found, translated_errors, write_routers
 
 MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; another model's head differs in half
 
@@ -140,9 +138,10 @@ class TIDERouters(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> TIDERouters:
-        """Load routers from a folder or a Hub repository. Nothing but `config.json` and `model.safetensors` is read.
+        """Load routers from a folder or a Hub repository; nothing is written except to the Hub's cache.
 
-        Nothing is written except to the Hub's cache.
+        Nothing is read but `config.json`, `model.safetensors` and, beside a draft head, the safetensors file in `tide/`
+        that the config names.
 
         Args:
             name_or_path: Folder or repository.
@@ -165,9 +164,7 @@ class TIDERouters(PreTrainedModel):
                 content, commit = read_config(name_or_path, **where)
                 config = TIDEConfig.from_dict(content)
                 where |= {"revision": commit} if commit else {}  # a push between the reads must not mix two commits
-            weights = find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
-            tensors = load(weights)
-            config = matching_config(name_or_path, weights, config)
+            config, tensors = read_weights(name_or_path, config, **where)
             if changes:
                 config = TIDEConfig.from_dict(config.to_dict() | changes)
             # Without a name, transformers looks for no other files, such as an adapter_config.json, whose adapter it
@@ -190,6 +187,9 @@ class TIDERouters(PreTrainedModel):
         self, save_directory: str | os.PathLike[str], *, is_main_process: bool = True, **kwargs: Any
     ) -> None:
         """Write config and safetensors. Readers see either the old or the new routers, even if the process is killed.
+
+        Where there is a draft head, vLLM loads it from the same folder or repository (see [`files.write_routers`]); it
+        does not use the exit heads, routers and thresholds.
 
         Args:
             save_directory: Folder; created if it does not exist.
