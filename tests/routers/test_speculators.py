@@ -8,7 +8,7 @@ import pytest
 import torch
 from draft_heads import HEADS, REFERENCE, base_model, draft_head_for
 from hub_repositories import edit_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEConfig, TIDERouters
@@ -159,6 +159,19 @@ def test_other_parts_that_are_missing_or_damaged_are_refused(tmp_path):
         TIDERouters.from_pretrained(tmp_path)
     file.unlink()
     with pytest.raises(RoutersNotFoundError, match=f"got 'a folder without tide/{file.name}'"):
+        TIDERouters.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("shift", [-13, 20])
+def test_a_map_of_the_vocabulary_to_no_tokens_is_refused(shift, tmp_path):
+    routers = routers_of()
+    routers.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["d2t"] += shift
+    save_file(tensors, tmp_path / "model.safetensors")
+    own = json.loads((tmp_path / "config.json").read_text())["tide"]
+    edit_config(tmp_path, tide=own | {"weights_sha256": None})
+    with pytest.raises(RoutersFileError, match="a d2t with other than token ids"):
         TIDERouters.from_pretrained(tmp_path)
 
 

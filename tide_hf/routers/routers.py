@@ -176,12 +176,18 @@ class TIDERouters(PreTrainedModel):
         wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
         if wrong:
             raise bad_file(name_or_path, f"tensors that do not fit its config ({wrong})")
-        vocab = routers.draft_vocab
-        if vocab is not None and (
-            vocab.dtype != torch.int64 or not 0 <= int(vocab.min()) <= int(vocab.max()) < routers.config.vocab_size
-        ):
-            raise bad_file(name_or_path, "a draft_vocab with other than token ids")
+        for name, tokens in routers._token_ids().items():
+            if tokens.dtype != torch.int64 or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
+                raise bad_file(name_or_path, f"a {name} with other than token ids")
         return routers.eval()
+
+    def _token_ids(self) -> dict[str, Tensor]:
+        """The token ids among the tensors, by the name of the tensor that holds them."""
+        found = {} if self.draft_vocab is None else {"draft_vocab": self.draft_vocab}
+        if self.draft_head is not None:
+            d2t = self.draft_head.d2t
+            found["d2t"] = d2t + torch.arange(len(d2t), device=d2t.device)
+        return found
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *, is_main_process: bool = True, **kwargs: Any
@@ -218,6 +224,8 @@ class TIDERouters(PreTrainedModel):
         token: str | bool | None = None,
     ) -> CommitInfo:
         """Upload config, weights and the card that `card.write_model_card` writes, in one commit.
+
+        vLLM loads a draft head from the same repository; `publish.push_speculators` uploads the head alone.
 
         Args:
             repo_id: Hub repository, such as `"org/name"`; created if it does not exist.
