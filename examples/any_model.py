@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.models:
         model, prompt = load(name, args.random)
         expected, plain = generate(model, prompt, args.max_new_tokens)
-        TIDEModelForCausalLM.attach(model)
+        TIDEModelForCausalLM.attach(model, remembered_tokens=0)  # else the second call drafts the first one's answer
         tokens, tide = generate(model, prompt, args.max_new_tokens)
         same = "same tokens" if tokens == expected else "other tokens"
         print(f"{name}: {plain:.1f} tokens/s, with TIDE {tide:.1f} ({tide / plain:.2f} times), {same}")

@@ -110,6 +110,8 @@ class TIDEGenerationMixin:
         with attachment.running(engine_name):
             prompts = call.input_ids.tolist()
             result = decoder.decode(lambda own: make_drafter(attachment, prompts, own))
+        if make_drafter is attachment.make_drafter:  # else it is a warm-up, whose tokens nobody asked for
+            attachment.remember(prompts, decoder.rows)
         return result, decoder.stats
 
     def _tide_exit(self, call: Call, mode: str, engine_name: str) -> tuple[Any, ExitStats]:

@@ -8,7 +8,7 @@ from typing import Any
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
-from .common.choices import ENGINES, MODES, check_choice
+from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, check_choice, check_limit
 from .common.errors import ConfigurationError, UnsupportedModelError
 from .depth.gates import open_gates, remove_gates
 from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates
@@ -19,6 +19,7 @@ from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_rou
 from .kernels.ops import USE_KERNELS, load_kernels
 from .routers.config import FOR_BOTH, NEVER_EXIT, check_exit_threshold
 from .routers.routers import TIDERouters
+from .speculation.answer_memory import AnswerMemory
 from .speculation.attachment import Attachment, hybrid_drafter
 
 PACK_WEIGHTS = (True, False, "auto")
@@ -59,6 +60,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         use_kernels: bool | str = "auto",
         engine: str = "eager",
         strict: bool = False,
+        remembered_tokens: int = REMEMBERED_TOKENS,
         **auto_model_kwargs: Any,
     ) -> Any:
         """Load a base model and attach TIDE to it.
@@ -88,6 +90,10 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 states, caches that cannot be rolled back, recurrent states and so on. By default, such calls decode
                 plainly, by transformers' own loop, with the same output. The log gives each reason once as a warning;
                 `last_exit_stats.fallback_reason` holds it. A call may override this (`tide_strict=`).
+            remembered_tokens: Maximum number of tokens of answers that are remembered, to draft from in later calls; 0
+                remembers nothing. Token ids stay in RAM until `tide_release()`, `detach` or another `attach`; they are
+                neither saved nor copied with the model. Drafts never change an answer, but an answer that has been
+                given before comes sooner.
             **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
                 `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
                 `proxies` are used for the routers as well.
@@ -107,6 +113,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
         check_choice("use_kernels", use_kernels, USE_KERNELS)
         check_choice("engine", engine, ENGINES)
+        check_limit(remembered_tokens=remembered_tokens)
         if exit_threshold is not None:
             check_exit_threshold(exit_threshold)
         hub_kwargs = {name: auto_model_kwargs[name] for name in FOR_BOTH if name in auto_model_kwargs}
@@ -126,6 +133,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             use_kernels=use_kernels,
             engine=engine,
             strict=strict,
+            remembered_tokens=remembered_tokens,
         )
 
     @classmethod
@@ -141,6 +149,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         use_kernels: bool | str = "auto",
         engine: str = "eager",
         strict: bool = False,
+        remembered_tokens: int = REMEMBERED_TOKENS,
     ) -> Any:
         """Attach TIDE to a loaded model. Dispatch a model over devices (accelerate) before attaching.
 
@@ -155,6 +164,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             use_kernels: As in `from_pretrained`.
             engine: As in `from_pretrained`.
             strict: As in `from_pretrained`.
+            remembered_tokens: As in `from_pretrained`.
 
         Returns:
             `model` itself.
@@ -165,6 +175,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         check_choice("mode", mode, MODES)
         check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
         check_choice("engine", engine, ENGINES)
+        check_limit(remembered_tokens=remembered_tokens)
         check_wrapper(model)
         given, model = model, base_inside(model)
         loaded = find_routers(routers, model)
@@ -190,6 +201,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             engine=engine,
             use_kernels=use_kernels,
             strict=strict,
+            answers=AnswerMemory(remembered_tokens),
         )
         try:
             attachment.check_mode(mode)

@@ -128,7 +128,7 @@ class Bench:
 
     def attach(self, routers: Any = None, **settings: Any) -> Any:
         """Attach; return what TIDE added."""
-        TIDEModelForCausalLM.attach(self.model, routers, **settings)
+        TIDEModelForCausalLM.attach(self.model, routers, remembered_tokens=0, **settings)  # prompts are repeated
         return self.model._tide
 
 

@@ -69,7 +69,7 @@ def test_the_model_is_attached_and_warmed_up_before_the_server_listens(tiny_mode
         "tide_warm_up",
         lambda model: (warm_up(model), warmed_up.append((is_listening(port), type(model)))),
     )
-    args = parsed(str(tiny_model_folder), "--routers", str(routers_folder), "--engine", "eager")
+    args = parsed(str(tiny_model_folder), "--routers", str(routers_folder), "--remembered-tokens", "9")
     named = serve.named_routers(args)
     load = ModelManager._load_model
     with serve.prepared_models(lambda model: serve.attach_warmed_up(model, args, named)):
@@ -82,6 +82,7 @@ def test_the_model_is_attached_and_warmed_up_before_the_server_listens(tiny_mode
         answer = json.loads(ask(port, tiny_model_folder))
         stats = loaded.model.last_exit_stats
         assert (stats.mode, stats.engine, stats.total_tokens) == ("self_speculative", "eager", 6)
+        assert loaded.model._tide.answers.max_tokens == 9
         assert answer["usage"]["completion_tokens"] == 6
     finally:
         server.kill_server()

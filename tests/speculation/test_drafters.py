@@ -1,5 +1,7 @@
 """N-grams and the hybrid drafter, without a model; and a head that drafts after tokens of another source."""
 
+import random
+
 import pytest
 import torch
 from drafters import HeadDrafter
@@ -8,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.speculation.answer_memory import AnswerMemory
 from tide_hf.speculation.drafters import MAX_NGRAM, HybridDrafter, NgramIndex
 from tide_hf.speculation.engine import UNREAD, Draft, Piece
 from tide_hf.speculation.policy import AcceptanceTable, CostTable
+from tide_hf.speculation.prefill import num_shared
 
 
 @settings(max_examples=100, deadline=None)
@@ -165,6 +169,101 @@ def test_a_rejected_head_is_tried_again_in_the_same_answer():
     assert not all(drafts)
     assert any(drafts[drafts.index(False) :])  # nothing is observed where nothing is drafted
     assert sum(drafts) < 60
+
+
+NEARLY_FLAT = {("verify", 1): 10.0, ("verify", 2): 10.5, ("verify", 16): 14.0}
+
+
+def decode(prompt, answer, memory, learned):
+    """Decode a known answer, which is then remembered; return the pieces drafted, passes, and wrong draft tokens."""
+    table = CostTable(10)
+    for key, cost in NEARLY_FLAT.items():
+        for _ in range(6):
+            table.record(key, cost)
+    one, done, pieces, passes, wrong = HybridDrafter([prompt], lambda _: table, {}, None, learned, memory), 1, [], 0, 0
+    one.observe(0, Draft(), answer[:1], 0)
+    while done < len(answer):
+        (draft,) = one.draft([0], [len(answer) - done - 1])
+        n_matches = num_shared(draft.tokens, answer[done:])
+        new = answer[done : done + n_matches + 1]
+        one.observe(0, draft, new, n_matches)
+        done, passes, pieces = done + len(new), passes + 1, pieces + draft.pieces
+        wrong += len(draft.tokens) - n_matches
+    memory.add(prompt, answer)
+    return pieces, passes, wrong
+
+
+def fresh(seed, num_tokens=60):
+    """Tokens that no other seed has, but for phrases that repeat within the text."""
+    chance = random.Random(seed)
+    groups = [[chance.randrange(100), 200 + chance.randrange(3), 300] for _ in range(num_tokens // 3)]
+    return [1000 * (seed + 1) + token for group in groups for token in group]
+
+
+def test_an_answer_that_was_given_before_takes_a_few_passes():
+    memory, learned = AnswerMemory(), {}
+    texts = [(fresh(seed), fresh(100 + seed)) for seed in range(4)]
+    first = [decode(*text, memory, learned) for text in texts]
+    again = [decode(*text, memory, learned) for text in texts]
+    assert min(passes for _, passes, _ in first) > 40
+    assert max(passes for _, passes, _ in again) < 20
+    assert again[-1][1] <= 6
+    assert sum(wrong for *_, wrong in again) == 0
+    assert {piece.source for piece in again[-1][0]} == {"remembered 32-gram"}
+    assert decode(*texts[0], AnswerMemory(0), {})[1] == first[0][1]
+
+
+@pytest.mark.parametrize("num_shared_tokens", [0, 5, 13, 40])
+def test_fresh_answers_are_drafted_as_without_a_memory(num_shared_tokens):
+    """Also where prompts end alike, or a phrase is common, so that remembered n-grams match but lead elsewhere."""
+    found, shared = {}, list(range(num_shared_tokens))
+    for max_tokens in (0, 32_768):
+        memory, learned = AnswerMemory(max_tokens), {}
+        found[max_tokens] = [
+            decode(fresh(seed) + shared, [7, *fresh(100 + seed), *range(500, 504), *fresh(200 + seed)], memory, learned)
+            for seed in range(20)
+        ]
+    assert found[0] == found[32_768]
+    assert sum(wrong for *_, wrong in found[0]) > 0
+
+
+def test_a_memory_is_judged_while_it_does_not_draft_and_drafts_once_it_has_been_right():
+    memory, prompt, answer = AnswerMemory(), fresh(0), fresh(1)
+    memory.add(prompt, answer)
+    one, rates, drafts = drafter([prompt], milliseconds=NEARLY_FLAT), [], []
+    one.memory = memory
+    one.observe(0, Draft(), answer[:1], 0)
+    for token in [*answer[1:6], 8, 8, *answer[:20]]:
+        drafts += one.draft([0], [15])
+        one.observe(0, Draft(), [token], 0)
+        rates.append(one.acceptances.probability("remembered 32-gram"))
+    assert drafts[0].pieces == []
+    assert [piece.source for draft in drafts[1:6] for piece in draft.pieces] == ["remembered 32-gram"] * 5
+    assert rates[:5] == sorted(set(rates[:5]))
+    assert rates[5] < rates[4]
+    assert set(rates[6:]) == {rates[5]}  # what had nothing to offer is not judged
+
+
+def test_the_row_s_own_n_grams_come_first_unless_remembered_ones_are_likelier_accepted():
+    memory = AnswerMemory()
+    memory.add([], [1, 2, 3, 4, 5])
+    one = drafter([[1, 2, 3, 4, 9, 1, 2, 3, 4]], milliseconds=NEARLY_FLAT)
+    one.memory = memory
+    sources = {"4-gram": 0.5, "remembered 4-gram": 0.5}
+    for other, expected in ((0.5, 9), (0.9, 5), (0.2, 9)):
+        one.acceptances = AcceptanceTable(sources | {"remembered 4-gram": other})
+        (draft,) = one.draft([0], [1])
+        assert draft.tokens == [expected]
+    assert one.draft([0], [0]) == [Draft()]
+
+
+def test_an_answer_that_ends_is_not_drafted_beyond_its_end():
+    memory = AnswerMemory()
+    memory.add([], [1, 2, 3, 4, 5, 6])
+    one = drafter([[1, 2, 3, 4], [7, 8, 9, 7, 8, 9]], milliseconds=NEARLY_FLAT)
+    one.memory = memory
+    one.acceptances = AcceptanceTable({"remembered 4-gram": 0.9, "3-gram": 0.9})
+    assert [draft.tokens for draft in one.draft([0, 1], [5, 5])] == [[5, 6], [7, 8, 9, 7, 8]]
 
 
 @pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gemma3_text", 2)])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
+from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, REMEMBERED_TOKENS, STRATEGIES
 from ..common.errors import ConfigurationError
 from .prompts import given_prompts, read_prompt
 
@@ -69,6 +69,7 @@ def _is_amount(number: float) -> bool:
     return isfinite(number) and number >= 0
 
 
+whole = _number(int, lambda number: number >= 0, "a whole number of at least 0")
 positive = _number(int, lambda number: 1 <= number < 2**31, "a whole number of at least 1, and below 2^31")
 threads = _number(int, lambda number: 1 <= number <= 4096, "a number of threads, from 1 to 4096")
 share = _number(float, lambda number: 0 < number < 1, "a number between 0 and 1")
@@ -235,6 +236,13 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 def _serve(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, device=False)
     _add_decoding_arguments(parser, max_new_tokens=0, default_threshold="the calibrated one")
+    parser.add_argument(
+        "--remembered-tokens",
+        type=whole,
+        default=REMEMBERED_TOKENS,
+        metavar="N",
+        help="draft from so many tokens of earlier answers, which stay in RAM; 0: remember none (default: %(default)s)",
+    )
     parser.epilog = "All other options, such as --host, --port and --device, are those of `transformers serve`."
 
 

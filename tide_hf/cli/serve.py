@@ -67,7 +67,12 @@ def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | 
     routers, _ = routers_for(model, args, named)
     modes_to_run(args.mode, routers)
     attached = TIDEModelForCausalLM.attach(
-        model, routers, mode=args.mode, exit_threshold=args.exit_threshold, engine=args.engine
+        model,
+        routers,
+        mode=args.mode,
+        exit_threshold=args.exit_threshold,
+        engine=args.engine,
+        remembered_tokens=args.remembered_tokens,
     )
     if args.mode == "self_speculative":  # the other modes run layer by layer, without warm-up
         attached.tide_warm_up()

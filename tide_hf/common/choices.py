@@ -15,6 +15,7 @@ EXIT_STRATEGIES = ("identity", "linear")  # kinds of exit head
 STRATEGIES = (*EXIT_STRATEGIES, "block", "eagle3")  # choices of `exit_strategy` in `calibrate`
 EXIT_CRITERIA = ("router", "confidence", "fixed")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
+REMEMBERED_TOKENS = 32_768  # of earlier answers, some hundred of them: at 0.4 kB a token about 13 MB
 LABELS = ("agreement", "cosine", "kl")  # what a router is trained to predict
 
 
@@ -42,6 +43,13 @@ def check_counts(*, usual: int = 60, **counts: object) -> None:
     for name, value in counts.items():
         if not is_count(value):
             raise _invalid(name, value, "a whole number of at least 1", usual)
+
+
+def check_limit(**limits: object) -> None:
+    """Refuse limits that are not whole numbers of at least 0."""
+    for name, value in limits.items():
+        if not (type(value) is int and value >= 0):
+            raise _invalid(name, value, "a whole number of at least 0", 0)
 
 
 def check_minutes(max_minutes: object) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import input_device
+from ..base_model.wrappers import base_inside
 from ..common.errors import ConfigurationError
 from ..common.stats import ExitStats
 from ..model import TIDEModelForCausalLM
@@ -170,12 +171,19 @@ def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
 def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> Run:
     """Time a run; repeat it while it includes engine warm-up, whose seconds are added to `result.warm_up_s`."""
     for _ in range(MAX_WARM_UPS):
+        _forget_answers(result.method.model)
         run = timed_run(result.method, inputs, max_new_tokens)
         warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
         result.warm_up_s += warm_up_s
         if not warm_up_s:
             break
     return run
+
+
+def _forget_answers(model: Any) -> None:
+    """Clear the memory of answers, from which a repeat of a prompt would draft the whole answer."""
+    if isinstance(model, TIDEModelForCausalLM):
+        base_inside(model)._tide.answers.clear()
 
 
 def _compare_with(plain: Result, result: Result) -> None:

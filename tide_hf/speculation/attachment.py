@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +29,11 @@ from ..routers.config import TIDEConfig
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
+from .answer_memory import AnswerMemory
 from .drafters import HybridDrafter
 from .engine import DraftEngine, Drafter, EngineKind
 from .policy import CostTable
+from .rows import Row
 
 UNKNOWN_AGREEMENT = 0.5  # of a draft head without a calibration record, until calls have shown it
 
@@ -60,6 +62,7 @@ class Attachment:
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     # The acceptance rate of each source in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings
 
@@ -79,6 +82,15 @@ class Attachment:
                 else CostTable(self.structure.num_layers, self.structure.head_share, widths)
             )
         return self.costs[key]
+
+    def in_vocabulary(self, prompt: Iterable[int]) -> list[int]:
+        """The prompt as drafters see it: the token id of an image placeholder may lie outside the vocabulary."""
+        return [token if token < self.structure.vocab_size else 0 for token in prompt]
+
+    def remember(self, prompts: list[list[int]], rows: list[Row]) -> None:
+        """Remember the answers of a call, to draft from in later calls."""
+        for prompt, row in zip(prompts, rows, strict=True):
+            self.answers.add(self.in_vocabulary(prompt), row.tokens[: row.stopped_at])
 
     @contextmanager
     def running(self, engine: str) -> Iterator[None]:
@@ -128,6 +140,7 @@ class Attachment:
     def release(self) -> None:
         """Free the memory that is retained between calls."""
         self._draft_unembed = None
+        self.answers.clear()
         for gate in self.gates():
             gate.release()
         for engine in self.engines.values():
@@ -189,14 +202,14 @@ class Attachment:
 
 def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: DraftEngine) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    priors, known = head_priors(attachment, engine), attachment.structure.vocab_size
+    priors = head_priors(attachment, engine)
     return HybridDrafter(
-        # The token id of an image placeholder may lie outside the model's vocabulary.
-        [[token if token < known else 0 for token in prompt] for prompt in prompts],
+        [attachment.in_vocabulary(prompt) for prompt in prompts],
         engine.costs_of,
         priors,
         engine if priors else None,
         attachment.acceptances.setdefault(engine.temperature, {}),
+        attachment.answers,
     )
 
 

@@ -1,23 +1,35 @@
-"""Where draft tokens come from: n-grams of the context, and the exit heads."""
+"""Where draft tokens come from: n-grams of the context and of earlier answers, and the exit heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from .answer_memory import MATCH_LENGTHS, AnswerMemory
 from .engine import UNREAD, Draft, DraftEngine
 from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, choose_continuation, worth_another_draft
+from .prefill import num_shared
 
 MAX_NGRAM = 5
 # The prior acceptance rate of n-gram matches, by their length.
 NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
+# The same for n-grams of earlier answers, so low that nothing is drafted from them (see `policy.MIN_GAIN`) before they
+# have been right in this model's calls: what they would have drafted is compared with each round's tokens all the same.
+REMEMBERED_PRIOR = 0.04
 LEARNING_RATE = 0.1  # share by which each draft moves the rates kept between calls towards the current estimate
 PRIOR_RATE = 0.05  # share by which each call first moves these rates back to their priors
 # Each round multiplies the weight of a head's observations by this. Otherwise, a few rejected drafts in a row would end
 # drafting for the rest of the answer, since a head that does not draft is not observed.
 HEAD_MEMORY = 0.95
 
-Match = tuple[float, int, int]  # an n-gram match: acceptance rate, length (0: no match), position after the match
+
+@dataclass(frozen=True)
+class Match:
+    """Tokens, possibly none, that followed the end of a row's sequence where its last n-gram occurred before."""
+
+    source: str = ""
+    tokens: Sequence[int] = ()
+    acceptance: float = 0.0
 
 
 class NgramIndex:
@@ -77,6 +89,8 @@ class HybridDrafter:
         engine: Runs the draft heads; `None` if there are no heads.
         learned: Acceptance rate of each source in earlier calls at this temperature; updated in place. The rates return
             to their priors over time, since otherwise a rejected source would never be tried again.
+        memory: Answers of earlier calls, which draft where that is likelier to be accepted than the row's own n-grams.
+            They are judged in each round, drafted or not.
     """
 
     def __init__(
@@ -86,11 +100,15 @@ class HybridDrafter:
         head_priors: dict[int, float],
         engine: DraftEngine | None = None,
         learned: dict[str, float] | None = None,
+        memory: AnswerMemory | None = None,
     ) -> None:
+        self.memory = memory if memory is not None else AnswerMemory(0)
+        self._remembered: dict[int, Match] = {}  # what the memory offered each row in this round
         self.indexes = [NgramIndex(prompt) for prompt in prompts]
         self.costs_of, self.engine = costs_of, engine
         self.heads = sorted(head_priors) if engine is not None else []
         priors = {_ngram(length): prior for length, prior in NGRAM_PRIORS.items()}
+        priors |= {_remembered(length): REMEMBERED_PRIOR for length in MATCH_LENGTHS}
         priors |= {_head(layer): prior for layer, prior in head_priors.items()}
         self.learned = learned if learned is not None else {}
         for source, prior in priors.items():
@@ -103,6 +121,7 @@ class HybridDrafter:
         for exit_layer in self.heads:
             self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
+        self._remembered = {row: self._match_in_memory(row) for row in rows}
         costs, matches = self.costs_of(len(rows)), [self._match(row) for row in rows]
         choice = choose(self._options(limits, matches), costs)
         if choice.option is None:
@@ -125,20 +144,26 @@ class HybridDrafter:
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         """Update the n-grams and the acceptance of the sources."""
         self.indexes[row].extend(new_tokens)
+        remembered = self._remembered.pop(row, Match())
+        if remembered.source not in ("", *(piece.source for piece in draft.pieces)):
+            tokens = remembered.tokens[: len(new_tokens)]
+            self._learn(remembered.source, len(tokens), num_shared(tokens, new_tokens))
         for piece in draft.pieces:
-            self.acceptances.record(piece.source, piece.length, min(n_matches, piece.length))
-            found = self.acceptances.probability(piece.source)
-            self.learned[piece.source] += LEARNING_RATE * (found - self.learned[piece.source])
+            self._learn(piece.source, piece.length, min(n_matches, piece.length))
             n_matches -= piece.length
             if n_matches < 0:
                 break  # tokens after a rejected one were never judged
 
+    def _learn(self, source: str, num_drafted: int, n_matches: int) -> None:
+        self.acceptances.record(source, num_drafted, n_matches)
+        found = self.acceptances.probability(source)
+        self.learned[source] += LEARNING_RATE * (found - self.learned[source])
+
     def _options(self, limits: list[int], matches: list[Match]) -> list[Option]:
         options = []
-        if any(length for _, length, _ in matches):
+        if any(match.tokens for match in matches):
             offers = [
-                (acceptance, limit if length else 0)
-                for limit, (acceptance, length, _) in zip(limits, matches, strict=True)
+                (match.acceptance, min(limit, len(match.tokens))) for limit, match in zip(limits, matches, strict=True)
             ]
             options.append(Option("n-gram", tuple(offers)))
         for exit_layer in self.heads:
@@ -147,9 +172,23 @@ class HybridDrafter:
         return options
 
     def _match(self, row: int, drafted: Sequence[int] = ()) -> Match:
-        """The n-gram match at the end of the row's sequence + `drafted`."""
+        """The likeliest continuation of the row's sequence + `drafted`, by its own n-grams or remembered ones."""
+        own, remembered = self._match_in_row(row, drafted), self._match_in_memory(row, drafted)
+        return remembered if remembered.acceptance > own.acceptance else own
+
+    def _match_in_row(self, row: int, drafted: Sequence[int]) -> Match:
         length, position = self.indexes[row].match(drafted)
-        return (self.acceptances.probability(_ngram(length)) if length else 0.0), length, position
+        if not length:
+            return Match()
+        tokens = self.indexes[row].continuation(position, MAX_DRAFT, drafted)
+        return Match(_ngram(length), tokens, self.acceptances.probability(_ngram(length)))
+
+    def _match_in_memory(self, row: int, drafted: Sequence[int] = ()) -> Match:
+        end = [*self.indexes[row].tokens[-MATCH_LENGTHS[-1] :], *drafted]
+        length, tokens = self.memory.find(end, MAX_DRAFT)
+        if not length:
+            return Match()
+        return Match(_remembered(length), tokens, self.acceptances.probability(_remembered(length)))
 
     def _draft_unread(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> None:
         """Let a head draft tokens that the host does not read before they are verified."""
@@ -170,7 +209,8 @@ class HybridDrafter:
             drafted = [[*tokens_before, token] for tokens_before, token in zip(drafted, tokens, strict=True)]
             if not self._is_worth_more(current, own, len(drafted[0]), exit_layer):
                 break
-            if all(self._match(row, tokens)[0] >= own for row, tokens in zip(current.rows, drafted, strict=True)):
+            matches = [self._match(row, tokens) for row, tokens in zip(current.rows, drafted, strict=True)]
+            if all(match.acceptance >= own for match in matches):
                 break  # n-grams continue from here: their tokens are at least as likely to be accepted, and free
         self.engine.rollback()
         for draft, tokens, start, length in zip(current.drafts, drafted, before, lengths, strict=True):
@@ -179,18 +219,17 @@ class HybridDrafter:
     def _draft_with_ngrams(self, current: _Round, matches: list[Match], lengths: list[int]) -> None:
         """Add the continuations of n-grams to the drafts of the rows that have a match."""
         current.survivals = [0.0] * len(matches)
-        for number, (row, draft) in enumerate(zip(current.rows, current.drafts, strict=True)):
-            acceptance, match_length, position = matches[number]
-            if match_length:
-                tokens = self.indexes[row].continuation(position, lengths[number], draft.tokens)
-                draft.add(tokens, _ngram(match_length))
-                current.survivals[number] = acceptance ** lengths[number]
+        for number, (match, length) in enumerate(zip(matches, lengths, strict=True)):
+            if match.tokens:
+                tokens = list(match.tokens[:length])
+                current.drafts[number].add(tokens, match.source)
+                current.survivals[number] = match.acceptance ** len(tokens)
 
     def _continue_with_ngrams(self, current: _Round) -> None:
         """Let n-grams continue where a head stopped, as far as the wider verify pass is worth it."""
         matches = [self._match(row, draft.tokens) for row, draft in zip(current.rows, current.drafts, strict=True)]
         room = [limit - len(draft.tokens) for limit, draft in zip(current.limits, current.drafts, strict=True)]
-        offers = [(acceptance, most) for (acceptance, _, _), most in zip(matches, room, strict=True)]
+        offers = [(match.acceptance, min(most, len(match.tokens))) for match, most in zip(matches, room, strict=True)]
         drafted = max(len(draft.tokens) for draft in current.drafts)
         length = choose_continuation(offers, current.survivals, drafted, current.costs)
         self._draft_with_ngrams(current, matches, [min(length, most) for most in room])
@@ -218,6 +257,10 @@ class HybridDrafter:
 
 def _ngram(length: int) -> str:
     return f"{length}-gram"
+
+
+def _remembered(length: int) -> str:
+    return f"remembered {length}-gram"
 
 
 def _head(exit_layer: int) -> str:

@@ -1,0 +1,169 @@
+"""Drafts from earlier answers: the same tokens in fewer passes, for as long as the attachment lives and no longer."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from families import tiny_model
+from on_steps import ATTACH, attach_captured, linear_heads, prompts
+
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.common.errors import ConfigurationError
+from tide_hf.evaluation import benchmark
+from tide_hf.evaluation.benchmark import DecodingMethod
+from tide_hf.speculation.attachment import Attachment
+from tide_hf.speculation.policy import CostTable
+from tide_hf.speculation.rows import Row
+
+NEW = 40
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SAMPLING = GREEDY | {"do_sample": True, "temperature": 1.0, "top_k": 50}
+MILLISECONDS = {("verify", 1): 10.0, ("verify", 2): 10.5, ("verify", 16): 14.0}
+
+
+@pytest.fixture(autouse=True)
+def _same_costs(monkeypatch):
+    """Costs that do not depend on the clock, so that counts do not either."""
+
+    def costs_of(_attachment, _rows, _engine, widths=()):
+        table = CostTable(4, widths=widths)
+        for key, milliseconds in MILLISECONDS.items():
+            for _ in range(6):
+                table.record(key, milliseconds)
+        table.record = lambda *_: None
+        return table
+
+    monkeypatch.setattr(Attachment, "costs_of", costs_of)
+
+
+def generate(model, options, rows=1, seed=0):
+    torch.manual_seed(7)
+    return model.generate(**prompts(rows, pads=2 if rows > 1 else 0, seed=seed), **options)
+
+
+def rounds_of(model, options, expected, rows=1, times=4):
+    """Passes that each of several equal calls took; all must give the expected tokens."""
+    found = []
+    for _ in range(times):
+        assert torch.equal(generate(model, options, rows), expected)
+        assert model.last_exit_stats.fallback_reason is None
+        found.append(model.last_exit_stats.rounds)
+    return found
+
+
+@pytest.mark.parametrize("engine", ATTACH)
+@pytest.mark.parametrize(("options", "rows"), [(SAMPLING, 1), (GREEDY, 3)], ids=["sampling", "greedy batch"])
+def test_a_repeated_prompt_takes_fewer_passes_and_gives_the_same_tokens(engine, options, rows):
+    model = tiny_model("llama")
+    expected = generate(model, options, rows)
+    ATTACH[engine](model)
+    rounds = rounds_of(model, options, expected, rows)
+    assert rounds[1] < rounds[0]
+    assert rounds[-1] < 0.4 * rounds[0]
+
+
+def test_remembered_answers_and_heads_draft_together():
+    model = tiny_model("llama")
+    expected = generate(model, SAMPLING)
+    TIDEModelForCausalLM.attach(model, linear_heads(model))
+    rounds = rounds_of(model, SAMPLING, expected)
+    assert rounds[-1] < 0.4 * rounds[0]
+
+
+def test_it_can_be_turned_off():
+    model = tiny_model("llama")
+    expected = generate(model, SAMPLING)
+    TIDEModelForCausalLM.attach(model, remembered_tokens=0)
+    assert min(rounds_of(model, SAMPLING, expected)) > 0.8 * NEW
+    assert model._tide.answers.num_tokens == 0
+
+
+def test_threads_share_the_memory():
+    model = tiny_model("llama")
+    seeds = [0, 1, 2, 0, 1, 2] * 4
+    expected = {seed: generate(model, GREEDY, seed=seed) for seed in set(seeds)}
+    TIDEModelForCausalLM.attach(model, remembered_tokens=100)  # two answers at a time
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda seed: generate(model, GREEDY, seed=seed), seeds))
+    assert all(torch.equal(result, expected[seed]) for result, seed in zip(results, seeds, strict=True))
+    assert 0 < model._tide.answers.num_tokens <= 100
+
+
+def test_at_most_so_many_tokens_are_remembered_as_asked():
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"), remembered_tokens=100)
+    held = []
+    for seed in range(4):
+        generate(model, GREEDY, seed=seed)
+        held.append(model._tide.answers.num_tokens)
+    assert held == [48, 96, 96, 96]
+
+
+def test_what_is_remembered_ends_where_the_answer_ends():
+    model = tiny_model("llama")
+    first = generate(model, GREEDY, rows=2)[0].tolist()
+    eos = next(token for token in first[12:] if token not in first[8:12])
+    TIDEModelForCausalLM.attach(model)
+    generate(model, GREEDY | {"eos_token_id": eos}, rows=2)
+    assert (tuple(first[: first.index(eos, 8) + 1]), 8) in model._tide.answers._texts
+
+
+@pytest.mark.parametrize("mode", ["early_exit", "post_hoc"])
+def test_answers_that_may_differ_from_the_base_model_s_are_not_remembered(mode):
+    model = tiny_model("llama")
+    TIDEModelForCausalLM.attach(model, linear_heads(model), mode=mode)
+    generate(model, GREEDY)
+    assert model._tide.answers.num_tokens == 0
+
+
+def test_it_ends_with_the_attachment_and_never_leaves_the_process():
+    model = TIDEModelForCausalLM.attach(tiny_model("gpt2"))
+    generate(model, GREEDY)
+    answers = model._tide.answers
+    assert answers.num_tokens == 48
+    twin = pickle.loads(pickle.dumps(model))
+    assert (twin._tide.answers.num_tokens, twin._tide.answers.max_tokens) == (0, answers.max_tokens)
+    model.tide_release()
+    assert answers.num_tokens == 0
+    generate(model, GREEDY)
+    assert answers.num_tokens == 48
+    TIDEModelForCausalLM.attach(model, linear_heads(model))
+    assert model._tide.answers.num_tokens == 0
+    assert not hasattr(TIDEModelForCausalLM.detach(model), "_tide")
+
+
+def test_warm_up_is_not_remembered():
+    model = tiny_model("llama")
+    attach_captured(model)
+    model.tide_warm_up()
+    assert model._tide.answers.num_tokens == 0
+
+
+def test_benchmarks_do_not_draft_from_the_run_before(monkeypatch):
+    model, timed_run, held = TIDEModelForCausalLM.attach(tiny_model("llama")), benchmark.timed_run, []
+
+    def spy(method, *args):
+        held.append(method.model._tide.answers.num_tokens)
+        return timed_run(method, *args)
+
+    monkeypatch.setattr(benchmark, "timed_run", spy)
+    benchmark.compare([DecodingMethod("ours", model)], [prompts()], max_new_tokens=NEW, repeats=2)
+    assert held == [0, 0, 0]
+    assert model._tide.answers.num_tokens > 0
+
+
+@pytest.mark.parametrize("remembered_tokens", [-1, 1.5, True, "many", None])
+def test_limits_that_make_no_sense_are_refused(remembered_tokens, tmp_path):
+    message = r"remembered_tokens makes no sense: got .*\. Expected a whole number of at least 0\. "
+    with pytest.raises(ConfigurationError, match=message):
+        TIDEModelForCausalLM.attach(tiny_model("llama"), remembered_tokens=remembered_tokens)
+    with pytest.raises(ConfigurationError, match=message):
+        TIDEModelForCausalLM.from_pretrained(tmp_path, remembered_tokens=remembered_tokens)
+
+
+def test_prompts_are_remembered_as_drafters_see_them():
+    """The token id of an image placeholder may lie outside the vocabulary."""
+    attachment = TIDEModelForCausalLM.attach(tiny_model("llama"))._tide
+    row = Row(0, torch.empty(1, 0), tokens=[5, 6, 7])
+    attachment.remember([[1, 2, attachment.structure.vocab_size]], [row])
+    assert attachment.answers.find([1, 2, 0, 5], 5) == (4, (6, 7))
