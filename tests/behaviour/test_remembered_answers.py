@@ -37,6 +37,10 @@ def _same_costs(monkeypatch):
     monkeypatch.setattr(Attachment, "costs_of", costs_of)
 
 
+def num_remembered(model):
+    return model._tide.answers.num_tokens  # in an assertion, pytest would show all of `_tide`
+
+
 def generate(model, options, rows=1, seed=0):
     torch.manual_seed(7)
     return model.generate(**prompts(rows, pads=2 if rows > 1 else 0, seed=seed), **options)
@@ -76,7 +80,7 @@ def test_it_can_be_turned_off():
     expected = generate(model, SAMPLING)
     TIDEModelForCausalLM.attach(model, remembered_tokens=0)
     assert min(rounds_of(model, SAMPLING, expected)) > 0.8 * NEW
-    assert model._tide.answers.num_tokens == 0
+    assert num_remembered(model) == 0
 
 
 def test_threads_share_the_memory():
@@ -87,7 +91,7 @@ def test_threads_share_the_memory():
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda seed: generate(model, GREEDY, seed=seed), seeds))
     assert all(torch.equal(result, expected[seed]) for result, seed in zip(results, seeds, strict=True))
-    assert 0 < model._tide.answers.num_tokens <= 100
+    assert 0 < num_remembered(model) <= 100
 
 
 def test_at_most_so_many_tokens_are_remembered_as_asked():
@@ -95,7 +99,7 @@ def test_at_most_so_many_tokens_are_remembered_as_asked():
     held = []
     for seed in range(4):
         generate(model, GREEDY, seed=seed)
-        held.append(model._tide.answers.num_tokens)
+        held.append(num_remembered(model))
     assert held == [48, 96, 96, 96]
 
 
@@ -105,7 +109,8 @@ def test_what_is_remembered_ends_where_the_answer_ends():
     eos = next(token for token in first[12:] if token not in first[8:12])
     TIDEModelForCausalLM.attach(model)
     generate(model, GREEDY | {"eos_token_id": eos, "return_dict_in_generate": True}, rows=2)  # which keeps padding
-    assert (tuple(first[: first.index(eos, 8) + 1]), 8) in model._tide.answers._texts
+    texts = list(model._tide.answers._texts)
+    assert (tuple(first[: first.index(eos, 8) + 1]), 8) in texts
 
 
 @pytest.mark.parametrize("mode", ["early_exit", "post_hoc"])
@@ -113,7 +118,7 @@ def test_answers_that_may_differ_from_the_base_model_s_are_not_remembered(mode):
     model = tiny_model("llama")
     TIDEModelForCausalLM.attach(model, linear_heads(model), mode=mode)
     generate(model, GREEDY)
-    assert model._tide.answers.num_tokens == 0
+    assert num_remembered(model) == 0
 
 
 def test_it_ends_with_the_attachment_and_never_leaves_the_process():
@@ -121,14 +126,14 @@ def test_it_ends_with_the_attachment_and_never_leaves_the_process():
     generate(model, GREEDY)
     answers = model._tide.answers
     assert answers.num_tokens == 48
-    twin = pickle.loads(pickle.dumps(model))
-    assert (twin._tide.answers.num_tokens, twin._tide.answers.max_tokens) == (0, answers.max_tokens)
+    twin = pickle.loads(pickle.dumps(model))._tide.answers
+    assert (twin.num_tokens, twin.max_tokens) == (0, answers.max_tokens)
     model.tide_release()
     assert answers.num_tokens == 0
     generate(model, GREEDY)
     assert answers.num_tokens == 48
     TIDEModelForCausalLM.attach(model, linear_heads(model))
-    assert model._tide.answers.num_tokens == 0
+    assert num_remembered(model) == 0
     assert not hasattr(TIDEModelForCausalLM.detach(model), "_tide")
 
 
@@ -136,20 +141,20 @@ def test_warm_up_is_not_remembered():
     model = tiny_model("llama")
     attach_captured(model)
     model.tide_warm_up()
-    assert model._tide.answers.num_tokens == 0
+    assert num_remembered(model) == 0
 
 
 def test_benchmarks_do_not_draft_from_the_run_before(monkeypatch):
     model, timed_run, held = TIDEModelForCausalLM.attach(tiny_model("llama")), benchmark.timed_run, []
 
     def spy(method, *args):
-        held.append(method.model._tide.answers.num_tokens)
+        held.append(num_remembered(method.model))
         return timed_run(method, *args)
 
     monkeypatch.setattr(benchmark, "timed_run", spy)
     benchmark.compare([DecodingMethod("ours", model)], [prompts()], max_new_tokens=NEW, repeats=2)
     assert held == [0, 0, 0]
-    assert model._tide.answers.num_tokens > 0
+    assert num_remembered(model) > 0
 
 
 @pytest.mark.parametrize("remembered_tokens", [-1, 1.5, True, "many", None])
@@ -166,4 +171,5 @@ def test_prompts_are_remembered_as_drafters_see_them():
     attachment = TIDEModelForCausalLM.attach(tiny_model("llama"))._tide
     row = Row(0, torch.empty(1, 0), tokens=[5, 6, 7])
     attachment.remember([[1, 2, attachment.structure.vocab_size]], [row])
-    assert attachment.answers.find([1, 2, 0, 5], 5) == (4, (6, 7))
+    found = attachment.answers.find([1, 2, 0, 5], 5)
+    assert found == (4, (6, 7))
