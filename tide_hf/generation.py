@@ -26,6 +26,7 @@ from .speculation.acceptance import AcceptanceRule
 from .speculation.attachment import Attachment, DrafterFactory
 from .speculation.call import Call, check_call
 from .speculation.engine import Engine
+from .speculation.exits import ExitDrafter, ExitRule
 from .speculation.loop import SpeculativeDecoder
 from .speculation.ranks import ranks_of
 
@@ -80,8 +81,9 @@ class TIDEGenerationMixin:
         )
         try:
             attachment.check_model(self, mode)
-            if mode == "self_speculative":
-                check_call(self, call)
+            exits_with_head = mode == "early_exit" and attachment.exits_with_head
+            if mode == "self_speculative" or exits_with_head:
+                check_call(self, call, mode)
         except (UnsupportedModelError, UnsupportedOptionError) as error:
             strict = getattr(generation_config, "tide_strict", None)
             if mode != "self_speculative" or (attachment.strict if strict is None else strict):
@@ -92,11 +94,13 @@ class TIDEGenerationMixin:
             model_kwargs.pop(name, None)
         leave_uncompiled(generation_config)
         if mode != "self_speculative" and engine != EAGER:
-            attachment.engines[engine].log_eager(f"tide_mode={mode!r} decides layer by layer")
+            attachment.engines[engine].log_eager(f"tide_mode={mode!r} has no steps of fixed shape")
             engine = EAGER
         warm_up_seconds = attachment.engines[engine].warm_up_seconds
         if mode == "self_speculative":
             result, stats = self._tide_speculate(call, engine, make_drafter or attachment.make_drafter)
+        elif exits_with_head:
+            result, stats = self._tide_exit_with_head(call, engine)
         else:
             result, stats = self._tide_exit(call, mode, engine)
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
@@ -106,12 +110,26 @@ class TIDEGenerationMixin:
     def _tide_speculate(self, call: Call, engine_name: str, make_drafter: DrafterFactory) -> tuple[Any, ExitStats]:
         """Decode in `self_speculative`."""
         attachment = self._tide
-        decoder = _decoder_of(self, call, attachment.engines[engine_name].engine(self, attachment, call))
+        rule = AcceptanceRule(*_rule_arguments(self, call))
+        engine = attachment.engines[engine_name].engine(self, attachment, call)
+        decoder = _decoder_of(self, call, "self_speculative", engine, rule)
         with attachment.running(engine_name):
             prompts = call.input_ids.tolist()
             result = decoder.decode(lambda own: make_drafter(attachment, prompts, own))
         if make_drafter is attachment.make_drafter:  # else it is a warm-up, whose tokens nobody asked for
             attachment.remember(prompts, decoder.rows)
+        return result, decoder.stats
+
+    def _tide_exit_with_head(self, call: Call, engine_name: str) -> tuple[Any, ExitStats]:
+        """Decode in `early_exit` with a draft head, by the self-speculative loop with an [`ExitRule`]."""
+        attachment = self._tide
+        head: Any = attachment.draft_head
+        threshold = _head_threshold(attachment, call)
+        rule = ExitRule(*_rule_arguments(self, call), score=head.score, exit_threshold=threshold)
+        engine = attachment.engines[engine_name].engine(self, attachment, call)
+        decoder = _decoder_of(self, call, "early_exit", engine, rule)
+        with attachment.running(engine_name):
+            result = decoder.decode(lambda own: ExitDrafter(own, rule))
         return result, decoder.stats
 
     def _tide_exit(self, call: Call, mode: str, engine_name: str) -> tuple[Any, ExitStats]:
@@ -224,11 +242,15 @@ def _new_attached(base_class: type) -> Any:
     return object.__new__(attached_class(base_class))
 
 
-def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
-    """Compose the decoder of one `self_speculative` call."""
+def _rule_arguments(model: Any, call: Call) -> tuple[Any, ...]:
+    """The arguments of one call's `AcceptanceRule`."""
+    stay_level = counts_slots(model.config.get_text_config(), call.generation_config.max_length)
+    return call, ranks_of(model), call.cache_is_returned, stay_level
+
+
+def _decoder_of(model: Any, call: Call, mode: str, engine: Engine, rule: AcceptanceRule) -> SpeculativeDecoder:
+    """Compose the decoder of one call."""
     structure, config = model._tide.structure, model.config.get_text_config()
-    stay_level = counts_slots(config, call.generation_config.max_length)
-    rule = AcceptanceRule(call, ranks_of(model), call.cache_is_returned, stay_level)
     # Stopped rows stay in the batch if the call does not pad them, if their padding is returned, if all rows must
     # advance together, if rotary embeddings depend on the longest row, or if each row has its own adapter.
     drops_stopped = not (
@@ -238,8 +260,25 @@ def _decoder_of(model: Any, call: Call, engine: Engine) -> SpeculativeDecoder:
         or "longrope" in rope_limits(config)
         or has_adapters_by_row(model, structure)
     )
-    stats = ExitStats("self_speculative", structure.num_layers, engine=engine.name)
+    stats = ExitStats(mode, structure.num_layers, engine=engine.name)
     return SpeculativeDecoder(engine, rule, stats, drops_stopped)
+
+
+def _head_threshold(attachment: Attachment, call: Call) -> float:
+    """The exit threshold of one `early_exit` call with a draft head; options that only exit layers have are refused."""
+    threshold, *others = (getattr(call.generation_config, name, None) for name in OPTIONS_OF_EXITS)
+    passed = {name: value for name, value in zip(OPTIONS_OF_EXITS[1:], others, strict=True) if value}
+    if passed.get("exit_criterion") == "router":
+        del passed["exit_criterion"]
+    if passed:
+        name, value = next(iter(passed.items()))
+        raise UnsupportedOptionError(
+            "tokens exit with the draft head here, before any layer runs",
+            got=f"{name}={value!r}",
+            expected="exit_threshold alone",
+            do=f"Leave {name} out, or set routers.config.kv_cache_strategy = 'propagate': exit layers are then used.",
+        )
+    return attachment.threshold_of("early_exit") if threshold is None else check_exit_threshold(threshold)
 
 
 def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -> ExitRun:
@@ -248,10 +287,17 @@ def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -
     config, kwargs = call.generation_config, call.model_kwargs
     threshold, criterion, min_layers, in_prompt = (getattr(config, name, None) for name in OPTIONS_OF_EXITS)
     options: dict[str, Any] = {
-        "exit_threshold": attachment.exit_threshold if threshold is None else check_exit_threshold(threshold),
+        "exit_threshold": attachment.threshold_of(mode) if threshold is None else check_exit_threshold(threshold),
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
         "min_layers": 0 if min_layers is None else check_min_layers(min_layers),
     }
+    if not routers.exit_layers:
+        raise UnsupportedOptionError(
+            f"tide_mode={mode!r} has no layer at which tokens could exit",
+            got="routers without exit layers",
+            expected="exit layers, or in early_exit a draft head and kv_cache_strategy='recompute'",
+            do="Make routers with tide_hf.calibrate(), or choose another mode.",
+        )
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     common = (attachment.structure, cache, routers, attachment.unembed)
     strategy = routers.config.kv_cache_strategy

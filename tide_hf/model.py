@@ -17,7 +17,7 @@ from .engines.kinds import new_engines
 from .generation import TIDEGenerationMixin, attached_class
 from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers, read_routers
 from .kernels.ops import USE_KERNELS, load_kernels
-from .routers.config import FOR_BOTH, NEVER_EXIT, check_exit_threshold
+from .routers.config import FOR_BOTH, check_exit_threshold
 from .routers.routers import TIDERouters
 from .speculation.answer_memory import AnswerMemory
 from .speculation.attachment import Attachment, hybrid_drafter
@@ -71,7 +71,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 routers shipped with this library for the model. Without routers, drafts come only from n-grams of the
                 context, and only `self_speculative` can run.
             mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
-            exit_threshold: A token exits if a router's score is at least this value; default: the calibrated value.
+            exit_threshold: A token exits if its exit score is at least this value; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
             ignore_base_mismatch: Use routers that were made for another model of the same shape.
             pack_weights: On a CPU, copy float32 and bfloat16 weights into oneDNN's prepacked layout, if that layout is
@@ -183,9 +183,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             log_no_routers(model)
         structure = find_structure(model)
         check_uncompiled(model, structure)
-        threshold = loaded.config.exit_threshold if loaded is not None else NEVER_EXIT
         if exit_threshold is not None:
-            threshold = check_exit_threshold(exit_threshold)
+            check_exit_threshold(exit_threshold)
         if loaded is not None:
             loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
         device = input_device(model)
@@ -195,7 +194,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=device)),
             routers=loaded,
             mode=mode,
-            exit_threshold=threshold,
+            exit_threshold=exit_threshold,
             make_drafter=hybrid_drafter,
             engines=new_engines(),
             engine=engine,

@@ -3,36 +3,19 @@
 import pytest
 import torch
 from calibrations import small, texts
-from draft_heads import draft_head_for
+from draft_heads import draft_head_for, tapped_batch
 from families import tiny_model
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.documents import Document, token_batch
-from tide_hf.calibration.draft_head import DraftHeadTrainer, TappedBatch
-from tide_hf.calibration.states import StateReader
+from tide_hf.calibration.documents import Document
+from tide_hf.calibration.draft_head import DraftHeadTrainer
 from tide_hf.common.errors import UnsupportedModelError
+from tide_hf.speculation.exits import MAX_EXITS
 
 FAMILIES = ("llama", "mistral", "qwen3_moe", "gemma2")  # plain; its layers slide; routed; its logits are softcapped
-
-
-def tapped_batch(model, head, documents):
-    structure = find_structure(model)
-    taps = head.config.tap_layers
-    reader = StateReader(
-        model, structure, Unembed(model, structure), [tap for tap in taps if tap < structure.num_layers]
-    )
-    whole, batch = reader.read(documents, range(len(documents))), token_batch(documents, range(len(documents)))
-
-    def padded(states):
-        rows = [states[whole.document_ids == number] for number in range(len(documents))]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-    tapped = [padded(whole.hidden_states.get(layer, whole.final_states)) for layer in taps]
-    final = padded(whole.final_states)
-    return TappedBatch(batch.input_ids, batch.attention_mask, batch.counted, torch.cat(tapped, dim=-1), final)
 
 
 def trainer_of(model, **changes):
@@ -82,7 +65,7 @@ def test_calibrate_makes_a_draft_head_that_drafts(tiny_llama, tiny_tokenizer, tm
     figures = routers.config.calibration["draft_head"]
     assert not figures["stopped"]
     assert 0.0 <= figures["agreement"] <= 1.0
-    assert len(figures["agreement_by_step"]) == 5
+    assert len(figures["agreement_by_step"]) == MAX_EXITS
     ids = torch.randint(3, 90, (1, 6))
     plain = model.generate(ids, max_new_tokens=24, do_sample=False)
     TIDEModelForCausalLM.attach(model, TIDERouters.from_pretrained(tmp_path))

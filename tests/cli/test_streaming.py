@@ -40,7 +40,7 @@ def test_a_terminal_gets_colours_by_depth_and_a_legend(tiny_llama, tiny_tokenize
     styles = [str(span.style) for span in streaming.coloured("abcde", run).spans]
     assert styles == [colour.terminal for colour in (NGRAM, *EXITS[:2], FULL_DEPTH, NGRAM)]
     counts = [part.strip() for part in streaming.legend(run).plain.split("\N{BLACK SQUARE}")[1:]]
-    assert counts == ["accepted n-gram draft: 2", "exit layer 2: 1", "exit layer 3: 1", "full depth (4 layers): 1"]
+    assert counts == ["no layer: 2", "exit layer 2: 1", "exit layer 3: 1", "full depth (4 layers): 1"]
     console = terminal(color_system="standard")
     method = DecodingMethod("self_speculative", tide_hf.TIDEModelForCausalLM.attach(tiny_llama()))
     inputs = dict(tiny_tokenizer("abcabcabc", return_tensors="pt", return_token_type_ids=False))

@@ -101,7 +101,7 @@ def test_html_has_tokens_coloured_by_depth_figures_and_a_legend():
     page = Page(stats.to_html(["a", " b", "\n", "c"]))
     titles, styles, texts = zip(*page.spans, strict=True)
     assert texts[:4] == ("a", " b", "\n", "c")
-    assert titles[:4] == ("accepted n-gram draft", "exit layer 2", "exit layer 3", "full depth (4 layers)")
+    assert titles[:4] == ("no layer", "exit layer 2", "exit layer 3", "full depth (4 layers)")
     colours = (NGRAM, *EXITS[:2], FULL_DEPTH)
     assert all(f"background:{colour.css}" in style for style, colour in zip(styles[:4], colours, strict=True))
     assert styles[4:] == styles[:4]  # the legend
@@ -152,7 +152,7 @@ def test_the_plot_shows_depths_and_a_notebook_shows_it_without_pyplot(monkeypatc
     had_pyplot = "matplotlib.pyplot" in sys.modules
     figure = stats_of([0, 2, 2, 4], [4]).plot()
     by_depth, by_token = figure.axes
-    assert [label.get_text() for label in by_depth.get_xticklabels()] == ["n-grams", "2", "4 (full)"]
+    assert [label.get_text() for label in by_depth.get_xticklabels()] == ["no layer", "2", "4 (full)"]
     assert [bar.get_height() for bar in by_depth.patches] == [1, 2, 2]
     (points,) = by_token.collections
     assert points.get_offsets().tolist() == [[1, 0], [2, 2], [3, 2], [4, 4], [1, 4]]
@@ -181,7 +181,7 @@ def test_figures_are_derived_from_the_counts():
     assert stats.summary().splitlines() == [
         "self_speculative: 5 tokens, 9.0 of 10 layers per token (90%)",
         "2 of 4 draft tokens accepted (50%), 1.67 tokens per round",
-        "n-grams: 1 tokens (20%)",
+        "no layer: 1 tokens (20%)",
         "exit layer 4: 1 tokens (20%)",
     ]
     empty = ExitStats("early_exit", 10)

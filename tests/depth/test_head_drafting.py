@@ -5,43 +5,17 @@ import pickle
 
 import pytest
 import torch
-from draft_heads import draft_head_for
+from draft_heads import draft_head_for, drafts_after
 from drafters import HeadDrafter, use_heads
 from families import ATTENTION, tiny_model
 from on_steps import attach_captured, attach_compiled, attach_eagerly, new_tokens, prompts
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.base_model.hooks import hook_layers
-from tide_hf.base_model.structure import CACHE, find_structure
+from tide_hf.base_model.structure import CACHE
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 WIDTH = 3
-
-
-def drafts_after(model, text, width):
-    """What the head drafts after a text without padding, all of whose K/V are filled at once."""
-    head, ids, structure, states = model._tide.routers.draft_head, torch.tensor([text]), find_structure(model), {}
-    embed = head.embed_tokens or model.get_input_embeddings()
-    embeddings = embed(ids)
-    with torch.no_grad(), hook_layers(structure, range(1, structure.num_layers + 1), states.__setitem__):
-        hook = structure.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: states.__setitem__(0, args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-        model(ids, use_cache=False)
-        hook.remove()
-    states = {layer: state[0] if isinstance(state, tuple) else state for layer, state in states.items()}
-    fused = head.fuse(torch.cat([states[layer] for layer in head.config.tap_layers], dim=-1))
-    kv, last = DynamicLayer(), len(text) - 1
-    head.store(embeddings[:, 1:last], fused[:, : last - 1], torch.arange(1, last)[None], kv)
-    state, token, drafted = fused[:, last - 1 : last], ids[:, -1:], []
-    for step in range(width):
-        output = head(embed(token), state, torch.tensor([[last + step]]), kv, None)
-        token, _, state = head.draft(output)
-        drafted.append(int(token))
-        token = token[:, None]
-    return drafted
 
 
 @pytest.mark.parametrize(

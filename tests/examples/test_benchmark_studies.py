@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 import torch
+from draft_heads import draft_head_for
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import disagreement, gpu, gpu_lines, precision, second_model
@@ -78,6 +79,23 @@ def test_the_disagreement_study_counts_tokens_that_are_not_the_full_models(tiny_
         assert found["binomial_interval"][0] < found["differ"] / found["tokens"] <= found["binomial_interval"][1]
     assert capsys.readouterr().out.count("| new draws |") == 2
     assert not set(disagreement.unseen_prompts(20, 0, 500)) & set(draw_prompts(40, 0))
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_the_disagreement_study_certifies_and_times_a_draft_head(tiny_model_folder, tmp_path, capsys, monkeypatch):
+    certified = [{"tolerance": 0.5, "exit_threshold": 0.0}]
+    monkeypatch.setattr(disagreement, "tolerance_rows", lambda exits, _: certified if len(exits.lowest) else [])
+    draft_head_for(AutoModelForCausalLM.from_pretrained(tiny_model_folder)).save_pretrained(tmp_path / "routers")
+    output = tmp_path / "disagreement.json"
+    folders = ["--model", str(tiny_model_folder), "--routers", str(tmp_path / "routers"), "--output", str(output)]
+    sizes = ["--max-new-tokens", "6", "--prompts", "2", "--batch-size", "2", "--certify", "6", "--timed", "1"]
+    disagreement.main([*folders, *sizes])
+    record = json.loads(output.read_text())
+    assert record["num_documents"] == 6
+    (row,) = record["tolerances"]
+    assert all(found["depth_fraction"] < 1 for found in row["measured"].values())
+    assert row["timed"]["early_exit"]["tokens_per_pass"] == 5.0  # all but the first token, in one pass
+    assert "| 50.0% | 0 | self_speculative |" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short_prompts")

@@ -1,11 +1,17 @@
-"""Routers with a random draft head, and the heads that the `speculators` package wrote, with a base model for them."""
+"""Routers with a random draft head, what it drafts and is trained on, and heads that `speculators` wrote."""
 
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 
+from tide_hf.base_model.hooks import hook_layers
 from tide_hf.base_model.structure import find_structure
+from tide_hf.base_model.unembed import Unembed
+from tide_hf.calibration.documents import token_batch
+from tide_hf.calibration.draft_head import TappedBatch
+from tide_hf.calibration.states import StateReader
 from tide_hf.routers.routers import TIDERouters
 
 REFERENCE = Path(__file__).parents[1] / "routers" / "eagle3_reference"
@@ -36,3 +42,55 @@ def draft_head_for(model, seed=0, **changes):
     for parameter in routers.draft_head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return routers
+
+
+def most_likely(logits):
+    """The top-1 token of (vocabulary) logits."""
+    return int(logits.argmax())
+
+
+def drafts_after(model, text, width, threshold=0.0, choose=most_likely):
+    """What the head drafts after a text without padding, while scores reach a threshold; all K/V are filled at once.
+
+    `choose` picks a token from its logits over the whole vocabulary.
+    """
+    head, ids, structure, states = model._tide.routers.draft_head, torch.tensor([text]), find_structure(model), {}
+    embed = head.embed_tokens or model.get_input_embeddings()
+    embeddings = embed(ids)
+    with torch.no_grad(), hook_layers(structure, range(1, structure.num_layers + 1), states.__setitem__):
+        hook = structure.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: states.__setitem__(0, args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        model(ids, use_cache=False)
+        hook.remove()
+    states = {layer: state[0] if isinstance(state, tuple) else state for layer, state in states.items()}
+    fused = head.fuse(torch.cat([states[layer] for layer in head.config.tap_layers], dim=-1))
+    kv, last = DynamicLayer(), len(text) - 1
+    head.store(embeddings[:, 1:last], fused[:, : last - 1], torch.arange(1, last)[None], kv)
+    state, token, drafted = fused[:, last - 1 : last], ids[:, -1:], []
+    for step in range(width):
+        logits, state = head.read(head(embed(token), state, torch.tensor([[last + step]]), kv, None))
+        if head.score(logits.log_softmax(dim=-1).max()) < threshold:
+            break
+        token = torch.tensor([[choose(head.whole_vocab(logits, model._tide.structure.vocab_size)[0])]])
+        drafted.append(int(token))
+    return drafted
+
+
+def tapped_batch(model, head, documents):
+    """What a head is trained on, for whole documents."""
+    structure = find_structure(model)
+    taps = head.config.tap_layers
+    reader = StateReader(
+        model, structure, Unembed(model, structure), [tap for tap in taps if tap < structure.num_layers]
+    )
+    whole, batch = reader.read(documents, range(len(documents))), token_batch(documents, range(len(documents)))
+
+    def padded(states):
+        rows = [states[whole.document_ids == number] for number in range(len(documents))]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    tapped = [padded(whole.hidden_states.get(layer, whole.final_states)) for layer in taps]
+    final = padded(whole.final_states)
+    return TappedBatch(batch.input_ids, batch.attention_mask, batch.counted, torch.cat(tapped, dim=-1), final)

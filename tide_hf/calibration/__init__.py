@@ -2,8 +2,8 @@
 
 `text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
 `states` computes and stores hidden states. `heads` fits exit heads, `draft_head` and `block_head` train heads that
-draft with a layer of their own, `routers` trains the routers. `threshold` selects exit layers and certifies the exit
-threshold; `record` builds the calibration record.
+draft with a layer of their own, `routers` trains the routers. `threshold` selects exit layers and certifies exit
+thresholds, that of a draft head on its `draft_exits`; `record` builds the calibration record.
 `arguments` checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 
@@ -34,7 +34,7 @@ from .block_head import block_start, place_block
 from .draft_head import draft_head_shape
 from .heads import frequent_tokens
 from .pipeline import Pipeline
-from .record import calibration_record, layer_figures, print_report
+from .record import calibration_record, layer_figures, print_report, tolerance_rows
 from .states import full_depth
 from .text import Text, load_documents
 from .threshold import candidates_on, choose_threshold, useful_exit_layers
@@ -182,7 +182,7 @@ def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confide
         if block is not None:
             figures["block"] = block
         if draft_head is not None:
-            figures["draft_head"] = draft_head
+            figures["draft_head"] = draft_head | _certify_head(pipeline, tolerance, confidence)
         kept = pipeline.routers.exit_layers
         if select:
             tune = pipeline.decide(store, "tune")
@@ -205,6 +205,14 @@ def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confide
         "resumed_units": pipeline.resumed_units,
     }
     return measured | figures | facts
+
+
+def _certify_head(pipeline: Pipeline, tolerance: float, confidence: float) -> dict[str, Any]:
+    """Choose the draft head's exit threshold; return the choice, for the record."""
+    exits = pipeline.draft_exits()
+    choice = choose_threshold(exits, tolerance=tolerance, confidence=confidence)
+    pipeline.routers.config.draft_exit_threshold = choice.chosen
+    return {"threshold": asdict(choice), "tolerances": tolerance_rows(exits, confidence)}
 
 
 def _fresh_routers(

@@ -25,8 +25,10 @@ from ..base_model.unembed import Unembed
 from ..common.errors import UnsupportedModelError
 from ..routers.draft_head import DraftHead, rotate
 from ..routers.exit_points import logit_of
+from ..speculation.exits import MAX_EXITS
 from .block_head import mixed_precision
 from .documents import TokenBatch
+from .draft_exits import UNKNOWN, DraftExits
 from .heads import FrequentUnembed, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore, top_tokens
@@ -34,7 +36,6 @@ from .states import StateBatch, StateStore, top_tokens
 STEPS = 3
 SINGLE_STEP = 0.2  # share of the training on the first step alone, which costs a third of the time
 STEP_WEIGHT = 0.8  # of each step's loss, relative to that of the step before
-MEASURED_STEPS = 5
 LEARNING_RATE, WARMUP_STEPS, FLOOR = 1.5e-3, 20, 0.03
 MAX_GRADIENT = 1.0
 EPOCHS = 12  # unless the time budget ends first
@@ -266,56 +267,75 @@ class DraftHeadStage:
         num_batches = sum(1 for _ in self._batches("fit", self.seed))
         trained = list(self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, deadline=deadline))
         round_weights(head)
-        log_probabilities, agrees = self._scored("tune")
-        with torch.no_grad():
-            head.confidence.copy_(torch.tensor(platt_scaling(logit_of(log_probabilities), agrees)).bfloat16())
+        self.scale_confidence()
         steps, loss = trained[-1]
         return {"epochs": len(trained), "steps": steps, "stopped": steps < EPOCHS * num_batches, "loss": loss}
 
-    @torch.no_grad()
-    def figures(self) -> dict[str, Any]:
-        """Measure the head and its confidence on the certify split, ready for JSON."""
-        log_probabilities, agrees = self._scored("certify")
-        scores = self.trainer.head.score(log_probabilities).cpu()
+    def figures(self, exits: DraftExits) -> dict[str, Any]:
+        """Figures of the head and its confidence, ready for JSON, from its exits on the certify split."""
+        known = exits.is_known[:, 0]
+        scores, agrees = exits.lowest[known, 0], exits.agrees[known, 0]
         return {
             "layer": 0,
             "agreement": float(agrees.double().mean()),
-            "agreement_by_step": self._by_step("certify"),
+            "agreement_by_step": exits.agreement_by_step(),
             "confidence_auc": area_under_curve(scores, agrees),
             "expected_calibration_error": expected_calibration_error(scores, agrees),
             "parameters": sum(parameter.numel() for parameter in self.trainer.head.parameters()),
         }
 
     @torch.no_grad()
-    def _scored(self, split: str) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) of first drafts at counted positions, and whether each is the full model's token."""
-        found, agrees = [], []
+    def exits(self, split: str) -> DraftExits:
+        """What `early_exit` would do on the documents of a split."""
+        parts, num_documents = [], 0
         for batch in self._batches(split):
-            (output,) = self.trainer.unroll(batch, 1)
-            counted = batch.counted[:, 1:].to(output.device)
-            logits = self.trainer.head.lm_head(self.trainer.head.norm(output[counted])).log_softmax(dim=-1)
-            best, drafted = logits.max(dim=-1)
-            top = self._top_tokens(batch)[:, 1:][counted]
-            found.append(best.cpu())
-            agrees.append((self.trainer.tokens.to(top.device)[drafted] == top).cpu())
-        return torch.cat(found), torch.cat(agrees)
+            lowest, agrees = self._runs(batch)
+            counted = batch.counted.to(lowest.device)
+            documents = num_documents + torch.arange(len(counted), device=counted.device)[:, None].expand_as(counted)
+            num_documents += len(counted)
+            parts.append((lowest[counted].cpu(), agrees[counted].cpu(), documents[counted].cpu()))
+        return DraftExits(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _by_step(self, split: str) -> list[float]:
-        """For each step of a draft, how often it agrees where all steps before did and the text went on with them."""
-        right, tried = [0] * MEASURED_STEPS, [0] * MEASURED_STEPS
-        for batch in self._batches(split):
-            top = self._top_tokens(batch)
-            ids, alive = batch.input_ids.to(top.device), batch.counted.to(top.device)[:, 1:]
-            for step, output in enumerate(self.trainer.unroll(batch, MEASURED_STEPS)):
-                logits = self.trainer.head.lm_head(self.trainer.head.norm(output))
-                drafted = self.trainer.tokens.to(top.device)[logits.argmax(dim=-1)]
-                width = top.shape[1] - 1 - step
-                alive = alive[:, :width] & batch.counted.to(top.device)[:, 1 + step :]
-                agrees = drafted[:, :width] == top[:, 1 + step :]
-                tried[step] += int(alive.sum())
-                right[step] += int((alive & agrees).sum())
-                alive = (alive & agrees)[:, : width - 1] & (ids[:, 2 + step :] == top[:, 1 + step : -1])
-        return [hits / max(1, count) for hits, count in zip(right, tried, strict=True)]
+    def _runs(self, batch: TappedBatch) -> tuple[Tensor, Tensor]:
+        """For each position of a batch, `lowest` and `agrees` of [`DraftExits`], (rows, length, MAX_EXITS)."""
+        top = self._top_tokens(batch)
+        ids, counted = batch.input_ids.to(top.device), batch.counted.to(top.device)
+        lowest = torch.full((*top.shape, MAX_EXITS), UNKNOWN, device=top.device)
+        agrees, length = torch.zeros_like(lowest, dtype=torch.bool), top.shape[1]
+        before = torch.ones_like(
+            lowest[:, : length - 1, 0]
+        )  # the lowest score of the steps before; `UNKNOWN` ends a run
+        for step, output in enumerate(self.trainer.unroll(batch, min(MAX_EXITS, length - 1))):
+            width = length - 1 - step
+            scores, drafted = self._drafts(output[:, :width])
+            right = drafted == top[:, 1 + step :]
+            lowest[:, :width, step] = torch.where(
+                counted[:, 1 + step :], torch.minimum(before[:, :width], scores), UNKNOWN
+            )
+            agrees[:, :width, step] = right
+            goes_on = right[:, :-1] & (ids[:, 2 + step :] == drafted[:, :-1])
+            before = torch.where(goes_on, lowest[:, : width - 1, step], UNKNOWN)
+        return lowest, agrees
+
+    def _drafts(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Exit scores and tokens, (rows, width) each, of the head's outputs (rows, width, D)."""
+        head = self.trainer.head
+        best, drafted = head.lm_head(head.norm(output)).log_softmax(dim=-1).max(dim=-1)
+        return head.score(best), self.trainer.tokens.to(drafted.device)[drafted]
+
+    def scale_confidence(self) -> None:
+        """Fit the head's confidence to first drafts on the tune split, by Platt scaling."""
+        head, found, agrees = self.trainer.head, [], []
+        with torch.no_grad():
+            for batch in self._batches("tune"):
+                (output,) = self.trainer.unroll(batch, 1)
+                counted = batch.counted[:, 1:].to(output.device)
+                best, drafted = head.lm_head(head.norm(output[counted])).log_softmax(dim=-1).max(dim=-1)
+                top = self._top_tokens(batch)[:, 1:][counted]
+                found.append(best.cpu())
+                agrees.append((self.trainer.tokens.to(top.device)[drafted] == top).cpu())
+            scaling = platt_scaling(logit_of(torch.cat(found)), torch.cat(agrees))
+            head.confidence.copy_(torch.tensor(scaling).bfloat16())
 
     def _top_tokens(self, batch: TappedBatch) -> Tensor:
         """(rows, length) the full model's token after each position."""

@@ -18,6 +18,7 @@ from ..routers.routers import TIDERouters
 from .arguments import Settings
 from .block_head import BlockStage, BlockTrainer
 from .documents import Document, split_documents
+from .draft_exits import DraftExits
 from .draft_head import DraftHeadStage, DraftHeadTrainer
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
 from .routers import decide, fit_router
@@ -33,7 +34,7 @@ DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
-BLOCK, DRAFT_HEAD = "block/head", "draft/head"
+BLOCK, DRAFT_HEAD, DRAFT_EXITS = "block/head", "draft/head", "draft/exits"
 HEAD_SHARE = 0.7  # share of the remaining time for training the head that drafts
 
 
@@ -156,8 +157,9 @@ class Pipeline:
 
         def train(_: int) -> None:
             stage = DraftHeadStage(DraftHeadTrainer(self.model, self.unembed, head, tokens), store, self.settings.seed)
-            facts = stage.make(self._share_of_rest(HEAD_SHARE))
-            self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures())
+            facts, exits = stage.make(self._share_of_rest(HEAD_SHARE)), stage.exits("certify")
+            self.work.write(DRAFT_EXITS, vars(exits))
+            self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures(exits))
 
         self._run_units("Training the draft head", [DRAFT_HEAD], train)
         head.load_state_dict(self.work.read(DRAFT_HEAD))
@@ -165,6 +167,10 @@ class Pipeline:
         if facts["stopped"]:
             self.cut_short.append("training of the draft head")
         return facts
+
+    def draft_exits(self) -> DraftExits:
+        """Stage (f) for the draft head: what `early_exit` would do on the certify split."""
+        return DraftExits(**self.work.read(DRAFT_EXITS))
 
     def decide(self, store: StateStore, split: str) -> Decisions:
         """Stage (f): compute exit scores and head agreement at every exit layer, on the tune or certify split."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -121,6 +121,16 @@ class Decisions:
         return {layer: float((index == i).double().mean()) for i, layer in enumerate(self.exit_layers)}
 
 
+class Certifiable(Protocol):
+    """Decisions of `early_exit` on documents, at any threshold: [`Decisions`] or `draft_exits.DraftExits`."""
+
+    def disagreement_per_document(self, threshold: float) -> Tensor:
+        """Share of each document's tokens that differ from the full model's, (documents,) float64."""
+
+    def depth_fraction(self, threshold: float) -> float:
+        """Mean layers executed per token, as a share of the model's layers; a pass's layers count once."""
+
+
 @dataclass(frozen=True)
 class ThresholdRow:
     """One threshold of the grid."""
@@ -143,7 +153,7 @@ class ThresholdChoice:
 
 
 def choose_threshold(
-    decisions: Decisions, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
+    decisions: Certifiable, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
 ) -> ThresholdChoice:
     """Find the lowest threshold whose disagreement is below `tolerance` with probability `confidence`.
 

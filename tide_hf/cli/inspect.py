@@ -74,21 +74,24 @@ def _kernel_lines(fact: dict[str, Any]) -> list[str]:
 def _router_lines(routers: dict[str, Any] | None) -> list[str]:
     if routers is None:
         return ["routers: none; tide-hf calibrate makes them"]
+    head = []
+    if routers["draft_exit_threshold"] is not None:
+        head = [f"  with draft head  {_threshold(routers['draft_exit_threshold'], routers['draft_threshold'])}"]
     return [
         "routers",
         f"  exit heads       {routers['exit_strategy']}, after layers {', '.join(routers['exit_layers'])}",
-        f"  exit threshold   {_threshold(routers)}",
+        f"  exit threshold   {_threshold(routers['exit_threshold'], routers['threshold'])}",
+        *head,
         f"  draft vocabulary {_text(routers['draft_vocab_size'] or 'all tokens')}",
         f"  size             {routers['parameters']:,} parameters, {routers['size_mb']:g} MB",
     ]
 
 
-def _threshold(routers: dict[str, Any]) -> str:
-    if routers["exit_threshold"] > 1:
+def _threshold(threshold: float, choice: dict[str, Any] | None) -> str:
+    if threshold > 1:
         return "none: in early_exit no token exits unless a call sets one"
-    certified = routers["threshold"] is not None and routers["threshold"]["chosen"] == routers["exit_threshold"]
-    bound = describe_bound(routers["threshold"]) if certified else "not certified"
-    return f"{routers['exit_threshold']:g} ({bound})"
+    bound = describe_bound(choice) if choice is not None and choice["chosen"] == threshold else "not certified"
+    return f"{threshold:g} ({bound})"
 
 
 def _convergence(facts: dict[str, Any]) -> TextTable:

@@ -104,7 +104,7 @@ def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
 def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
     """Attach TIDE to the loaded model, with the decoding arguments of the command."""
     (mode,) = modes_to_run(args.mode, loaded.routers)
-    threshold = usable_threshold(loaded.routers, args.exit_threshold)
+    threshold = usable_threshold(loaded.routers, args.exit_threshold, mode)
     attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
     return tide_method(attached, mode, threshold)
 

@@ -55,7 +55,7 @@ def depth_name(depth: int, num_layers: int) -> str:
     """The name of a depth in a legend."""
     if depth == num_layers:
         return f"full depth ({num_layers} layers)"
-    return "accepted n-gram draft" if depth == 0 else f"exit layer {depth}"
+    return "no layer" if depth == 0 else f"exit layer {depth}"
 
 
 class TokenTexts:
@@ -150,7 +150,7 @@ def stats_figure(stats: Any) -> Any:
     by_depth, by_token = figure.subplots(1, 2, width_ratios=(2, 3))
     depths = _all_depths(stats)
     counts, colours = Counter(depths), depth_colours(depths, stats.num_layers)
-    names = {0: "n-grams", stats.num_layers: f"{stats.num_layers} (full)"}
+    names = {0: "no layer", stats.num_layers: f"{stats.num_layers} (full)"}
     bars = by_depth.bar(
         [names.get(depth, str(depth)) for depth in colours],
         [counts[depth] for depth in colours],

@@ -14,13 +14,15 @@ class ExitStats:
     Attributes:
         mode: The mode that ran.
         num_layers: Decoder layers of the base model.
-        layers_executed: Decoder layers executed completely, counted once per row and forward pass; prefill, draft and
-            verify passes included.
-        per_token: For each row, the exit layer of each new token: `num_layers` at full depth, 0 for an accepted draft
-            token of an n-gram.
-        rounds: Draft-and-verify rounds (`self_speculative` only).
-        drafted: Draft tokens that were verified.
-        accepted: Draft tokens that the base model accepted and that are part of the output.
+        layers_executed: Decoder layers executed completely, counted once per row and forward pass, however many tokens
+            the pass is over; prefill, draft and verify passes included.
+        per_token: For each row, the exit layer of each new token: `num_layers` at full depth, 0 if no layer ran before
+            the token was there, as for an accepted draft token of an n-gram or a draft head.
+        rounds: Draft-and-verify rounds in `self_speculative`; full-depth passes after prefill, counted once per row, in
+            `early_exit` with a draft head. These run all layers over the tokens that have exited, too.
+        drafted: Draft tokens that were verified; in `early_exit`, tokens that exited with the draft head.
+        accepted: Draft tokens that the base model accepted and that are part of the output; in `early_exit`, as
+            `drafted`, since no token that exits is taken back.
         mlp_tokens_skipped: Prompt tokens that an MLP skipped, counted once per layer (`early_exit` with
             `exits_in_prompt`).
         engine: The engine that ran the layers.
@@ -54,7 +56,7 @@ class ExitStats:
 
     @property
     def exit_rate(self) -> float:
-        """Share of the tokens that came from an exit layer or an n-gram."""
+        """Share of the tokens that did not need all layers to be there."""
         return sum(self.exits_per_layer.values()) / self.total_tokens if self.total_tokens else 0.0
 
     @property
@@ -70,7 +72,7 @@ class ExitStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean number of tokens per draft-and-verify round, the bonus token included."""
+        """Mean number of tokens per draft-and-verify round, the bonus token included; or per full-depth pass."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +88,12 @@ class ExitStats:
             f"{self.mode}: {self.total_tokens} tokens, {layers:.1f} of {self.num_layers} layers per token "
             f"({self.depth_fraction:.0%})"
         )
-        if self.rounds:
+        if self.rounds and self.mode == "early_exit":
+            lines.append(
+                f"{self.accepted} tokens exited with the draft head, {self.mean_acceptance_length:.2f} tokens per "
+                "full-depth pass"
+            )
+        elif self.rounds:
             lines.append(
                 f"{self.accepted} of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%}), "
                 f"{self.mean_acceptance_length:.2f} tokens per round"
@@ -99,7 +106,7 @@ class ExitStats:
         """The headlines, and the number of tokens by exit layer."""
         lines = self.headlines()
         for layer, count in self.exits_per_layer.items():
-            where = "n-grams" if layer == 0 else f"exit layer {layer}"
+            where = "no layer" if layer == 0 else f"exit layer {layer}"
             lines.append(f"{where}: {count} tokens ({count / self.total_tokens:.0%})")
         return "\n".join(lines)
 

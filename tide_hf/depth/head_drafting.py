@@ -161,15 +161,23 @@ class HeadRun(LayerRun):
         Returns:
             The drafted tokens (rows), and the probabilities (rows) that the base model agrees.
         """
+        top, scores, self.draft_hidden_state = self.head.draft(self._step(tokens, mask))
+        return top, scores
+
+    def draft_logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Run the head as `draft` does; return its logits, (rows, draft_vocab_size) in float32."""
+        logits, self.draft_hidden_state = self.head.read(self._step(tokens, mask))
+        return logits
+
+    def _step(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """The head's output after `tokens`, (rows, 1, D)."""
         self._fill()
         fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
         embeddings = self._embed(tokens)
         fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings.device)
         slots, device = self._next_slots(1), embeddings.device
         positions, attended = positions_of(mask, slots).to(device), attended_slots(mask, slots).to(device)
-        state = self.head(embeddings, fused, positions, self.kv, attended)
-        top, scores, self.draft_hidden_state = self.head.draft(state)
-        return top, scores
+        return self.head(embeddings, fused, positions, self.kv, attended)
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the K/V of the last `num_tokens` draft tokens."""

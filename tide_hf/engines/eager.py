@@ -167,6 +167,16 @@ class EagerEngine:
             self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds)
         return tokens, scores.tolist()
 
+    def draft_logits(self, drafted: list[list[int]]) -> Tensor:
+        """Logits of the draft head; see `DraftEngine.draft_logits`."""
+        head, fed = self.head, len(self._fed)
+        assert isinstance(head, HeadRun)  # `head_layer` is 0
+        inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
+        logits = head.draft_logits(self.input_ids.new_tensor(inputs), self._slots.mask_for(fed + 1))
+        self._fed.append(head.exit_layer)
+        self._head_steps += 1
+        return head.head.whole_vocab(logits, self.attachment.structure.vocab_size)
+
     def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
         attachment, head, cache = self.attachment, self.head, self._slots.cache

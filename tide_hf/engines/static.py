@@ -195,6 +195,10 @@ class StaticEngine:
             self.costs_of(len(drafted)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
         return self._rows.gather(tokens), self._rows.gather(scores)
 
+    def draft_logits(self, drafted: list[list[int]]) -> Tensor:
+        """Not supported: its steps return a token and its score."""
+        raise NotImplementedError
+
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
         self._started = perf_counter()

@@ -258,8 +258,8 @@ def tide_methods(
     """
     check_plain(model)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
-    threshold = usable_threshold(routers, exit_threshold)
-    return [DecodingMethod("generate", model), *(tide_method(attached, mode, threshold) for mode in modes)]
+    methods = [tide_method(attached, mode, usable_threshold(routers, exit_threshold, mode)) for mode in modes]
+    return [DecodingMethod("generate", model), *methods]
 
 
 def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMethod:
@@ -270,11 +270,11 @@ def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMeth
     return DecodingMethod(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
 
 
-def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
-    """Return `exit_threshold`, else the calibrated threshold, or the default if that lets no token exit."""
+def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None, mode: str = "early_exit") -> float:
+    """Return `exit_threshold`, else the calibrated threshold of `mode`, or the default if that lets no token exit."""
     if exit_threshold is not None:
         return check_exit_threshold(exit_threshold)
-    calibrated = routers.config.exit_threshold if routers is not None else NEVER_EXIT
+    calibrated = routers.config.threshold_of(mode) if routers is not None else NEVER_EXIT
     return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
 
 

@@ -127,19 +127,26 @@ def router_facts(routers: TIDERouters) -> dict[str, Any]:
     """Settings of the routers, and figures of their calibration record if they have one."""
     config = routers.config
     record = config.calibration or {}
-    figures, threshold = dict(rows_by_layer(record)), record.get("threshold")
+    figures = dict(rows_by_layer(record))
     tensors = [*routers.parameters(), *routers.buffers()]
     return {
         "base_model": config.base_model_name_or_path,
         "exit_strategy": config.exit_strategy,
         "exit_layers": {str(layer): figures.get(layer, {}) for layer in routers.exit_layers},
         "exit_threshold": config.exit_threshold,
-        "threshold": threshold and {name: threshold[name] for name in ("tolerance", "confidence", "chosen")},
+        "threshold": _choice(record.get("threshold")),
+        "draft_exit_threshold": config.draft_exit_threshold if config.draft_head is not None else None,
+        "draft_threshold": _choice(record.get("draft_head", {}).get("threshold")),
         "tolerances": record.get("tolerances", []),
         "draft_vocab_size": config.draft_vocab_size,
         "parameters": sum(parameter.numel() for parameter in routers.parameters()),
         "size_mb": round(sum(tensor.nbytes for tensor in tensors) / 1e6, 2),
     }
+
+
+def _choice(threshold: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a record says about the choice of a threshold."""
+    return threshold and {name: threshold[name] for name in ("tolerance", "confidence", "chosen")}
 
 
 def packing_facts(structure: DecoderStructure) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 import tide_hf
 
 from ..common.errors import ConfigurationError
-from ..routers.config import FOR_BOTH, TIDEConfig, bad_file, holds_routers
+from ..routers.config import FOR_BOTH, TIDEConfig, bad_file, check_field, holds_routers
 from ..routers.files import SPECULATORS
 
 # Arguments of `from_pretrained` that concern the routers' repository only, or that transformers' auto class adds.
@@ -53,7 +53,8 @@ class TIDEAutoModel:
         shared = _chosen(kwargs, FOR_BOTH)
         base = base_of(name_or_path, config, **shared)
         options = {name: value for name, value in kwargs.items() if name not in OWN}
-        options.setdefault("exit_threshold", config.exit_threshold)
+        for name in ("exit_threshold", "draft_exit_threshold"):  # the caller's changes have not been checked
+            check_field(name, getattr(config, name))
         if options.get("adapter_kwargs"):
             if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:
                 raise bad_file(name_or_path, "an adapter_config.json beside them")

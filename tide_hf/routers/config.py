@@ -55,12 +55,13 @@ class TIDEConfig(PreTrainedConfig):
             drafts; `None` without a block head. `early_exit` and `post_hoc` do not use the block head.
         block_config (`dict`, *optional*): Config of the block head's decoder layer: the base model's text config.
         draft_head (`dict`, *optional*): Shape of the draft head (see [`draft_head.DraftHeadConfig`]); `None` if there
-            is none. It needs no `exit_layers`. `early_exit` and `post_hoc` do not use it.
+            is none. It needs no `exit_layers`. `post_hoc` does not use it.
         draft_vocab_size (`int`, *optional*): Number of most frequent tokens that drafts choose from; `None`: all.
             A small size saves most of the output head's cost in draft steps. Verify passes always use the whole
             vocabulary, and so do draft steps if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token exits if its exit score is at least this value. Above 1, no token exits.
+        draft_exit_threshold (`float`): The same for tokens of the draft head, in `early_exit`.
         kv_cache_strategy (`str`): How `early_exit` gets the K/V of layers that a token skips: `"recompute"` (exact:
             computed with the next token that runs these layers), `"propagate"` (computed in the same pass, from the
             state at the exit layer) or `"zero_pad"` (zeros).
@@ -89,6 +90,7 @@ class TIDEConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
+    draft_exit_threshold: float | int = NEVER_EXIT
     kv_cache_strategy: str = "recompute"
     compaction_threshold: float | int = 0.25
     calibration: dict[str, Any] | None = None
@@ -121,6 +123,16 @@ class TIDEConfig(PreTrainedConfig):
         if self.block_layer is not None or self.block_config is not None:
             check_exit_layers([self.block_layer], self.num_hidden_layers)
             check_block_config(self.block_config)
+
+    @property
+    def exits_with_head(self) -> bool:
+        """Whether tokens exit with the draft head in `early_exit`, which needs exact K/V, and not at exit layers."""
+        return self.draft_head is not None and self.kv_cache_strategy == "recompute"
+
+    def threshold_of(self, mode: str) -> float:
+        """The calibrated threshold of `early_exit` or `post_hoc`."""
+        with_head = mode == "early_exit" and self.exits_with_head
+        return float(self.draft_exit_threshold if with_head else self.exit_threshold)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -329,6 +341,7 @@ def _one_of(*values: Any) -> tuple[Check, str]:
     return lambda value: value in values, "one of " + ", ".join(repr(value) for value in values)
 
 
+THRESHOLD = (_is_positive, "a number from 0 (always exit) to 1; anything above 1 never exits")
 HASH = (_matches("[0-9a-f]{1,64}"), "at most 64 hexadecimal digits")
 # A check for each field, and a description of valid values. Maximum sizes exceed those of any model, yet are small
 # enough that no file causes an endless loop or a huge allocation.
@@ -341,7 +354,8 @@ RULES: dict[str, tuple[Check, str]] = {
     "router_bottleneck_dim": _whole_number(2**20),
     "translator_rank": _whole_number(2**20),
     "draft_vocab_size": _whole_number(2**24),
-    "exit_threshold": (_is_positive, "a number from 0 (always exit) to 1; anything above 1 never exits"),
+    "exit_threshold": THRESHOLD,
+    "draft_exit_threshold": THRESHOLD,
     "compaction_threshold": (_is_positive, "the share of holes, from 0 to 1"),
     "base_model_name_or_path": (
         lambda value: isinstance(value, str) and 0 < len(value) <= 1024 and value.isprintable(),
@@ -387,20 +401,23 @@ LAYER_FIGURES = _numbers(
     "router_auc", "confidence_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost"
 )
 COVERAGE = _map(r"[01]\.[0-9]{1,4}", _is_number)  # keys are precisions
-LAYER = _fields({"agreement": _is_share}, LAYER_FIGURES | {"documents_before": _is_count, "coverage": COVERAGE})
 TOLERANCE = _fields(
     _numbers("tolerance"),
     _numbers("exit_threshold", "disagreement", "depth_fraction")
     | {"interval": lambda value: _list(_is_number)(value) and len(value) == 2},
 )
+TOLERANCES = (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures")
+CHOICE = (_fields(_numbers("tolerance", "confidence", "chosen"), {}), "tolerance, confidence and chosen")
+OTHERS = {"documents_before": _is_count, "coverage": COVERAGE, "threshold": CHOICE[0], "tolerances": TOLERANCES[0]}
+LAYER = _fields({"agreement": _is_share}, LAYER_FIGURES | OTHERS)
 # A check for each part of a calibration record, and a description of valid values. Older records lack some parts.
 RECORD_RULES: dict[str, tuple[Check, str]] = {
     "exit_layers": (_map("[1-9][0-9]{0,3}", LAYER), "by exit layer an agreement from 0 to 1, and numbers"),
     "block": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
     "draft_head": (LAYER, "an agreement from 0 to 1, and numbers for the other figures"),
     "num_documents": (_is_count, "a whole number of documents"),
-    "threshold": (_fields(_numbers("tolerance", "confidence", "chosen"), {}), "tolerance, confidence and chosen"),
-    "tolerances": (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures"),
+    "threshold": CHOICE,
+    "tolerances": TOLERANCES,
 }
 
 SIZE, FLAG = _whole_number(2**20), (lambda value: type(value) is bool, "true or false")

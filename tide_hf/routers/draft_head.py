@@ -198,11 +198,23 @@ class DraftHead(nn.Module):
         Returns the token ids (rows), their probability that the base model agrees (rows), and the state that the head
         continues from, (rows, 1, D).
         """
-        normalised = self.norm(state)
-        logits = self.lm_head(normalised[:, -1]).float()
+        logits, state = self.read(state)
         best, top = logits.max(dim=-1)
         tokens = top + self.d2t.to(top.device)[top]
-        return tokens, self.score(best - logits.logsumexp(dim=-1)), normalised if self.config.norm_output else state
+        return tokens, self.score(best - logits.logsumexp(dim=-1)), state
+
+    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Read the head's output (rows, 1, D).
+
+        Returns logits (rows, draft_vocab_size) in float32, and the state that the head continues from, (rows, 1, D).
+        """
+        normalised = self.norm(state)
+        return self.lm_head(normalised[:, -1]).float(), normalised if self.config.norm_output else state
+
+    def whole_vocab(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """(rows, draft_vocab_size) logits -> (rows, vocab_size), -inf outside the draft vocabulary."""
+        tokens = torch.arange(len(self.d2t), device=logits.device) + self.d2t.to(logits.device)
+        return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy(1, tokens, logits)
 
     def score(self, log_probabilities: Tensor) -> Tensor:
         """(...) log-probabilities of drafted tokens -> (...) probabilities that the base model agrees."""

@@ -28,9 +28,19 @@ BLOCK_NOTE = (
     "probability that it gives to that token, as a prediction of that. Documents before: those that earlier "
     "calibrations trained it on."
 )
+HEAD_NOTE = (
+    "The draft head drafts (self_speculative), and tokens exit with it (early_exit). Agreement: its first token after "
+    "a full-depth pass is the full model's. AUC and calibration error are of its score as a prediction of that."
+)
 TOLERANCE_NOTE = (
     "Each bound holds by itself, so choose the tolerance before looking. The interval is for the measured "
     "disagreement, by resampling documents."
+)
+
+HEAD_TOLERANCE_NOTE = (
+    "Tokens that exit differ where they are not the full model's after the same text; those of full-depth passes never "
+    "do. Runs of exits are followed as far as the documents go on with their tokens: what comes after a token that "
+    "differs is left out. Depth: full-depth passes per token. " + TOLERANCE_NOTE
 )
 
 # Heading and format of each figure in the record.
@@ -42,6 +52,12 @@ LAYER_COLUMNS = {
     "head_parameters": ("head parameters", ","),
     "head_mb": ("head MB", ".2f"),
     "cost": ("cost", ".1%"),
+}
+HEAD_COLUMNS = {
+    "agreement": ("agreement", ".1%"),
+    "confidence_auc": ("confidence AUC", ".3f"),
+    "expected_calibration_error": ("calibration error", ".3f"),
+    "epochs": ("epochs", ","),
 }
 BLOCK_COLUMNS = {
     "agreement": ("agreement", ".1%"),
@@ -70,11 +86,15 @@ def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTa
     """Return the title, table and note of each table for which the record has figures."""
     layers = [(f"{layer} of {num_layers}", row) for layer, row in rows_by_layer(record)]
     block = [(f"{row['layer']} of {num_layers}", row) for row in [record.get("block")] if row is not None]
+    head = record.get("draft_head") or {}
+    heads = [(f"{head['parameters']:,}", head)] if "parameters" in head else []
     tables = [
         ("Exit layers", _figures_table("exit layer", layers, LAYER_COLUMNS), LAYER_NOTE),
         ("Block head", _figures_table("after layer", block, BLOCK_COLUMNS), BLOCK_NOTE),
+        ("Draft head", _figures_table("parameters", heads, HEAD_COLUMNS), HEAD_NOTE),
         ("Coverage", _coverage_table(record), COVERAGE_NOTE),
         ("Tolerances", _tolerance_table(record), TOLERANCE_NOTE),
+        ("Tolerances of the draft head", _tolerance_table(head), HEAD_TOLERANCE_NOTE),
     ]
     return [(title, table, note) for title, table, note in tables if table.rows]
 
@@ -142,13 +162,22 @@ def describe_bound(threshold: dict[str, Any]) -> str:
     return f"disagreement below {threshold['tolerance']:.1%} with {threshold['confidence']:.0%} confidence"
 
 
-def describe_threshold(threshold: dict[str, Any]) -> str:
+def describe_thresholds(record: dict[str, Any]) -> list[str]:
+    """A sentence on the threshold of exit layers, and one on the draft head's if there is one."""
+    of_layers = describe_threshold(record["threshold"])
+    head = (record.get("draft_head") or {}).get("threshold")
+    if head is None:
+        return [of_layers]
+    return [f"Exit layers: {of_layers}", "Draft head: " + describe_threshold(head, "draft_exit_threshold")]
+
+
+def describe_threshold(threshold: dict[str, Any], name: str = "exit_threshold") -> str:
     """One sentence on the chosen threshold."""
     bound = describe_bound(threshold)
     if threshold["chosen"] == NEVER_EXIT:
         return f"No threshold could be certified ({bound}): in early_exit no token exits. More samples may help."
     row = next(row for row in threshold["table"] if row["exit_threshold"] == threshold["chosen"])
     return (
-        f"exit_threshold {threshold['chosen']:g} ({bound}): measured disagreement {row['disagreement']:.2%}, "
+        f"{name} {threshold['chosen']:g} ({bound}): measured disagreement {row['disagreement']:.2%}, "
         f"depth {row['depth_fraction']:.1%} of the layers."
     )

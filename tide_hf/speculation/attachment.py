@@ -52,7 +52,7 @@ class Attachment:
     unembed: Unembed
     routers: TIDERouters | None  # `None` where drafts come from n-grams alone
     mode: str
-    exit_threshold: float
+    exit_threshold: float | None  # the user's; `None`: the calibrated one
     make_drafter: DrafterFactory
     engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
     engine: str = "eager"
@@ -70,6 +70,15 @@ class Attachment:
     def config(self) -> TIDEConfig:
         """The routers' config, or the default config."""
         return self.routers.config if self.routers is not None else TIDEConfig()
+
+    @property
+    def exits_with_head(self) -> bool:
+        """Whether tokens exit with the draft head in `early_exit`."""
+        return self.config.exits_with_head
+
+    def threshold_of(self, mode: str) -> float:
+        """The exit threshold of calls in `mode` that set none."""
+        return self.config.threshold_of(mode) if self.exit_threshold is None else self.exit_threshold
 
     def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
         """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs."""

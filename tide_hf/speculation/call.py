@@ -1,4 +1,4 @@
-"""One call of `generate`, and what `self_speculative` requires of a call so that the output is the base model's own.
+"""One call of `generate`, and what the speculative loop requires of a call.
 
 Each check raises a typed error. `generation` catches the error and decodes plainly, by transformers' own loop at full
 depth, unless TIDE was attached with `strict=True`.
@@ -59,11 +59,11 @@ class Call:
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
 
 
-def check_call(model: Any, call: Call) -> None:
+def check_call(model: Any, call: Call, mode: str = "self_speculative") -> None:
     """Refuse a call whose output the speculative loop cannot produce, or whose cache it cannot use."""
-    mode, rows = "tide_mode='self_speculative'", call.input_ids.shape[0]
+    mode, rows = f"tide_mode={mode!r}", call.input_ids.shape[0]
     config = model.config.get_text_config()
-    _check_loop(model._tide.base_class, model.config.model_type)
+    _check_loop(model._tide.base_class, model.config.model_type, mode)
     check_no_cross_attention(mode, call.model_kwargs)
     refused = {
         f"a streamer with a batch of {rows}": call.streamer is not None and rows != 1,
@@ -77,7 +77,7 @@ def check_call(model: Any, call: Call) -> None:
                 f"{mode} cannot give what this call asks for",
                 got=got,
                 expected="one process, no output_attentions or output_hidden_states, streamers for one sequence",
-                do="Leave it out, or attach without strict=True: such calls decode plainly. A "
+                do="Leave it out, or choose self_speculative without strict=True: such calls decode plainly. A "
                 "tide_hf.speculation.rows.RowCriterion sees the tokens of every row of a batch.",
             )
     _check_length(config, call)
@@ -85,15 +85,15 @@ def check_call(model: Any, call: Call) -> None:
     find_cache(call.model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
 
 
-def _check_loop(base_class: Any, model_type: str) -> None:
+def _check_loop(base_class: Any, model_type: str, mode: str) -> None:
     """Refuse a model class that decodes by its own loop, or keeps state of its own from token to token."""
     for name, known in LOOP_METHODS.items():
         if getattr(base_class, name, None) is not getattr(GenerationMixin, name) and model_type not in known:
             raise UnsupportedModelError(
-                "tide_mode='self_speculative' would pass over code that the model runs at each token",
+                f"{mode} would pass over code that the model runs at each token",
                 got=f"{base_class.__name__} with its own {name}",
                 expected=f"a model that decodes by GenerationMixin.{name}",
-                do="Attach without strict=True: such models decode plainly.",
+                do="Choose self_speculative without strict=True: such models decode plainly.",
             )
 
 

@@ -75,6 +75,12 @@ class DraftEngine(Protocol):
         `drafted` are the tokens that each row has drafted in this round, the same number for all rows.
         """
 
+    def draft_logits(self, drafted: list[list[int]]) -> Tensor:
+        """Run the draft head for one more token of each row, after those in `drafted`, as `draft` does.
+
+        Returns its logits, (rows, vocabulary) in float32, -inf at tokens that it cannot draft.
+        """
+
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Draft `num_tokens` tokens for each row; the host does not read them before they are verified."""
 
