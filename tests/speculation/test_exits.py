@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.engines.eager import EagerEngine
 from tide_hf.speculation.exits import MAX_EXITS
 
 NEW, PROMPT = 24, 8
@@ -110,13 +111,20 @@ class Stops(StoppingCriteria):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("own", [True, False])
-def test_a_token_that_exits_can_end_the_answer(rows, own):
+def test_a_token_that_exits_can_end_the_answer(rows, own, monkeypatch):
+    steps, draft_logits = [], EagerEngine.draft_logits
+    monkeypatch.setattr(EagerEngine, "draft_logits", lambda *args: steps.append(0) or draft_logits(*args))
     model, batch = attached(), prompts(rows)
     whole, depths = answers(model, batch, exit_threshold=0.0)
     assert depths[0][10] == 0
     token = whole[0][10]
     ends = {"stopping_criteria": [Stops(token)]} if own else {"eos_token_id": token}
+    steps.clear()
     tokens, depths = answers(model, batch, exit_threshold=0.0, **ends)
+    if rows == 1:  # the head does not go on after the end
+        assert len(steps) == depths[0].count(0)
+    output = model.generate(**batch, **OPTIONS | ends, exit_threshold=0.0, return_dict_in_generate=True)
+    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1  # as after plain decoding
     assert tokens[0] == whole[0][: whole[0].index(token) + 1]
     for row, complete in zip(tokens, whole, strict=True):
         assert row == complete[: len(row)]
