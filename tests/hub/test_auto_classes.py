@@ -57,7 +57,7 @@ def test_routers_that_vllm_loads_too_are_loaded_by_their_name(model_hub, served_
     model_hub.add("org/served", tmp_path / "served")
     for source in ("org/served", tmp_path / "served"):
         model = AutoModelForCausalLM.from_pretrained(source, mode="early_exit")
-        assert (model._tide.mode, model._tide.exit_threshold) == ("early_exit", 0.8)
+        assert (model._tide.mode, model._tide.threshold_of("post_hoc")) == ("early_exit", 0.8)
         assert (model._tide.routers.exit_layers, model._tide.routers.draft_head is None) == ([2], False)
         config, options = AutoConfig.from_pretrained(source, exit_threshold=0.5, return_unused_kwargs=True, other=1)
         assert (type(config), config.exit_threshold, options) == (TIDEConfig, 0.5, {"other": 1})
