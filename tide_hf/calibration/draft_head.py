@@ -38,6 +38,7 @@ SINGLE_STEP = 0.2  # share of the training on the first step alone, which costs 
 STEP_WEIGHT = 0.8  # of each step's loss, relative to that of the step before
 LEARNING_RATE, WARMUP_STEPS, FLOOR = 1.5e-3, 20, 0.03
 MAX_GRADIENT = 1.0
+FUSED = ("cpu", "cuda")  # devices for which PyTorch has a fused AdamW
 EPOCHS = 12  # unless the time budget ends first
 TOKENS_PER_STEP = 1200  # padding included
 REGRESSION_BATCHES = 80
@@ -161,7 +162,10 @@ class DraftHeadTrainer:
         Yields (steps so far, mean loss of the first step) of each epoch. The learning rate follows a cosine over the
         steps or the time, whichever ends first.
         """
-        optimizer = torch.optim.AdamW(self.head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        fused = next(self.head.parameters()).device.type in FUSED  # a fifth of a step's time on a CPU otherwise
+        optimizer = torch.optim.AdamW(
+            self.head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
+        )
         self.head.requires_grad_(True)
         started, step = perf_counter(), 0
         for _ in range(EPOCHS):
