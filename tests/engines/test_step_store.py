@@ -24,7 +24,7 @@ def test_cached_memory_is_free_memory(monkeypatch):
 
 
 def test_buffers_that_do_not_fit_into_memory_are_not_allocated(tiny_llama, monkeypatch, caplog):
-    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled", remembered_tokens=0)
     steps = use_steps(model, CapturedSteps(as_it_is, None))
     model.generate(IDS, **OPTIONS)
     replays = steps.replays
@@ -50,7 +50,7 @@ class Refusing:
 def test_steps_without_memory_are_captured_in_the_next_call(tiny_llama, caplog):
     model = tiny_llama()
     expected = model.generate(IDS, **OPTIONS)
-    TIDEModelForCausalLM.attach(model, engine="compiled")
+    TIDEModelForCausalLM.attach(model, engine="compiled", remembered_tokens=0)
     refusing = Refusing(1, refused="CUDA out of memory", may_do_later=True)
     steps = use_steps(model, CapturedSteps(refusing, None))
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
