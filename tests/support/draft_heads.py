@@ -92,5 +92,5 @@ def tapped_batch(model, head, documents):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     tapped = [padded(whole.hidden_states.get(layer, whole.final_states)) for layer in taps]
-    final = padded(whole.final_states)
-    return TappedBatch(batch.input_ids, batch.attention_mask, batch.counted, torch.cat(tapped, dim=-1), final)
+    rest = torch.cat(tapped, dim=-1), padded(whole.final_states), padded(whole.top_tokens)
+    return TappedBatch(batch.input_ids, batch.attention_mask, batch.counted, *rest)

@@ -31,7 +31,7 @@ from .documents import TokenBatch
 from .draft_exits import UNKNOWN, DraftExits
 from .heads import FrequentUnembed, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
-from .states import StateBatch, StateStore, top_tokens
+from .states import StateBatch, StateStore
 
 STEPS = 3
 SINGLE_STEP = 0.2  # share of the training on the first step alone, which costs a third of the time
@@ -51,10 +51,11 @@ SELF_LOGIT = 12.0  # their initial logit for the token itself
 
 @dataclass(frozen=True)
 class TappedBatch(TokenBatch):
-    """Whole documents, right-padded, with the base model's states before the final norm."""
+    """Whole documents, right-padded, with the base model's states before the final norm, and its tokens."""
 
     tapped: Tensor  # (rows, length, taps * D) at the tap layers
     final: Tensor  # (rows, length, D) after the last layer
+    top: Tensor  # (rows, length) the full model's token after each position
 
 
 def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_vocab_size: int) -> dict[str, Any]:
@@ -268,7 +269,8 @@ class DraftHeadStage:
         """Train until `deadline` (in `perf_counter` seconds) at the latest; return facts about the training."""
         head, seeds = self.trainer.head, itertools.count(self.seed)
         self.trainer.start(itertools.islice(self._batches("fit", self.seed), REGRESSION_BATCHES))
-        num_batches = sum(1 for _ in self._batches("fit", self.seed))
+        documents, shards = self.store.splits["fit"], self.store.shards("fit")
+        num_batches = sum(len(_grouped(documents[row].tokens for row in shard.rows)) for shard in shards)
         trained = list(self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, deadline=deadline))
         round_weights(head)
         self.scale_confidence()
@@ -302,16 +304,15 @@ class DraftHeadStage:
 
     def _runs(self, batch: TappedBatch) -> tuple[Tensor, Tensor]:
         """For each position of a batch, `lowest` and `agrees` of [`DraftExits`], (rows, length, MAX_EXITS)."""
-        top = self._top_tokens(batch)
+        top = batch.top
         ids, counted = batch.input_ids.to(top.device), batch.counted.to(top.device)
         lowest = torch.full((*top.shape, MAX_EXITS), UNKNOWN, device=top.device)
         agrees, length = torch.zeros_like(lowest, dtype=torch.bool), top.shape[1]
-        before = torch.ones_like(
-            lowest[:, : length - 1, 0]
-        )  # the lowest score of the steps before; `UNKNOWN` ends a run
+        before = torch.ones_like(lowest[:, : length - 1, 0])  # lowest score of the steps before; `UNKNOWN` ends a run
         for step, output in enumerate(self.trainer.unroll(batch, min(MAX_EXITS, length - 1))):
             width = length - 1 - step
-            scores, drafted = self._drafts(output[:, :width])
+            log_probabilities, drafted = self._drafts(output[:, :width])
+            scores = self.trainer.head.score(log_probabilities)
             right = drafted == top[:, 1 + step :]
             lowest[:, :width, step] = torch.where(
                 counted[:, 1 + step :], torch.minimum(before[:, :width], scores), UNKNOWN
@@ -322,29 +323,23 @@ class DraftHeadStage:
         return lowest, agrees
 
     def _drafts(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Exit scores and tokens, (rows, width) each, of the head's outputs (rows, width, D)."""
+        """Log-probabilities (...) of drafted tokens, and these tokens (...), of the head's outputs (..., D)."""
         head = self.trainer.head
         best, drafted = head.lm_head(head.norm(output)).log_softmax(dim=-1).max(dim=-1)
-        return head.score(best), self.trainer.tokens.to(drafted.device)[drafted]
+        return best, self.trainer.tokens.to(drafted.device)[drafted]
 
+    @torch.no_grad()
     def scale_confidence(self) -> None:
         """Fit the head's confidence to first drafts on the tune split, by Platt scaling."""
-        head, found, agrees = self.trainer.head, [], []
-        with torch.no_grad():
-            for batch in self._batches("tune"):
-                (output,) = self.trainer.unroll(batch, 1)
-                counted = batch.counted[:, 1:].to(output.device)
-                best, drafted = head.lm_head(head.norm(output[counted])).log_softmax(dim=-1).max(dim=-1)
-                top = self._top_tokens(batch)[:, 1:][counted]
-                found.append(best.cpu())
-                agrees.append((self.trainer.tokens.to(top.device)[drafted] == top).cpu())
-            scaling = platt_scaling(logit_of(torch.cat(found)), torch.cat(agrees))
-            head.confidence.copy_(torch.tensor(scaling).bfloat16())
-
-    def _top_tokens(self, batch: TappedBatch) -> Tensor:
-        """(rows, length) the full model's token after each position."""
-        dtype = self.trainer.model.dtype
-        return torch.stack([top_tokens(self.trainer.unembed, row.to(dtype)) for row in batch.final])
+        found, agrees = [], []
+        for batch in self._batches("tune"):
+            (output,) = self.trainer.unroll(batch, 1)
+            counted = batch.counted[:, 1:].to(output.device)
+            log_probabilities, drafted = self._drafts(output[counted])
+            found.append(log_probabilities.cpu())
+            agrees.append((drafted == batch.top[:, 1:][counted]).cpu())
+        scaling = platt_scaling(logit_of(torch.cat(found)), torch.cat(agrees))
+        self.trainer.head.confidence.copy_(torch.tensor(scaling).bfloat16())
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[TappedBatch]:
         """Whole documents, as many as `TOKENS_PER_STEP` allows; shuffled if there is a seed."""
@@ -356,17 +351,16 @@ class DraftHeadStage:
             stored = [layer for layer in taps if layer < self.trainer.unembed.structure.num_layers]
             whole = self.store.read(shard, stored).to(device, torch.float32)
             rows = [(whole.document_ids == document).nonzero()[:, 0] for document in whole.document_ids.unique()]
-            rows.sort(key=len)
             groups = _grouped(rows)
             if seed is not None:
                 random.Random(seed + shard.number).shuffle(groups)
             yield from (_padded(whole, group, taps) for group in groups)
 
 
-def _grouped(rows: list[Tensor]) -> list[list[Tensor]]:
-    """Group documents, ascending in length, so that no padded group exceeds `TOKENS_PER_STEP`."""
-    groups: list[list[Tensor]] = []
-    for row in rows:
+def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
+    """Group documents of similar length, so that no padded group of several exceeds `TOKENS_PER_STEP`."""
+    groups: list[list[Any]] = []
+    for row in sorted(rows, key=len):
         if groups and (len(groups[-1]) + 1) * len(row) <= TOKENS_PER_STEP:
             groups[-1].append(row)
         else:
@@ -387,4 +381,5 @@ def _padded(whole: StateBatch, rows: list[Tensor], taps: tuple[int, ...]) -> Tap
         counted=padded(whole.counted),
         tapped=torch.cat([padded(state) for state in tapped], dim=-1),
         final=padded(whole.final_states),
+        top=padded(whole.top_tokens),
     )
