@@ -85,10 +85,8 @@ class HeadRun(LayerRun):
     ) -> None:
         super().__init__(structure, cache)
         self.head, self.embed, self.is_lazy = head, embed, is_lazy
-        self.kv, self.prev_hidden_state = (
-            state.kv,
-            state.prev_hidden_state,
-        )  # (rows, 1, D) fused state of the last cached token
+        self.kv = state.kv
+        self.prev_hidden_state = state.prev_hidden_state  # (rows, 1, D) fused state of the last cached token
         self.mask: Tensor | None = None  # (rows, slots) of the current pass's tokens and those before; `None` for ones
         self._embeddings: Tensor | None = None  # (rows, width, D) of the current pass
         self._tapped: dict[int, Tensor] = {}

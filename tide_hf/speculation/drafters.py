@@ -122,7 +122,8 @@ class HybridDrafter:
             self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
         self._remembered = {row: self._match_in_memory(row) for row in rows}
-        costs, matches = self.costs_of(len(rows)), [self._match(row) for row in rows]
+        costs = self.costs_of(len(rows))
+        matches = [_likelier(self._match_in_row(row), self._remembered[row]) for row in rows]
         choice = choose(self._options(limits, matches), costs)
         if choice.option is None:
             return drafts
@@ -171,12 +172,11 @@ class HybridDrafter:
             options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
         return options
 
-    def _match(self, row: int, drafted: Sequence[int] = ()) -> Match:
+    def _match(self, row: int, drafted: Sequence[int]) -> Match:
         """The likeliest continuation of the row's sequence + `drafted`, by its own n-grams or remembered ones."""
-        own, remembered = self._match_in_row(row, drafted), self._match_in_memory(row, drafted)
-        return remembered if remembered.acceptance > own.acceptance else own
+        return _likelier(self._match_in_row(row, drafted), self._match_in_memory(row, drafted))
 
-    def _match_in_row(self, row: int, drafted: Sequence[int]) -> Match:
+    def _match_in_row(self, row: int, drafted: Sequence[int] = ()) -> Match:
         length, position = self.indexes[row].match(drafted)
         if not length:
             return Match()
@@ -242,7 +242,7 @@ class HybridDrafter:
             return
         for exit_layer in self.heads:
             if self.engine is not None and exit_layer == self.engine.head_layer:
-                continue  # the block head lacks the last hidden state of the n-gram's last token
+                continue  # it would read hidden states of the n-gram's last token, which no pass has computed
             own = self.acceptances.probability(_head(exit_layer))
             if self._is_worth_more(current, own, drafted, exit_layer, catch_up=True):
                 self._draft_with_head(current, exit_layer, [room] * len(current.rows))
@@ -253,6 +253,10 @@ class HybridDrafter:
     ) -> bool:
         costs, price = current.costs, current.ms_per_token
         return worth_another_draft(current.survivals, acceptance, drafted, exit_layer, costs, price, catch_up)
+
+
+def _likelier(own: Match, remembered: Match) -> Match:
+    return remembered if remembered.acceptance > own.acceptance else own
 
 
 def _ngram(length: int) -> str:
