@@ -14,10 +14,10 @@ from tide_hf.calibration.block_head import (
     FURTHER,
     BlockTrainer,
     _after_right_tokens,
-    mixed_precision,
 )
 from tide_hf.calibration.documents import Document
 from tide_hf.calibration.heads import distillation_loss
+from tide_hf.calibration.training import mixed_precision
 from tide_hf.common.errors import BaseModelMismatchError, CalibrationError, ConfigurationError, RoutersNotFoundError
 
 TEXTS = [f"text number {number} of many, and what follows is {number * 7}" for number in range(60)]
@@ -52,7 +52,7 @@ def started_trainer(model, routers, batches):
 
 @pytest.mark.parametrize("in_bfloat16", [False, True])
 def test_training_lowers_the_loss(parts, batches, monkeypatch, in_bfloat16):
-    monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: in_bfloat16)
+    monkeypatch.setattr("tide_hf.calibration.training.gains_by_bfloat16", lambda _: in_bfloat16)
     model, _ = parts
     routers = routers_for(model, 1)
     trainer = started_trainer(model, routers, batches)
@@ -79,7 +79,7 @@ def test_second_draft_tokens_are_learnt_after_right_first_ones():
 
 def test_training_on_its_own_predictions_makes_second_draft_tokens_better(parts, batches, monkeypatch):
     model, _ = parts
-    monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: False)
+    monkeypatch.setattr("tide_hf.calibration.training.gains_by_bfloat16", lambda _: False)
     # a random model is seldom right
     monkeypatch.setattr("tide_hf.calibration.block_head._after_right_tokens", lambda counted, *_: counted)
 

@@ -46,7 +46,7 @@ def test_it_is_trained_on_what_it_reads_while_it_drafts(tiny_llama, changes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_lowers_the_loss(family, monkeypatch):
-    monkeypatch.setattr("tide_hf.calibration.block_head.gains_by_bfloat16", lambda _: False)
+    monkeypatch.setattr("tide_hf.calibration.training.gains_by_bfloat16", lambda _: False)
     model = tiny_model(family)
     trainer = trainer_of(model, num_key_value_heads=4)
     torch.manual_seed(0)

@@ -2,8 +2,8 @@
 
 `text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
 `states` computes and stores hidden states. `heads` fits exit heads, `draft_head` and `block_head` train heads that
-draft with a layer of their own, `routers` trains the routers. `threshold` selects exit layers and certifies exit
-thresholds, that of a draft head on its `draft_exits`; `record` builds the calibration record.
+draft with a layer of their own (by what `training` has), `routers` trains the routers. `threshold` selects exit layers
+and certifies exit thresholds, that of a draft head on its `draft_exits`; `record` builds the calibration record.
 `arguments` checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 

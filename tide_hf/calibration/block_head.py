@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from transformers import PreTrainedModel
 from ..base_model.structure import DecoderStructure, input_device, output_device
 from ..base_model.unembed import DraftUnembed, Unembed
 from ..common.errors import ConfigurationError, UnsupportedModelError
-from ..common.timing import least_seconds
 from ..depth.gates import FixedDepthRun, Gate, LayerCall, LayerGate, active, open_gates, remove_gates
 from ..routers.block_head import block_config_of
 from ..routers.exit_points import BlockPoint, logit_of
@@ -30,12 +27,11 @@ from .documents import TokenBatch
 from .heads import FrequentUnembed, distillation_loss, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
+from .training import mixed_precision, train_epochs
 
-SIZE, REPEATS = 1024, 3  # matrix size and number of runs of the timed product
-MIN_SPEEDUP = 1.5  # speed-up over float32 from which on bfloat16 is worth its rounding errors
 LEARNING_RATE = 2e-3  # learning rate of the block head's decoder layer
 TRANSLATOR_RATE = 6e-4  # learning rate of the translator, which starts at the closed-form solution
-WARMUP_STEPS, FLOOR = 20, 0.05
+FLOOR = 0.05  # of the learning rates
 MAX_GRADIENT = 1.0
 # Weight of a second loss term. The second draft token is predicted from the block head's own prediction of the final
 # state, not from the true final state. So the block head is also trained on its own predictions, at positions where the
@@ -46,25 +42,6 @@ DOCUMENTS_PER_STEP = 16
 # Number of epochs, and factor on the learning rates.
 FRESH = 6, 1.0  # for a new block head
 FURTHER = 4, 0.5  # for a trained block head; the lower rates keep it from forgetting
-
-
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 autocast for a training step's forward pass, if faster; weights and gradients stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=gains_by_bfloat16(device.type))
-
-
-@lru_cache
-@torch.inference_mode()
-def gains_by_bfloat16(device_type: str) -> bool:
-    """Whether bfloat16 matrix products are clearly faster than float32; a CPU is timed once per process."""
-    if device_type != "cpu":
-        return device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return _seconds(torch.bfloat16) * MIN_SPEEDUP < _seconds(torch.float32)
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    factor = torch.full((SIZE, SIZE), 0.5, dtype=dtype)
-    return least_seconds(lambda: factor @ factor, REPEATS)
 
 
 @dataclass(frozen=True)
@@ -122,30 +99,20 @@ class BlockTrainer:
     ) -> Iterator[tuple[int, float]]:
         """Train for `epochs`, or until `deadline` in `perf_counter` time; yield (steps so far, mean loss) per epoch.
 
-        The learning rates, scaled by `rate`, follow a cosine over the steps or the time, whichever runs out first.
+        The learning rates are scaled by `rate`; see [`train_epochs`].
         """
         rates = [(self.head.translator, rate * TRANSLATOR_RATE), (self.head.layer, rate * LEARNING_RATE)]
         optimizer = torch.optim.AdamW(
-            [{"params": module.parameters(), "lr": peak, "peak": peak} for module, peak in rates],
+            [{"params": module.parameters(), "lr": peak} for module, peak in rates],
             betas=(0.9, 0.95),
             weight_decay=0.0,
         )
         self.head.requires_grad_(True)
-        started, step = perf_counter(), 0
-        for _ in range(epochs):
-            losses = []
-            for batch in batches():
-                spent = (perf_counter() - started) / (deadline - started) if deadline < math.inf else 0.0
-                progress = min(1.0, max(step / (epochs * num_batches), spent))
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak"] * _schedule(step, progress)
-                losses.append(self._step(batch, optimizer))
-                step += 1
-                if perf_counter() > deadline:
-                    break
-            yield step, sum(losses) / max(1, len(losses))
-            if perf_counter() > deadline:
-                break
+
+        def step(batch: DocumentBatch, _: float) -> float:
+            return self._step(batch, optimizer)
+
+        yield from train_epochs(optimizer, step, batches, num_batches, epochs, floor=FLOOR, deadline=deadline)
         self.head.requires_grad_(False)
 
     def states(self, batch: DocumentBatch, previous: Tensor | None = None) -> Tensor:
@@ -225,11 +192,6 @@ def _after_right_tokens(counted: Tensor, student: Tensor, teacher: Tensor) -> Te
     right = torch.zeros_like(counted)
     right[counted] = student.argmax(dim=-1) == teacher.argmax(dim=-1)
     return counted & nn.functional.pad(right, (1, 0))[:, :-1]
-
-
-def _schedule(step: int, progress: float) -> float:
-    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-    return warmup * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def place_block(model: PreTrainedModel, structure: DecoderStructure) -> tuple[int, dict[str, Any]]:

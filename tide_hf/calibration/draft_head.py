@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,17 +25,17 @@ from ..common.errors import UnsupportedModelError
 from ..routers.draft_head import DraftHead, rotate
 from ..routers.exit_points import logit_of
 from ..speculation.exits import MAX_EXITS
-from .block_head import mixed_precision
 from .documents import TokenBatch
 from .draft_exits import UNKNOWN, DraftExits
 from .heads import FrequentUnembed, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
+from .training import mixed_precision, train_epochs
 
 STEPS = 3
 SINGLE_STEP = 0.2  # share of the training on the first step alone, which costs a third of the time
 STEP_WEIGHT = 0.8  # of each step's loss, relative to that of the step before
-LEARNING_RATE, WARMUP_STEPS, FLOOR = 1.5e-3, 20, 0.03
+LEARNING_RATE, FLOOR = 1.5e-3, 0.03
 MAX_GRADIENT = 1.0
 FUSED = ("cpu", "cuda")  # devices for which PyTorch has a fused AdamW
 EPOCHS = 12  # unless the time budget ends first
@@ -160,29 +159,18 @@ class DraftHeadTrainer:
     ) -> Iterator[tuple[int, float]]:
         """Train for `EPOCHS`, or until `deadline` (in `perf_counter` seconds).
 
-        Yields (steps so far, mean loss of the first step) of each epoch. The learning rate follows a cosine over the
-        steps or the time, whichever ends first.
+        Yields (training steps so far, mean loss of the head's first step) of each epoch; see [`train_epochs`].
         """
         fused = next(self.head.parameters()).device.type in FUSED  # saves a twelfth of a step on a CPU
         optimizer = torch.optim.AdamW(
             self.head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
         )
         self.head.requires_grad_(True)
-        started, step = perf_counter(), 0
-        for _ in range(EPOCHS):
-            losses = []
-            for batch in batches():
-                spent = (perf_counter() - started) / (deadline - started) if deadline < math.inf else 0.0
-                progress = min(1.0, max(step / (EPOCHS * num_batches), spent))
-                cosine = FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
-                optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * cosine
-                losses.append(self._step(batch, optimizer, 1 if progress < SINGLE_STEP else STEPS))
-                step += 1
-                if perf_counter() > deadline:
-                    break
-            yield step, sum(losses) / max(1, len(losses))
-            if perf_counter() > deadline:
-                break
+
+        def step(batch: TappedBatch, progress: float) -> float:
+            return self._step(batch, optimizer, 1 if progress < SINGLE_STEP else STEPS)
+
+        yield from train_epochs(optimizer, step, batches, num_batches, EPOCHS, floor=FLOOR, deadline=deadline)
         self.head.requires_grad_(False)
 
     def unroll(self, batch: TappedBatch, steps: int) -> list[Tensor]:
