@@ -12,7 +12,7 @@ from on_steps import attach_captured, attach_compiled, attach_eagerly, prompts
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.depth.block_drafting import block_state_of
+from tide_hf.depth.head_drafting import head_state_of
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 RETURNED = {**OPTIONS, "return_dict_in_generate": True}
@@ -78,11 +78,11 @@ def test_a_cropped_cache_carries_the_state_of_its_tokens(talk):
     model, cache, ids = talk
     cache.crop(12 - cache.get_seq_length())
     identity = model._tide.routers.block.identity
-    state = block_state_of(copy.deepcopy(cache), identity)
-    assert state.layer.get_seq_length() == 12
+    state = head_state_of(copy.deepcopy(cache), identity)
+    assert state.kv.get_seq_length() == 12
     assert state.prev_hidden_state is None  # of the new last token it is not known
     assert block_drafts(model, cache, ids[:, :16])
-    assert block_state_of(copy.deepcopy(cache), identity).prev_hidden_state is not None
+    assert head_state_of(copy.deepcopy(cache), identity).prev_hidden_state is not None
     cache.crop(-cache.get_seq_length())
     assert block_drafts(model, cache, ids)
 

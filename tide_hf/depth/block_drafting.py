@@ -9,43 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import Unembed
 from ..routers.exit_points import BlockPoint
 from ..routers.routers import TIDERouters
 from .gates import LayerCall, LayerGate, LayerRun, on_device
+from .head_drafting import STATE_ATTRIBUTE, HeadState, head_state_of
 from .kv_cache import crop, fill_skipped
 
-STATE_ATTRIBUTE = "_tide_block"  # of a returned cache; its value is a `BlockState`
 MAX_PENDING_PASSES = 64  # bounds the memory for hidden states of passes whose K/V are not filled yet
-
-
-@dataclass
-class BlockState:
-    """The block head's state, stored on a returned cache so that a later call with this cache can draft."""
-
-    identity: str  # `BlockPoint.identity`
-    layer: DynamicLayer  # the block head's K/V
-    prev_hidden_state: Tensor | None  # as in `BlockRun`
-
-
-def block_state_of(cache: Any, identity: str) -> BlockState | None:
-    """Remove and return a cache's block head state: a new state for an empty cache, `None` for an unusable state."""
-    state = vars(cache).pop(STATE_ATTRIBUTE, None)
-    length = cache.get_seq_length()
-    if length == 0:
-        return BlockState(identity, DynamicLayer(), None)
-    if state is None or state.identity != identity or len(state.layer.keys) != len(cache.layers[0].keys):
-        return None
-    surplus = state.layer.get_seq_length() - length
-    if surplus < 0:  # tokens were cached without the block
-        return None
-    if surplus > 0:  # the cache was cropped, so the hidden state of its last token is unknown
-        crop(state.layer, surplus)
-        state.prev_hidden_state = None
-    return state
 
 
 class BlockRun(LayerRun):
@@ -131,7 +105,7 @@ class BlockRun(LayerRun):
     def remember(self) -> None:
         """Store the block's state on the returned cache, for a later call with this cache."""
         (layer,) = self.cache.layers[self.num_layers :]
-        setattr(self.cache, STATE_ATTRIBUTE, BlockState(self.point.identity, layer, self.prev_hidden_state))
+        setattr(self.cache, STATE_ATTRIBUTE, HeadState(self.point.identity, layer, self.prev_hidden_state))
 
     def finish(self) -> None:
         """Remove the block's layer from the cache."""
@@ -267,11 +241,11 @@ def block_run(
         return None
     if cache.offloading or len(cache.layers) != structure.num_layers:
         return None
-    state = block_state_of(cache, routers.block.identity)
+    state = head_state_of(cache, routers.block.identity)
     if state is None:
         return None
     routers.block.head.use_attention_of(config)
-    cache.layers.append(state.layer)
+    cache.layers.append(state.kv)
     kind = LazyBlockRun if lazy else BlockRun
     run = kind(structure, cache, unembed, routers.block, routers.config.block_layer)
     run.prev_hidden_state = state.prev_hidden_state

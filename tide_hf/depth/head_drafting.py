@@ -17,17 +17,17 @@ from ..routers.routers import TIDERouters
 from .gates import LayerGate, LayerRun, input_state, on_device
 from .kv_cache import crop
 
-STATE_ATTRIBUTE = "_tide_draft_head"  # of a returned cache, holding a `HeadState`
+STATE_ATTRIBUTE = "_tide_head"  # of a returned cache, holding a `HeadState`
 MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not filled yet
 
 
 @dataclass
 class HeadState:
-    """The head's state on a returned cache, with which a call that continues from it can draft."""
+    """State of a head with K/V of its own on a returned cache, with which a call that continues from it can draft."""
 
-    identity: str  # of the draft head
+    identity: str  # of the draft head or block head
     kv: DynamicLayer  # its K/V
-    prev_hidden_state: Tensor | None  # as in `HeadRun`
+    prev_hidden_state: Tensor | None  # as in `HeadRun` or `BlockRun`
 
 
 def head_state_of(cache: Any, identity: str) -> HeadState | None:
@@ -41,7 +41,7 @@ def head_state_of(cache: Any, identity: str) -> HeadState | None:
     surplus = state.kv.get_seq_length() - length
     if surplus < 0:  # tokens were added without the head
         return None
-    if surplus > 0:  # the cache was cropped, so the fused state of its last token is unknown
+    if surplus > 0:  # the cache was cropped, so the state of its last token is unknown
         crop(state.kv, surplus)
         state.prev_hidden_state = None
     return state
