@@ -9,6 +9,7 @@ import torch
 from block_heads import routers_for
 from families import tiny_model
 from hub_repositories import edit_config
+from interruptions import stop_at
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
@@ -91,16 +92,8 @@ def test_a_failed_save_leaves_the_old_files(folder, model, monkeypatch):
 
 def killed_at(routers, folder, monkeypatch, number):
     """Save, but stop before the file of that number takes its place, and leave everything as it is then."""
-    replace, replaced = os.replace, []
-
-    def stop(source, target):
-        if len(replaced) == number:
-            raise KeyboardInterrupt
-        replaced.append(target)
-        replace(source, target)
-
     with monkeypatch.context() as patch:
-        patch.setattr(folders.os, "replace", stop)
+        stop_at(number, patch)
         patch.setattr(Path, "unlink", lambda *_args, **_kwargs: None)
         with pytest.raises(KeyboardInterrupt):
             routers.save_pretrained(folder)

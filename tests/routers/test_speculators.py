@@ -8,11 +8,11 @@ import pytest
 import torch
 from draft_heads import HEADS, REFERENCE, base_model, draft_head_for
 from hub_repositories import edit_config
+from interruptions import stop_at
 from safetensors.torch import load_file, save_file
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEConfig, TIDERouters
-from tide_hf.common import files as folders
 from tide_hf.common.errors import ConfigurationError, RoutersFileError, RoutersNotFoundError
 from tide_hf.routers.eagle3 import read_foreign
 from tide_hf.routers.files import write_speculators
@@ -91,19 +91,6 @@ def test_a_head_for_the_whole_vocabulary_has_no_map_of_it(tmp_path):
     assert_same(loaded, routers)
     state, kv = torch.ones(1, 1, 16), DynamicLayer()
     assert loaded.draft_head.draft(loaded.draft_head(state, state, torch.tensor([[0]]), kv, None))[0] < 32
-
-
-def stop_at(number, monkeypatch):
-    """Stop a save before the file of that number takes its place."""
-    replace, replaced = os.replace, []
-
-    def stop(source, target):
-        if len(replaced) == number:
-            raise KeyboardInterrupt
-        replaced.append(target)
-        replace(source, target)
-
-    monkeypatch.setattr(folders.os, "replace", stop)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 import copy
 import pickle
 import random
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruptions import in_three_threads
 
 from tide_hf.speculation import answer_memory
 from tide_hf.speculation.answer_memory import MATCH_LENGTHS, AnswerMemory
@@ -85,7 +84,7 @@ def test_copies_and_pickles_hold_no_answer():
 
 
 def test_threads_may_share_a_memory():
-    memory, interval = AnswerMemory(200), sys.getswitchinterval()
+    memory = AnswerMemory(200)
 
     def use(seed):
         chance = random.Random(seed)
@@ -93,11 +92,6 @@ def test_threads_may_share_a_memory():
             memory.add([], [chance.randrange(2) for _ in range(30)])
             memory.find([chance.randrange(2) for _ in range(32)], 15)
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as threads:
-            assert list(threads.map(use, (3, 5, 7))) == [None] * 3
-    finally:
-        sys.setswitchinterval(interval)
+    in_three_threads(use)
     assert memory.num_tokens == sum(len(text) for text, _ in memory._texts) <= 200
     assert {place[0] for place in memory._next.values()} <= {text for text, _ in memory._texts}

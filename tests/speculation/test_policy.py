@@ -1,10 +1,9 @@
 """The drafting policy: measured costs and acceptances in, a decision out."""
 
 import math
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from interruptions import in_three_threads
 
 from tide_hf.speculation.policy import (
     COMPARABLE,
@@ -192,7 +191,7 @@ def test_unused_costs_are_forgotten_so_that_they_are_tried_again():
 
 
 def test_threads_may_share_a_table():
-    table, interval = CostTable(num_layers=30), sys.getswitchinterval()
+    table = CostTable(num_layers=30)
 
     def use(stride):
         for number in range(1000):
@@ -201,9 +200,4 @@ def test_threads_may_share_a_table():
             table.verify(1 + stride * number % 397)
             table.resized()
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as threads:
-            assert list(threads.map(use, (3, 5, 7))) == [None] * 3
-    finally:
-        sys.setswitchinterval(interval)
+    in_three_threads(use)
