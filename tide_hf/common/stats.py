@@ -16,8 +16,8 @@ class ExitStats:
         num_layers: Decoder layers of the base model.
         layers_executed: Decoder layers executed completely, counted once per row and forward pass, however many tokens
             the pass is over; prefill, draft and verify passes included.
-        per_token: For each row, the exit layer of each new token: `num_layers` at full depth, 0 if no layer ran before
-            the token was there, as for an accepted draft token of an n-gram or a draft head.
+        per_token: For each row, the exit layer of each new token: `num_layers` at full depth, 0 if no layer ran to
+            choose it, as for an accepted draft token of an n-gram or a draft head.
         rounds: Draft-and-verify rounds in `self_speculative`; full-depth passes after prefill, counted once per row, in
             `early_exit` with a draft head. These run all layers over the tokens that have exited, too.
         drafted: Draft tokens that were verified; in `early_exit`, tokens that exited with the draft head.
@@ -56,7 +56,7 @@ class ExitStats:
 
     @property
     def exit_rate(self) -> float:
-        """Share of the tokens that did not need all layers to be there."""
+        """Share of the tokens that came from an exit layer, an n-gram or a draft head."""
         return sum(self.exits_per_layer.values()) / self.total_tokens if self.total_tokens else 0.0
 
     @property

@@ -194,6 +194,9 @@ class TIDERouters(PreTrainedModel):
     ) -> None:
         """Write config and safetensors. Readers see either the old or the new routers, even if the process is killed.
 
+        With a draft head, a reader that the save overtakes may find the old file in `tide/` gone, and gets a
+        [`RoutersNotFoundError`]; it can read again.
+
         Where there is a draft head, vLLM loads it from the same folder or repository (see [`files.write_routers`]); it
         does not use the exit heads, routers and thresholds.
 
