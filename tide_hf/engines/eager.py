@@ -151,7 +151,7 @@ class EagerEngine:
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
         head, start, fed = self.head, perf_counter(), len(self._fed)
-        # A step that fills the head's K/V of several passes takes longer than usual, so its time is not recorded.
+        # A step that fills the head's K/V of several passes takes longer than usual, so its time is not usual.
         is_usual = head is None or head.num_pending <= 1
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
@@ -162,9 +162,9 @@ class EagerEngine:
             top, scores = self._draft_from(exit_layer, inputs)
         tokens = top.tolist()
         self._fed += [exit_layer] * len(inputs[0])
-        if is_usual and len(inputs[0]) == 1:
-            milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
-            self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds)
+        milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
+        is_usual &= len(inputs[0]) == 1
+        self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds, is_usual=is_usual)
         return tokens, scores.tolist()
 
     def draft_logits(self, drafted: list[list[int]]) -> Tensor:

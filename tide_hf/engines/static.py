@@ -192,7 +192,8 @@ class StaticEngine:
         self._num_fed += num_steps
         tokens, scores = buffers.read_draft()
         if self._is_warm:
-            self.costs_of(len(drafted)).record(("draft", exit_layer), (perf_counter() - start) * 1000 / num_steps)
+            milliseconds = (perf_counter() - start) * 1000 / num_steps
+            self.costs_of(len(drafted)).record(("draft", exit_layer), milliseconds, num_steps)
         return self._rows.gather(tokens), self._rows.gather(scores)
 
     def draft_logits(self, drafted: list[list[int]]) -> Tensor:
@@ -309,7 +310,7 @@ class StaticEngine:
         exit_layer, num_tokens, before, after = self._unread
         drafts = before.elapsed_time(after) if isinstance(before, torch.cuda.Event) else (after - before) * 1000
         if self._is_warm:
-            self.costs_of(len(self.last_tokens)).record(("draft", exit_layer), drafts / num_tokens)
+            self.costs_of(len(self.last_tokens)).record(("draft", exit_layer), drafts / num_tokens, num_tokens)
         self._unread = None
         return max(0.0, milliseconds - drafts)
 

@@ -115,6 +115,8 @@ class HybridDrafter:
             before = self.learned.get(source, prior)
             self.learned[source] = before + PRIOR_RATE * (prior - before)
         self.acceptances = AcceptanceTable({source: self.learned[source] for source in priors})
+        self._costs: CostTable | None = None  # of the last round's batch
+        self._num_rows = self._num_tokens = 0  # of the last round
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft from the best source, continue from another if that pays; draft nothing if plain decoding is best."""
@@ -122,9 +124,9 @@ class HybridDrafter:
             self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
         self._remembered = {row: self._match_in_memory(row) for row in rows}
-        costs = self.costs_of(len(rows))
+        costs = self._next_round(len(rows))
         matches = [_likelier(self._match_in_row(row), self._remembered[row]) for row in rows]
-        choice = choose(self._options(limits, matches), costs)
+        choice = choose(self._options(limits, matches, costs), costs)
         if choice.option is None:
             return drafts
         current = _Round(rows, limits, drafts, costs, choice.ms_per_token, [1.0] * len(rows))
@@ -142,9 +144,18 @@ class HybridDrafter:
                 self._continue_with_head(current)
         return drafts
 
+    def _next_round(self, num_rows: int) -> CostTable:
+        """End the last round; return the costs of one over `num_rows` rows."""
+        if self._costs is not None and self._num_tokens:
+            self._costs.end_round(self._num_tokens / self._num_rows)
+        self._costs, self._num_rows, self._num_tokens = self.costs_of(num_rows), num_rows, 0
+        self._costs.begin_round()
+        return self._costs
+
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         """Update the n-grams and the acceptance of the sources."""
         self.indexes[row].extend(new_tokens)
+        self._num_tokens += len(new_tokens)
         remembered = self._remembered.pop(row, Match())
         if remembered.source not in ("", *(piece.source for piece in draft.pieces)):
             tokens = remembered.tokens[: len(new_tokens)]
@@ -160,7 +171,7 @@ class HybridDrafter:
         found = self.acceptances.probability(source)
         self.learned[source] += LEARNING_RATE * (found - self.learned[source])
 
-    def _options(self, limits: list[int], matches: list[Match]) -> list[Option]:
+    def _options(self, limits: list[int], matches: list[Match], costs: CostTable) -> list[Option]:
         options = []
         if any(match.tokens for match in matches):
             offers = [
@@ -169,7 +180,9 @@ class HybridDrafter:
             options.append(Option("n-gram", tuple(offers)))
         for exit_layer in self.heads:
             acceptance = self.acceptances.probability(_head(exit_layer))
-            options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
+            most = costs.longest_trial(exit_layer)
+            offers = [(acceptance, min(limit, most)) for limit in limits]
+            options.append(Option(_head(exit_layer), tuple(offers), exit_layer))
         return options
 
     def _match(self, row: int, drafted: Sequence[int]) -> Match:

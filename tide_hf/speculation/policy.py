@@ -15,11 +15,19 @@ MIN_GAIN = 1.05  # minimum expected speed-up of a draft over plain decoding, sin
 
 PRIOR_SLOPE = 0.1  # prior cost of one more token in a verify pass, as a share of a plain pass
 TRUSTED_SAMPLES = 4
-SAMPLES = 15
+SAMPLES = 7
 FORGET_AFTER = 50  # each time this many plain passes have run, every other cost loses its oldest sample
 PACE_SAMPLES = 3  # latest plain passes, whose median cost is the machine's present pace
 COMPARABLE = 16  # other costs are recorded only within this many verify passes after a plain pass
+FEWEST_PLAIN = 2  # measured plain passes before anything is drafted, lest one interruption pass for the pace
 STALE = 128  # number of verify passes without a plain pass after which a plain pass has to run
+SURPRISE = 1.3  # factor above its estimate from which on a cost calls for a plain pass, which shows the present pace
+
+# What drafting may lose, in plain passes. Estimates can be wrong, and machine and text can change.
+FIRST_CREDIT = 1.0
+MAX_CREDIT = 6.0  # gains beyond this are not set off against later losses
+CREDIT_SHARE = 0.0075  # further credit for each token
+DEAREST = 4.0  # a pass counts as this multiple of its estimate at most, lest one interruption end drafting
 
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
@@ -34,6 +42,9 @@ class CostTable:
     `("draft", exit_layer)` for one draft token. The speed of a machine changes by the second with its load, so costs
     are stored as multiples of the latest plain passes' cost. Until a key has a few samples, its estimate leans on an
     optimistic prior, so that the key gets tried; old samples are dropped over time, so that the key is tried again.
+
+    The table also keeps the account of drafting: what its rounds have gained and lost against plain decoding, as
+    measured. Nothing is drafted while more is lost than a small credit allows.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -50,21 +61,26 @@ class CostTable:
         self._pace = 1.0  # milliseconds of a plain pass at present
         self._plain_passes = 0
         self._since_plain = 0
+        self._credit = FIRST_CREDIT
+        self._spent = 0.0  # in this round's draft steps and verify pass, in multiples of a plain pass
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, with these costs as a first guess."""
         table = CostTable(self.num_layers, self.head_share, self.widths)
         with _lock:
             if self._plain_ms:
-                table._plain_ms.append(self._pace)
+                table._plain_ms.extend([self._pace] * FEWEST_PLAIN)
                 table._pace, table._plain_passes = self._pace, 1
             for key, value in self._medians.items():
                 table._samples[key] = deque([value], maxlen=SAMPLES)
                 table._medians[key] = value
         return table
 
-    def record(self, key: CostKey, milliseconds: float) -> None:
-        """Add a measurement. The first of each key is dropped, since it includes allocations and kernel choices."""
+    def record(self, key: CostKey, milliseconds: float, num_passes: int = 1, *, is_usual: bool = True) -> None:
+        """Add a measurement, the mean of `num_passes` passes; an unusual one is booked, but estimates ignore it.
+
+        The first of each key is dropped, since it includes allocations and kernel choices.
+        """
         with _lock:
             if key == PLAIN:
                 self._record_plain(milliseconds)
@@ -72,14 +88,28 @@ class CostTable:
             self._since_plain += key[0] == "verify"
             if key not in self._samples:
                 self._samples[key] = deque(maxlen=SAMPLES)
-            elif self.ready and self._since_plain <= COMPARABLE:
-                self._samples[key].append(milliseconds / self._pace)
-                self._update(key)
+            elif self.ready:
+                self._record(key, milliseconds / self._pace, num_passes, is_usual)
 
     @property
     def ready(self) -> bool:
         """Whether plain decoding, the baseline of all costs, has been measured recently enough."""
-        return bool(self._plain_ms) and self._since_plain < STALE
+        return len(self._plain_ms) >= FEWEST_PLAIN and self._since_plain < STALE
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafting may be tried: its costs can be compared, and it has not lost more than it may."""
+        return self.ready and self._credit > 0.0
+
+    def begin_round(self) -> None:
+        """Begin a round: what ran before belongs to none."""
+        self._spent = 0.0
+
+    def end_round(self, num_tokens: float) -> None:
+        """End a round that gave each row `num_tokens` tokens, on average: book what drafting gained or lost."""
+        with _lock:
+            gain = num_tokens - self._spent if self._spent else 0.0
+            self._credit = min(MAX_CREDIT, self._credit + gain + CREDIT_SHARE * num_tokens)
 
     def verify(self, width: int) -> float:
         """Expected milliseconds of a full-depth pass over `width` tokens; no more than for any wider pass."""
@@ -103,13 +133,31 @@ class CostTable:
                 self._estimates[key] = self._blend(key, share)
             return self._estimates[key] * self._pace
 
+    def longest_trial(self, exit_layer: int) -> int:
+        """How many tokens to draft at most with a head: one, until its steps have been measured."""
+        return MAX_DRAFT if ("draft", exit_layer) in self._medians else 1
+
+    def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
+        usual = self._medians.get(key, cost)
+        self._spent += num_passes * min(cost, DEAREST * usual)
+        if not is_usual:
+            return
+        if self._since_plain <= COMPARABLE:
+            self._samples[key].append(cost)
+            self._update(key)
+        elif cost > SURPRISE * usual:
+            self._since_plain = STALE
+        if key[0] == "verify" and SURPRISE * cost < 1.0:  # cheaper than a narrower pass can be: the pace was another
+            self._since_plain = STALE
+
     def _record_plain(self, milliseconds: float) -> None:
         self._since_plain = 0
         self._plain_passes += 1
         if self._plain_passes == 1:
             return
         self._plain_ms.append(milliseconds)
-        self._pace = median(list(self._plain_ms)[-PACE_SAMPLES:])
+        latest = list(self._plain_ms)[-PACE_SAMPLES:]
+        self._pace = median(latest) if len(latest) == PACE_SAMPLES else min(latest)
         if self._plain_passes % FORGET_AFTER == 0:
             for key, samples in self._samples.items():
                 if samples:
@@ -136,12 +184,10 @@ class CostTable:
         return (measured * count + min(prior, measured)) / (count + 1)
 
     def _interpolate(self, width: int) -> float:
-        """Interpolate, or extrapolate, the cost of a width from the widths with enough samples."""
+        """Interpolate, or extrapolate, the cost of a width from the measured ones."""
         known = [(1, 1.0)]
-        for (kind, measured_width), value in self._medians.items():
-            if kind == "verify" and len(self._samples[kind, measured_width]) >= TRUSTED_SAMPLES:
-                known.append((measured_width, value))
-        known.sort()
+        for other in sorted(other for kind, other in self._medians if kind == "verify" and other != width):
+            known.append((other, self._blend(("verify", other), 1.0 + PRIOR_SLOPE * (other - 1))))
         below = [point for point in known if point[0] <= width][-1]
         above = next((point for point in known if point[0] > width), None)
         if above is None:
@@ -216,10 +262,11 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
 def choose(options: list[Option], costs: CostTable) -> Choice:
     """Pick the source and draft length with the best expected tokens per millisecond.
 
-    Plain decoding is always an option, and is chosen until its cost has been measured.
+    Plain decoding is always an option, and is chosen until its cost has been measured, and while drafting has lost more
+    than it may.
     """
     best = Choice()
-    if not costs.ready or not options:
+    if not costs.may_draft or not options:
         return best
     best_rate = MIN_GAIN * len(options[0].rows) / costs.verify(1)
     for option in options:

@@ -1,0 +1,130 @@
+"""Machines and models that exist in numbers alone, on which the real policy and drafter decode, without a clock."""
+
+from dataclasses import dataclass
+
+from tide_hf.speculation.drafters import HybridDrafter
+from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.policy import CostTable
+
+NUM_LAYERS, VOCAB, PROMPT_LENGTH = 30, 5000, 40
+PLAIN_MS = 10.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What passes cost, in plain passes, and how often the sources of drafts are right."""
+
+    wider: float  # what a verify pass over more than one token costs beyond a plain pass
+    slope: float  # what each further token costs
+    draft: float  # a draft step
+    noise: float  # standard deviation of a measured cost, as a share of it
+    spikes: float  # share of passes that are measured to take three times as long
+    head: float  # share of the head's tokens that are right
+    sharpness: float  # share of the head's tokens whose score tells whether they are right
+    boast: float  # factor on the odds in the head's scores
+    copying: float  # share of tokens at which a copy of earlier text begins
+    copied: int  # its length
+
+    @classmethod
+    def drawn(cls, rng):
+        """Draw a machine, from good ones to such as make every draft a loss."""
+        return cls(
+            wider=rng.choice([0.0, 0.05, 0.3, 1.0]) * rng.uniform(0.5, 1.5),
+            slope=rng.choice([0.0, 0.02, 0.1, 0.4]) * rng.uniform(0.5, 1.5),
+            draft=rng.choice([0.03, 0.1, 0.3, 0.8]) * rng.uniform(0.5, 1.5),
+            noise=rng.choice([0.0, 0.03, 0.1]),
+            spikes=rng.choice([0.0, 0.0, 0.03]),
+            head=rng.choice([0.02, 0.2, 0.45, 0.7, 0.9]),
+            sharpness=rng.choice([0.0, 0.5, 0.9]),
+            boast=rng.choice([0.5, 1.0, 1.0, 3.0]),
+            copying=rng.choice([0.0, 0.0, 0.03, 0.1]),
+            copied=rng.choice([3, 8, 30]),
+        )
+
+
+class _Text:
+    """The tokens that the model would write, drawn as they are read."""
+
+    def __init__(self, rng, machine):
+        self.rng, self.machine, self.copied_from, self.left = rng, machine, 0, 0
+        self.tokens = [rng.randrange(VOCAB) for _ in range(PROMPT_LENGTH)]
+
+    def __getitem__(self, position):
+        while len(self.tokens) <= position:
+            if not self.left and self.rng.random() < self.machine.copying:
+                self.left, self.copied_from = self.machine.copied, self.rng.randrange(len(self.tokens))
+            if self.left:
+                self.tokens.append(self.tokens[self.copied_from])
+                self.left, self.copied_from = self.left - 1, self.copied_from + 1
+            else:
+                self.tokens.append(self.rng.randrange(VOCAB))
+        return self.tokens[position]
+
+
+class _Engine:
+    """An engine with a draft head, for one row; `spent` is what its passes have cost, in plain passes."""
+
+    reads_drafts, temperature, head_layer = True, 0.0, 0
+
+    def __init__(self, rng, machine, costs):
+        self.rng, self.machine, self.costs, self.text = rng, machine, costs, _Text(rng, machine)
+        self.position, self.spent = PROMPT_LENGTH, 0.0
+
+    def _pay(self, key, cost):
+        self.spent += cost
+        measured = cost * max(0.5, self.rng.gauss(1.0, self.machine.noise))
+        self.costs.record(key, PLAIN_MS * measured * (3.0 if self.rng.random() < self.machine.spikes else 1.0))
+
+    def draft(self, exit_layer, drafted):
+        machine, (tokens,) = self.machine, drafted
+        self._pay(("draft", exit_layer), machine.draft)
+        is_right = self.rng.random() < machine.head
+        score = machine.head
+        if self.rng.random() < machine.sharpness:
+            score = 0.98 if is_right else 0.02
+        odds = machine.boast * score / (1 - score)
+        is_right &= all(token == self.text[self.position + place] for place, token in enumerate(tokens))
+        token = self.text[self.position + len(tokens)] if is_right else -1 - self.rng.randrange(VOCAB)
+        return [token], [odds / (1 + odds)]
+
+    def verify(self, drafted):
+        """Return the new tokens, the accepted ones of a draft and one more."""
+        wider = self.machine.wider + self.machine.slope * len(drafted) if drafted else 0.0
+        self._pay(("verify", 1 + len(drafted)), 1.0 + wider)
+        start, accepted = self.position, 0
+        while accepted < len(drafted) and drafted[accepted] == self.text[start + accepted]:
+            accepted += 1
+        self.position += accepted + 1
+        return [self.text[place] for place in range(start, self.position)]
+
+    def rollback(self):
+        """Nothing to forget."""
+
+
+def costs_of_tokens(rng, machine, num_answers, length, change):
+    """Let one process decode answers of `length` tokens on a machine that can become another midway in an answer.
+
+    Args:
+        change: Share of answers in which it does.
+
+    Returns:
+        What each token cost, in plain passes; the tokens of a round cost the same.
+    """
+    table, learned, costs = CostTable(NUM_LAYERS), {}, []
+    prior = min(0.95, max(0.05, machine.head + rng.gauss(0.0, 0.2)))
+    for _ in range(num_answers):
+        other = Machine.drawn(rng) if rng.random() < change else machine
+        engine = _Engine(rng, machine, table)
+        drafter = HybridDrafter([engine.text.tokens[:]], lambda _: table, {0: prior}, engine, learned)
+        drafter.observe(0, Draft(), engine.verify([]), 0)
+        left, engine.spent = length, 0.0
+        while left:
+            if left <= length // 2:
+                machine = engine.machine = engine.text.machine = other
+            before = engine.spent
+            (draft,) = drafter.draft([0], [left - 1])
+            new = engine.verify(draft.tokens)
+            drafter.observe(0, draft, new, len(new) - 1)
+            costs += [(engine.spent - before) / len(new)] * len(new)
+            left -= len(new)
+    return costs
