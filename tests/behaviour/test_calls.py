@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drafters import use_drafter, use_heads
+from drafters import use_costs, use_drafter, use_heads
 from families import tiny_model
 from on_steps import ATTACH, linear_heads, prompts
 from transformers import DynamicCache, GenerationConfig
@@ -174,8 +174,9 @@ def test_a_model_that_training_left_without_a_cache_gets_one(mode, llama_tokens)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_default_drafter_drafts_row_by_row(family):
+def test_the_default_drafter_drafts_row_by_row(family, monkeypatch):
     """By n-grams of a repeating prompt, and by exit heads."""
+    use_costs(monkeypatch, {("verify", 1): 10.0, ("verify", 16): 14.0, ("draft", 1): 1.0})
     model = tiny_model(family)
     ids = torch.tensor([[5, 6, 7, 8] * 5, [9, 10, 11, 12] * 5, list(range(20, 40))])
     expected = model.generate(ids, **OPTIONS)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from drafters import use_costs
 from families import tiny_model
 from on_steps import ATTACH, attach_captured, linear_heads, prompts
 
@@ -12,8 +13,6 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.evaluation import benchmark
 from tide_hf.evaluation.benchmark import DecodingMethod
-from tide_hf.speculation.attachment import Attachment
-from tide_hf.speculation.policy import CostTable
 from tide_hf.speculation.rows import Row
 
 NEW = 40
@@ -24,17 +23,7 @@ MILLISECONDS = {("verify", 1): 10.0, ("verify", 2): 10.5, ("verify", 16): 14.0}
 
 @pytest.fixture(autouse=True)
 def _same_costs(monkeypatch):
-    """Costs that do not depend on the clock, so that counts do not either."""
-
-    def costs_of(_attachment, _rows, _engine, widths=()):
-        table = CostTable(4, widths=widths)
-        for key, milliseconds in MILLISECONDS.items():
-            for _ in range(6):
-                table.record(key, milliseconds)
-        table.record = lambda *_: None
-        return table
-
-    monkeypatch.setattr(Attachment, "costs_of", costs_of)
+    use_costs(monkeypatch, MILLISECONDS)
 
 
 def num_remembered(model):

@@ -27,7 +27,7 @@ from tide_hf.speculation.policy import CostTable
 
 def test_a_round_reads_once_and_a_draft_step_never(tiny_llama, monkeypatch):
     recorded, record = [], CostTable.record
-    monkeypatch.setattr(CostTable, "record", lambda table, key, ms: (recorded.append(key), record(table, key, ms)))
+    monkeypatch.setattr(CostTable, "record", lambda table, key, *ms: (recorded.append(key), record(table, key, *ms)))
     model = tiny_llama()
     steps = attach(model, linear_heads(model))
     use_heads(model, 1, width=7)

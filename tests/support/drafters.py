@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from tide_hf.speculation.attachment import Attachment
 from tide_hf.speculation.engine import UNREAD, Draft
+from tide_hf.speculation.policy import CostTable
 
 KINDS = ("right", "wrong", "random", "wrong at the last position")
 
@@ -124,3 +126,17 @@ def use_heads(
 
     model._tide.make_drafter = make
     return made
+
+
+def use_costs(monkeypatch, milliseconds):
+    """Give passes of tiny models, by the key of each, costs that do not depend on the clock, so that counts do not."""
+
+    def costs_of(_attachment, _rows, _engine, widths=()):
+        table = CostTable(4, widths=widths)
+        for key, cost in milliseconds.items():
+            for _ in range(6):
+                table.record(key, cost)
+        table.record = lambda *_, **__: None
+        return table
+
+    monkeypatch.setattr(Attachment, "costs_of", costs_of)
