@@ -126,7 +126,7 @@ class HybridDrafter:
         self._remembered = {row: self._match_in_memory(row) for row in rows}
         costs = self._next_round(len(rows))
         matches = [_likelier(self._match_in_row(row), self._remembered[row]) for row in rows]
-        choice = choose(self._options(limits, matches, costs), costs)
+        choice = choose(self._options(limits, matches), costs)
         if choice.option is None:
             return drafts
         current = _Round(rows, limits, drafts, costs, choice.ms_per_token, [1.0] * len(rows))
@@ -171,7 +171,7 @@ class HybridDrafter:
         found = self.acceptances.probability(source)
         self.learned[source] += LEARNING_RATE * (found - self.learned[source])
 
-    def _options(self, limits: list[int], matches: list[Match], costs: CostTable) -> list[Option]:
+    def _options(self, limits: list[int], matches: list[Match]) -> list[Option]:
         options = []
         if any(match.tokens for match in matches):
             offers = [
@@ -180,9 +180,7 @@ class HybridDrafter:
             options.append(Option("n-gram", tuple(offers)))
         for exit_layer in self.heads:
             acceptance = self.acceptances.probability(_head(exit_layer))
-            most = costs.longest_trial(exit_layer)
-            offers = [(acceptance, min(limit, most)) for limit in limits]
-            options.append(Option(_head(exit_layer), tuple(offers), exit_layer))
+            options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
         return options
 
     def _match(self, row: int, drafted: Sequence[int]) -> Match:

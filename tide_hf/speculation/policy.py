@@ -24,9 +24,9 @@ STALE = 128  # number of verify passes without a plain pass after which a plain 
 SURPRISE = 1.3  # factor above its estimate from which on a cost calls for a plain pass, which shows the present pace
 
 # What drafting may lose, in plain passes. Estimates can be wrong, and machine and text can change.
-FIRST_CREDIT = 1.0
-MAX_CREDIT = 6.0  # gains beyond this are not set off against later losses
-CREDIT_SHARE = 0.0075  # further credit for each token
+FIRST_CREDIT = 4.0
+MAX_CREDIT = 8.0  # gains beyond this are not set off against later losses
+CREDIT_SHARE = 0.005  # further credit for each token
 DEAREST = 4.0  # a pass counts as this multiple of its estimate at most, lest one interruption end drafting
 
 CostKey = tuple[str, int]
@@ -132,10 +132,6 @@ class CostTable:
                 share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
                 self._estimates[key] = self._blend(key, share)
             return self._estimates[key] * self._pace
-
-    def longest_trial(self, exit_layer: int) -> int:
-        """How many tokens to draft at most with a head: one, until its steps have been measured."""
-        return MAX_DRAFT if ("draft", exit_layer) in self._medians else 1
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
         usual = self._medians.get(key, cost)
