@@ -151,7 +151,7 @@ class EagerEngine:
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
         head, start, fed = self.head, perf_counter(), len(self._fed)
-        # A step that fills the head's K/V of several passes takes longer than usual, so its time is not usual.
+        # A step that fills the head's K/V of several passes takes longer, so estimates of a step's cost ignore it.
         is_usual = head is None or head.num_pending <= 1
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
