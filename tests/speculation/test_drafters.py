@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from drafters import HeadDrafter
+from drafters import HeadDrafter, cost_table
 from families import VOCAB, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,10 +57,7 @@ FIVE_AT_ONCE = {("verify", 1): 10.0, ("verify", 5): 10.0, ("verify", 6): 30.0, (
 
 def drafter(prompts, prior=None, engine=None, milliseconds=CHEAP, **acceptances) -> HybridDrafter:
     """A drafter with a head at exit layer 2 if it has a prior, and the given acceptances (`ngram`, `head`)."""
-    table = CostTable(10)
-    for key, cost in milliseconds.items():
-        for _ in range(6):
-            table.record(key, cost)
+    table = cost_table(milliseconds, 10)
     one = HybridDrafter(prompts, lambda _: table, {2: prior} if prior else {}, engine)
     if acceptances:
         ngrams = {f"{length}-gram": acceptances["ngram"] for length in range(1, MAX_NGRAM + 1)}
@@ -176,10 +173,7 @@ NEARLY_FLAT = {("verify", 1): 10.0, ("verify", 2): 10.5, ("verify", 16): 14.0}
 
 def decode(prompt, answer, memory, learned):
     """Decode a known answer, which is then remembered; return the pieces drafted, passes, and wrong draft tokens."""
-    table = CostTable(10)
-    for key, cost in NEARLY_FLAT.items():
-        for _ in range(6):
-            table.record(key, cost)
+    table = cost_table(NEARLY_FLAT, 10)
     one, done, pieces, passes, wrong = HybridDrafter([prompt], lambda _: table, {}, None, learned, memory), 1, [], 0, 0
     one.observe(0, Draft(), answer[:1], 0)
     while done < len(answer):

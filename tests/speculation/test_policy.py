@@ -211,15 +211,11 @@ def test_threads_may_share_a_table():
 # Many machines
 
 
-def simulated(seed, num_answers=5, length=160, change=0.3):
-    rng = random.Random(seed)
-    return costs_of_tokens(rng, Machine.drawn(rng), num_answers, length, change)
-
-
 @pytest.mark.parametrize("seed", range(0, 60, 10))
 def test_on_any_machine_drafting_costs_at_most_two_percent_after_32_tokens(seed):
     for number in range(seed, seed + 10):
-        later = simulated(number)[32:]
+        rng = random.Random(number)
+        later = costs_of_tokens(rng, Machine.drawn(rng), num_answers=5, length=160, change=0.3)[32:]
         assert sum(later) <= 1.02 * len(later), number
 
 

@@ -128,14 +128,20 @@ def use_heads(
     return made
 
 
+def cost_table(milliseconds, num_layers, widths=()):
+    """A table in which the pass of each key has cost that many milliseconds a few times."""
+    table = CostTable(num_layers, widths=widths)
+    for key, cost in milliseconds.items():
+        for _ in range(6):
+            table.record(key, cost)
+    return table
+
+
 def use_costs(monkeypatch, milliseconds):
-    """Give passes of tiny models, by the key of each, costs that do not depend on the clock, so that counts do not."""
+    """Let passes of tiny models cost `milliseconds`, not what the clock says, so that drafts can be counted."""
 
     def costs_of(_attachment, _rows, _engine, widths=()):
-        table = CostTable(4, widths=widths)
-        for key, cost in milliseconds.items():
-            for _ in range(6):
-                table.record(key, cost)
+        table = cost_table(milliseconds, 4, widths)
         table.record = lambda *_, **__: None
         return table
 

@@ -1,4 +1,4 @@
-"""Machines and models that exist in numbers alone, on which the real policy and drafter decode, without a clock."""
+"""Simulated machines and models, on which the real policy and drafter decode, without a clock."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Machine:
 
     @classmethod
     def drawn(cls, rng):
-        """Draw a machine, from good ones to such as make every draft a loss."""
+        """Draw a machine; on some every draft gains, on others every draft loses."""
         return cls(
             wider=rng.choice([0.0, 0.05, 0.3, 1.0]) * rng.uniform(0.5, 1.5),
             slope=rng.choice([0.0, 0.02, 0.1, 0.4]) * rng.uniform(0.5, 1.5),

@@ -144,14 +144,6 @@ class HybridDrafter:
                 self._continue_with_head(current)
         return drafts
 
-    def _next_round(self, num_rows: int) -> CostTable:
-        """End the last round; return the costs of one over `num_rows` rows."""
-        if self._costs is not None and self._num_tokens:
-            self._costs.end_round(self._num_tokens / self._num_rows)
-        self._costs, self._num_rows, self._num_tokens = self.costs_of(num_rows), num_rows, 0
-        self._costs.begin_round()
-        return self._costs
-
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         """Update the n-grams and the acceptance of the sources."""
         self.indexes[row].extend(new_tokens)
@@ -165,6 +157,14 @@ class HybridDrafter:
             n_matches -= piece.length
             if n_matches < 0:
                 break  # tokens after a rejected one were never judged
+
+    def _next_round(self, num_rows: int) -> CostTable:
+        """End the last round; return the costs of one over `num_rows` rows."""
+        if self._costs is not None and self._num_tokens:
+            self._costs.end_round(self._num_tokens / self._num_rows)
+        self._costs, self._num_rows, self._num_tokens = self.costs_of(num_rows), num_rows, 0
+        self._costs.begin_round()
+        return self._costs
 
     def _learn(self, source: str, num_drafted: int, n_matches: int) -> None:
         self.acceptances.record(source, num_drafted, n_matches)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from threading import Lock
 
 MAX_DRAFT = 15
@@ -21,13 +21,13 @@ PACE_SAMPLES = 3  # latest plain passes, whose median cost is the machine's pres
 COMPARABLE = 16  # other costs are recorded only within this many verify passes after a plain pass
 FEWEST_PLAIN = 2  # measured plain passes before anything is drafted, lest one interruption pass for the pace
 STALE = 128  # number of verify passes without a plain pass after which a plain pass has to run
-SURPRISE = 1.3  # factor above its estimate from which on a cost calls for a plain pass, which shows the present pace
+SURPRISE = 1.3  # a cost this many times its estimate calls for a plain pass, which shows the machine's present pace
 
 # What drafting may lose, in plain passes. Estimates can be wrong, and machine and text can change.
 FIRST_CREDIT = 4.0
 MAX_CREDIT = 8.0  # gains beyond this are not set off against later losses
 CREDIT_SHARE = 0.005  # further credit for each token
-DEAREST = 4.0  # a pass counts as this multiple of its estimate at most, lest one interruption end drafting
+MAX_BOOKED = 4.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
 
 CostKey = tuple[str, int]
 PLAIN: CostKey = ("verify", 1)
@@ -77,7 +77,7 @@ class CostTable:
         return table
 
     def record(self, key: CostKey, milliseconds: float, num_passes: int = 1, *, is_usual: bool = True) -> None:
-        """Add a measurement, the mean of `num_passes` passes; an unusual one is booked, but estimates ignore it.
+        """Add the mean cost of `num_passes` passes. One that is not usual is booked, but estimates ignore it.
 
         The first of each key is dropped, since it includes allocations and kernel choices.
         """
@@ -102,7 +102,7 @@ class CostTable:
         return self.ready and self._credit > 0.0
 
     def begin_round(self) -> None:
-        """Begin a round: what ran before belongs to none."""
+        """Begin a round; passes since the last one, such as those of a warm-up, are not booked."""
         self._spent = 0.0
 
     def end_round(self, num_tokens: float) -> None:
@@ -135,15 +135,16 @@ class CostTable:
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
         usual = self._medians.get(key, cost)
-        self._spent += num_passes * min(cost, DEAREST * usual)
+        self._spent += num_passes * min(cost, MAX_BOOKED * usual)
         if not is_usual:
             return
-        if self._since_plain <= COMPARABLE:
+        is_comparable = self._since_plain <= COMPARABLE
+        if is_comparable:
             self._samples[key].append(cost)
             self._update(key)
-        elif cost > SURPRISE * usual:
-            self._since_plain = STALE
-        if key[0] == "verify" and SURPRISE * cost < 1.0:  # cheaper than a narrower pass can be: the pace was another
+        is_dearer = not is_comparable and cost > SURPRISE * usual
+        has_sped_up = key[0] == "verify" and SURPRISE * cost < 1.0  # a wider pass cannot be cheaper than a plain one
+        if is_dearer or has_sped_up:
             self._since_plain = STALE
 
     def _record_plain(self, milliseconds: float) -> None:
@@ -152,8 +153,7 @@ class CostTable:
         if self._plain_passes == 1:
             return
         self._plain_ms.append(milliseconds)
-        latest = list(self._plain_ms)[-PACE_SAMPLES:]
-        self._pace = median(latest) if len(latest) == PACE_SAMPLES else min(latest)
+        self._pace = median_low(list(self._plain_ms)[-PACE_SAMPLES:])
         if self._plain_passes % FORGET_AFTER == 0:
             for key, samples in self._samples.items():
                 if samples:
