@@ -27,22 +27,22 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402
 import tokenizers  # noqa: E402
+from cpu_kernels import shared_builds  # noqa: E402
 from draft_heads import draft_head_for  # noqa: E402
 from loopback_hub import loopback_hub  # noqa: E402
 from records import record  # noqa: E402
 from repository import ROOT  # noqa: E402
-from torch._inductor import config as inductor_config  # noqa: E402
-from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tide_hf import TIDERouters  # noqa: E402
 from tide_hf.cli.demo_model import load_demo_model  # noqa: E402
 from tide_hf.cli.main import main  # noqa: E402
+from tide_hf.common.files import cache_folder  # noqa: E402
 from tide_hf.kernels.cpu import cpp_kernels as kernels  # noqa: E402
 from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
 from tide_hf.kernels.cpu.weight_layouts import _fastest_layout  # noqa: E402
-from tide_hf.kernels.ops import KERNELS_REPO  # noqa: E402
+from tide_hf.kernels.fetch import KERNELS_REPO  # noqa: E402
 
 
 def pytest_configure(config):
@@ -68,41 +68,50 @@ def one_thread(threads_restored):
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _same_start_for_every_test():
-    """No weight layout is measured, the machine is not busy, and kernels are neither found in a cache nor left in one.
+@pytest.fixture(scope="session")
+def shared_kernels():
+    """A function that returns the folder of the kernels for a dtype, and builds them if no run has."""
+    return shared_builds(cache_folder() / "kernels_of_tests")
 
-    The patches are not `monkeypatch`'s, which a test may undo: loading the kernels' ops twice would abort the process.
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test(shared_kernels):
+    """No weight layout is measured, the machine is not busy, and no kernels are found in the user's cache.
+
+    The patches are not `monkeypatch`'s, which a test may undo.
     """
     _fastest_layout.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
-        patch.setattr(kernels, "cached_path", lambda *_: Path(os.devnull) / "kernels")
+        patch.setattr(kernels, "built_folder", lambda _: Path(os.devnull) / "kernels")
+        patch.setattr(kernels, "_built", shared_kernels)
         yield
 
 
 @pytest.fixture
 def fresh_kernels():
-    """The kernels that a test compiles are not those of other tests."""
+    """No kernels are ready, and those that a test builds are not those of other tests."""
     load_op.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_loaded", {})
         yield
-    for (name, dtype), kernel in kernels._loaded.items():  # which the ops no longer call
-        if kernel is not None and kernels._ops is not None:  # `None` where a test has replaced it
-            kernels._register(name, dtype, kernel)
     load_op.cache_clear()
 
 
-@pytest.fixture(params=[None, 256, 1], ids=["all bits", "256 bits", "no vectors"])
-def on_some_cpu(request, fresh_kernels):
-    """This CPU, and CPUs with narrower vectors."""
-    if request.param == pick_vec_isa().bit_width():
-        pytest.skip("this is the width of this CPU, and each kernel takes seconds to compile")
-    if request.param == 1 and request.node.callspec.params["dtype"] is torch.float16:
-        pytest.skip("bfloat16 takes the same path, and each kernel takes seconds to compile")
-    with inductor_config.patch({"cpp.simdlen": request.param}):
-        yield
+@pytest.fixture(params=[None, "AVX2", "DEFAULT"], ids=["this CPU", "AVX2", "no vectors"])
+def on_some_cpu(request, fresh_kernels, monkeypatch):
+    """This CPU, and CPUs with fewer instructions."""
+    known = ("DEFAULT", "AVX2", "AVX512")
+    has = torch.backends.cpu.get_cpu_capability()
+    if request.param is not None and (has not in known or known.index(request.param) >= known.index(has)):
+        pytest.skip("this CPU has no more instructions than that")
+    if request.param == "DEFAULT" and request.node.callspec.params["dtype"] is torch.float16:
+        pytest.skip("bfloat16 takes the same path, and each build takes seconds")
+    if request.param is not None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    kernels.stage_module().cpu_level.cache_clear()
+    yield
+    kernels.stage_module().cpu_level.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +137,10 @@ def build(stage, tmp_path_factory):
 @pytest.fixture
 def local_kernels(monkeypatch, build):
     """The environment in which the kernels are loaded from `build`."""
+    kernels._fetched.cache_clear()
     monkeypatch.setenv("LOCAL_KERNELS", f"{KERNELS_REPO}={build}")
+    yield
+    kernels._fetched.cache_clear()
 
 
 @pytest.fixture(scope="session")

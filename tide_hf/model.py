@@ -191,7 +191,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         attachment = Attachment(
             base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
-            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=device)),
+            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=device, dtype=model.dtype)),
             routers=loaded,
             mode=mode,
             exit_threshold=exit_threshold,

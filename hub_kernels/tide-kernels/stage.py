@@ -2,8 +2,9 @@
 
     python hub_kernels/tide-kernels/stage.py noarch    # Triton; copies files
     python hub_kernels/tide-kernels/stage.py cuda      # and CUDA C++; needs nvcc and a PyTorch of at least 2.10
+    python hub_kernels/tide-kernels/stage.py cpu       # C++ for CPUs; needs a compiler and a PyTorch of at least 2.10
 
-Both replace the variant that is there.
+Each replaces the variant that is there. tide_hf itself calls `stage_cpu` on machines that get no ready-made variant.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import base64
 import hashlib
 import json
+import os
 import platform
 import re
 import shutil
@@ -19,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PYTHON_FILES = HERE / "torch-ext" / "tide_kernels"
@@ -31,6 +36,24 @@ CUDA_SOURCES = (
     "tide_kernels_cuda/compaction.cu",
 )
 CUDA_HEADERS = ("torch-ext/torch_binding.h", "tide_kernels_cuda/common.cuh")
+CPU_SOURCES = ("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention")
+CPU_HEADERS = ("arguments.h", "vectorized.h")
+VALUES = ("float", "c10::BFloat16", "c10::Half")
+CPU_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # every machine rounds alike
+    f"-ffile-prefix-map={HERE}={HERE.name}",  # error messages name the source, wherever it was compiled
+)
+# For each machine, PyTorch's name and compiler flags of each level, as `cpu_level` names them.
+CPU_LEVELS: dict[str, dict[str, tuple[str, str]]] = {
+    "x86_64": {
+        "avx512bf16": ("AVX512", "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx512bf16 -mfma -mf16c"),
+        "avx512": ("AVX512", "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c"),
+        "avx2": ("AVX2", "-mavx2 -mfma -mf16c"),
+        "default": ("DEFAULT", ""),
+    },
+    "aarch64": {"default": ("DEFAULT", "")},
+}
 NAME, VERSION, LICENSE = "tide-kernels", 1, "apache-2.0"
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 STABLE_ABI = (2, 10)
@@ -48,10 +71,34 @@ def add_op_namespace_prefix(op_name: str) -> str:
     """Prefix an op by its namespace."""
     return f"{unique_name}::{{op_name}}"
 '''
+CPU_OPS_FILE = '''"""The namespace of this build's ops, with a library for each level. Written by `stage.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .cpu_level import cpu_level
+
+_NAMESPACE = f"{unique_name}_{{cpu_level()}}"
+ops = getattr(torch.ops, _NAMESPACE)
+if not hasattr(ops, "skinny_gemm"):  # else the same build was loaded from another folder
+    torch.ops.load_library(Path(__file__).with_name(f"{{_NAMESPACE}}.abi3.so"))
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """Prefix an op by its namespace."""
+    return f"{{_NAMESPACE}}::{{op_name}}"
+'''
 LOAD_LIBRARY = """from pathlib import Path
 
 torch.ops.load_library(Path(__file__).with_name("{library}"))
 """
+
+
+class BuildError(RuntimeError):
+    """A compiler is missing, or refuses the sources."""
 
 
 def stage_noarch(folder: Path, backend: str = "cuda") -> Path:
@@ -67,7 +114,7 @@ def stage_noarch(folder: Path, backend: str = "cuda") -> Path:
     variant = _emptied(folder / f"torch-{backend}")
     unique_name = _unique_name(backend, sorted(PYTHON_FILES.glob("*.py")))
     archs = [f"{CAPABILITIES[0]}+PTX"] if backend == "cuda" else None  # Triton compiles for whatever is newer
-    _write(variant, unique_name, load="", backend=backend, archs=archs)
+    _write(variant, unique_name, OPS_FILE.format(load="", unique_name=unique_name), backend, archs)
     return variant
 
 
@@ -85,11 +132,11 @@ def stage_cuda(
         The variant's folder, and the compiler's output.
 
     Raises:
-        SystemExit: nvcc is missing or refuses the sources.
+        BuildError: nvcc is missing or refuses the sources.
     """
     release = re.search(r"release (\d+)\.(\d+)", _run(["nvcc", "--version"]))
     if release is None:
-        raise SystemExit("nvcc --version names no release.")
+        raise BuildError("nvcc --version names no release.")
     cuda = "".join(release.groups())
     torch_abi = "".join(map(str, STABLE_ABI))
     variant = _emptied(folder / f"torch-stable-abi{torch_abi}-cu{cuda}-{platform.machine()}-linux")
@@ -99,18 +146,99 @@ def stage_cuda(
     with tempfile.TemporaryDirectory() as stubs:
         log = _run(_nvcc_command(variant / library, unique_name, capabilities, _link_flags(Path(stubs)), verbose_ptxas))
     archs = [*capabilities[:-1], f"{capabilities[-1]}+PTX"]
-    _write(variant, unique_name, load=LOAD_LIBRARY.format(library=library), backend="cuda", archs=archs)
+    load = LOAD_LIBRARY.format(library=library)
+    _write(variant, unique_name, OPS_FILE.format(load=load, unique_name=unique_name), "cuda", archs)
     return variant, log
+
+
+def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = VALUES) -> Path:
+    """Build the CPU's C++ ops against PyTorch's stable ABI, and stage them.
+
+    Args:
+        folder: Where the variant's folder goes.
+        levels: Keys of `CPU_LEVELS` for this machine, each of which gets a library; by default all of them.
+        values: Some of `VALUES`, to save time; for the others an op raises.
+
+    Returns:
+        The variant's folder.
+
+    Raises:
+        BuildError: There is no compiler, it refuses the sources, or this machine or PyTorch is not supported.
+    """
+    known = CPU_LEVELS.get(_machine(), {})
+    if not known or platform.system() not in ("Linux", "Darwin"):
+        raise BuildError(f"there are no CPU kernels for {platform.system()} on {platform.machine()}")
+    torch_abi = "".join(map(str, STABLE_ABI))
+    variant = _emptied(folder / f"torch-stable-abi{torch_abi}-cpu-{_machine()}-{platform.system().lower()}")
+    unique_name = "_".join([_unique_name("cpu", cpu_files()), *(value.rpartition(":")[2].lower() for value in values)])
+    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for level in levels or known:
+            library = f"{unique_name}_{level}"
+            commands = _cpu_commands(library, known[level], values, Path(objects) / level)
+            list(pool.map(_run, commands))
+            link = [_compiler(), "-shared", *(command[-1] for command in commands), *_torch_libraries()]
+            _run([*link, "-o", str(variant / f"{library}.abi3.so")])
+    _write(variant, unique_name, CPU_OPS_FILE.format(unique_name=unique_name), "cpu", None)
+    return variant
+
+
+def cpu_files() -> list[Path]:
+    """The files that determine what a CPU variant computes."""
+    names = ["binding.cpp", *(f"{name}.cpp" for name in CPU_SOURCES), *CPU_HEADERS]
+    return [Path(__file__), *sorted(PYTHON_FILES.glob("*.py")), *(HERE / "tide_kernels_cpu" / name for name in names)]
+
+
+@cache
+def cpu_level() -> str:
+    """The level of this CPU that [`stage_cpu`] would build for."""
+    level: str = _module_at(PYTHON_FILES / "cpu_level.py", "cpu_level").cpu_level()
+    return level
+
+
+def _cpu_commands(library: str, level: tuple[str, str], values: Sequence[str], objects: Path) -> list[list[str]]:
+    """The commands that compile the CPU's ops for one level, each ending with the path of its object file."""
+    from torch.utils.cpp_extension import include_paths  # noqa: PLC0415 (copying Triton files needs no PyTorch)
+
+    capability, flags = level
+    objects.mkdir()
+    common = [_compiler(), *CPU_FLAGS, *(f"-I{path}" for path in include_paths()), "-c"]
+    target = f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI[0]:02x}{STABLE_ABI[1]:02x}000000000000"
+    built_for = [f"-DTIDE_{value.rpartition(':')[2].upper()}" for value in values]
+    binding = [target, f"-DTORCH_EXTENSION_NAME={library}", *built_for]
+    units = [("binding", binding)]
+    vectors = [*flags.split(), f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    units += [(name, [*vectors, f"-DTIDE_VALUE={value}"]) for name in CPU_SOURCES for value in values]
+    sources = HERE / "tide_kernels_cpu"
+    return [
+        [*common, *options, str(sources / f"{name}.cpp"), "-o", str(objects / f"{number}.o")]
+        for number, (name, options) in enumerate(units)
+    ]
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
+def _machine() -> str:
+    """This machine as the `kernels` client names it."""
+    return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+
+def _torch_libraries() -> list[str]:
+    import torch  # noqa: PLC0415 (copying Triton files needs no PyTorch)
+
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
 
 
 def load_variant(variant: Path) -> ModuleType:
     """Import a staged variant directly, for tests and benchmarks; users go through the `kernels` client."""
     name = f"staged_{hashlib.sha256(str(variant.resolve()).encode()).hexdigest()[:8]}"
-    spec = spec_from_file_location(name, variant / "__init__.py", submodule_search_locations=[str(variant)])
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{variant} holds no staged variant.")
-    module = module_from_spec(spec)
-    sys.modules[name] = module
+    return _module_at(variant / "__init__.py", name, submodule_search_locations=[str(variant)])
+
+
+def _module_at(path: Path, name: str, **options: list[str]) -> ModuleType:
+    spec: Any = spec_from_file_location(name, path, **options)
+    module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -161,10 +289,10 @@ def _link_flags(stubs: Path) -> list[str]:
     return [f"-L{libraries}", f"-L{stubs}", "-ltorch_cpu", "-ltorch_cuda"]
 
 
-def _write(variant: Path, unique_name: str, load: str, backend: str, archs: list[str] | None) -> None:
+def _write(variant: Path, unique_name: str, ops_file: str, backend: str, archs: list[str] | None) -> None:
     for file in sorted(PYTHON_FILES.glob("*.py")):
         shutil.copy(file, variant)
-    (variant / "_ops.py").write_text(OPS_FILE.format(load=load, unique_name=unique_name))
+    (variant / "_ops.py").write_text(ops_file)
     files = sorted(path for path in variant.iterdir() if path.is_file())
     metadata = {
         "name": NAME,
@@ -198,26 +326,30 @@ def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise SystemExit(
-            f"{command[0]} was not found. Install the CUDA toolkit, or stage the noarch variant."
-        ) from None
+        raise BuildError(f"{command[0]} was not found") from None
     if done.returncode:
-        raise SystemExit(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
+        raise BuildError(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
 
 def main() -> None:
     """Stage what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("noarch", "cuda"))
+    parser.add_argument("what", choices=("noarch", "cuda", "cpu"))
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"), help="of noarch (default: %(default)s)")
     parser.add_argument("--capabilities", nargs="+", default=CAPABILITIES, help="of cuda (default: all supported)")
+    parser.add_argument("--levels", nargs="+", default=(), help="of cpu (default: all of this machine)")
     parser.add_argument("--folder", type=Path, default=HERE / "build", help="(default: build/ beside this file)")
     args = parser.parse_args()
-    if args.what == "noarch":
-        variant = stage_noarch(args.folder, args.backend)
-    else:
-        variant, _ = stage_cuda(args.folder, args.capabilities)
+    try:
+        if args.what == "noarch":
+            variant = stage_noarch(args.folder, args.backend)
+        elif args.what == "cpu":
+            variant = stage_cpu(args.folder, args.levels)
+        else:
+            variant, _ = stage_cuda(args.folder, args.capabilities)
+    except BuildError as error:
+        raise SystemExit(str(error)) from None
     print(variant)
 
 

@@ -15,7 +15,7 @@ from tide_hf.base_model.inputs import TYPES
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.engines.eager import LONG_PROMPT
-from tide_hf.kernels.cpu.cpp_kernels import is_loaded
+from tide_hf.kernels.cpu.cpp_kernels import are_ready
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SCORED = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
@@ -133,7 +133,7 @@ def test_prefill_kernels_mask_images_as_the_model_does(family, rows):
     expected = model.generate(**inputs, **SCORED)
     TIDEModelForCausalLM.attach(model)
     model.tide_warm_up()
-    assert is_loaded("prefill_attention", model.dtype)
+    assert are_ready(model.dtype)
     assert differ_from(model.generate(**inputs, **SCORED), expected) < 1e-4
 
 

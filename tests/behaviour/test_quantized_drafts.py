@@ -13,7 +13,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.linear_gate import linear_gates
 from tide_hf.engines.steps import step_compiler
 from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, load_op
+from tide_hf.kernels.cpu.cpp_kernels import DTYPES, load_op
 from tide_hf.kernels.cpu.weight_layouts import MAX_QUANTIZED_ROWS, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -75,7 +75,7 @@ def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
     assert {shape[-2] if len(shape) > 2 else shape[0] for shape in applied} == {1}  # a draft's width
 
 
-@pytest.mark.parametrize("dtype", CPP_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in [(576, (576, 190)), (64, (3,)), (100, (37, 1)), (5, (2,)), (1152, (9,))]:

@@ -14,7 +14,7 @@ from tide_hf.engines import gqa_attention
 from tide_hf.engines.eager import LONG_PROMPT
 from tide_hf.kernels.cpu import attention, weight_layouts
 from tide_hf.kernels.cpu import cpp_kernels as kernels
-from tide_hf.kernels.cpu.cpp_kernels import EAGER_KERNELS, compile_kernel, is_loaded
+from tide_hf.kernels.cpu.cpp_kernels import are_ready, build_kernels
 from tide_hf.kernels.cpu.weight_layouts import PlainWeight
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
@@ -23,15 +23,14 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 @pytest.fixture(autouse=True)
 def _kernels_are_fastest(monkeypatch):
     """On any machine."""
-    set_fastest_layouts(monkeypatch, kernels.CPP_TYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
+    set_fastest_layouts(monkeypatch, kernels.DTYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
     monkeypatch.setattr(attention, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
 
 
 @pytest.fixture
 def compiled_kernels(fresh_kernels):
-    """Kernels that an earlier process has compiled."""
-    for name in EAGER_KERNELS:
-        compile_kernel(name, torch.float32)
+    """Kernels that an earlier process has built."""
+    build_kernels(torch.float32)
 
 
 @pytest.fixture
@@ -72,10 +71,10 @@ def test_early_exit_uses_kernels(tiny_llama, compiled_kernels):
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_kernels": False}, {"pack_weights": False}])
-def test_calls_compile_no_kernels_and_use_none_that_are_switched_off(tiny_llama, monkeypatch, settings):
-    monkeypatch.setattr(kernels, "_compile", pytest.fail)
+def test_calls_build_no_kernels_and_use_none_that_are_switched_off(tiny_llama, request, monkeypatch, settings):
     if settings:
-        monkeypatch.setattr(kernels, "_loaded", {("skinny_gemm", torch.float32): True})
+        request.getfixturevalue("compiled_kernels")
+    monkeypatch.setattr(kernels, "_built", pytest.fail)
     model = TIDEModelForCausalLM.attach(tiny_llama(), **settings)
     if settings:
         assert model.tide_warm_up() == 0.0
@@ -116,18 +115,13 @@ def test_batches_and_long_prompts_use_gqa_attention(
 
 def test_no_call_waits_while_another_thread_compiles():
     with kernels._loading:
-        assert not is_loaded("skinny_gemm", torch.float32)
+        assert not are_ready(torch.float32)
 
 
-def test_warm_up_compiles_the_kernels_together(tiny_llama, monkeypatch):
-    together, compile_all = [], kernels._compile_missing
-    monkeypatch.setattr(
-        kernels, "_compile_missing", lambda names, dtype: together.append(names) or compile_all(names, dtype)
-    )
+def test_warm_up_builds_the_kernels_once(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     assert model.tide_warm_up() > 0.0
-    assert all(names == set(EAGER_KERNELS) for names in together)
-    assert all(is_loaded(name, torch.float32) for name in EAGER_KERNELS)
+    assert are_ready(torch.float32)
     model.generate(**prompts(), **OPTIONS)
     assert layouts_of(model) == {PlainWeight}
     assert model.tide_warm_up() == 0.0

@@ -8,9 +8,9 @@ from on_steps import OPTIONS, attach_compiled, prompts
 from torch.nn.functional import scaled_dot_product_attention
 
 from tide_hf.engines.gqa_attention import gqa_attention
-from tide_hf.kernels.cpu import attention
+from tide_hf.kernels.cpu import attention, cpp_kernels
 from tide_hf.kernels.cpu.attention import MIN_QUERIES, decode_sdpa, is_faster, prefill_sdpa
-from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES, compile_kernel, load_op
+from tide_hf.kernels.cpu.cpp_kernels import DTYPES, build_kernels
 
 measure = attention._measure
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -23,7 +23,7 @@ PREFILL_SHAPES = [(1, 9, 3, 48, 48, 64), (2, 4, 4, 130, 130, 5), (2, 2, 1, 32, 3
 @pytest.fixture(autouse=True)
 def _prefill_kernel_is_faster(monkeypatch, fresh_kernels):
     """Whatever this machine is, the prefill kernel is compiled and the faster one."""
-    compile_kernel("prefill_attention", torch.float32)
+    build_kernels(torch.float32)
     monkeypatch.setattr(attention, "_measure", lambda _dtype: True)
     monkeypatch.setattr(attention, "_is_faster", {})
 
@@ -46,7 +46,7 @@ def decode_tensors(shape, dtype=torch.float32, mask_rows=None):
     return query, key, value, mask, torch.tensor(filled)
 
 
-@pytest.mark.parametrize("dtype", CPP_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_attention_is_that_of_pytorch_and_rounds_alike_for_any_number_of_queries(on_some_cpu, dtype):
     for shape, mask_rows, scale in product(DECODE_SHAPES, (None, 1), (None, 0.3)):
         query, key, value, mask, filled = decode_tensors(shape, dtype, mask_rows)
@@ -81,9 +81,9 @@ def prefill_masks(shape):
     return [*([None] if queries == slots else []), causal[None, None], random, padded, transposed]
 
 
-@pytest.mark.parametrize("dtype", CPP_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_attention_is_that_of_pytorch(on_some_cpu, dtype):
-    compile_kernel("prefill_attention", dtype)
+    build_kernels(dtype)
     for shape, scale in product(PREFILL_SHAPES, (None, 0.3)):
         tensors = prefill_tensors(shape, dtype)
         wide = [tensor.double() for tensor in tensors]
@@ -188,7 +188,7 @@ def test_compiled_prefill_of_long_prompts_calls_the_kernel(tiny_llama, calls):
     assert not calls
     model.generate(**inputs)
     assert model.last_exit_stats.warm_up_s == 0.0
-    load_op.cache_clear()  # compiling kernels is part of the warm-up
+    cpp_kernels._loaded.clear()  # building kernels is part of the warm-up
     attention._is_faster.clear()
     model.generate(**inputs)
     assert model.last_exit_stats.warm_up_s > 0.0

@@ -1,178 +1,289 @@
-"""C++ kernels: compiled once, and cached where nobody else can write."""
+"""C++ kernels: fetched ready-made or built once, and kept where nobody else can write."""
 
-import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppCodeCache
 
-from tide_hf.kernels import compile_cache
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.common.errors import KernelError
+from tide_hf.kernels import compile_cache, ops
 from tide_hf.kernels.cpu import cpp_kernels as kernels
-from tide_hf.kernels.cpu.cpp_kernels import OPS, compile_kernel, is_loaded
+from tide_hf.kernels.cpu.cpp_kernels import are_ready, build_kernels, load_op
+from tide_hf.kernels.fetch import KERNELS_REPO
 
-CACHED_PATH = kernels.cached_path  # before conftest.py hides the cache
-GEMM = "skinny_gemm", torch.float32
-# Loading a truncated library would end the process, so this runs in another one. The ops are loaded once a process.
+BUILT, BUILT_FOLDER = kernels._built, kernels.built_folder  # before conftest.py replaces them
+DTYPE = torch.float32
+# Loading a truncated library would end the process, so this runs in another one.
 LATER_PROCESS = """
 import torch
 from tide_hf.kernels.cpu import cpp_kernels as kernels, weight_layouts
-gemm = "skinny_gemm", torch.float32
-def truncate(path):
-    whole = path.read_bytes()
-    path.unlink()
-    path.write_bytes(whole[:5000])
-    return whole
-ops, path = kernels.cached_path(kernels.OPS), kernels.cached_path(*gemm)
-whole = truncate(ops)
-print(kernels.is_loaded(*gemm))
-ops.write_bytes(whole)
-whole = truncate(path)
-print(kernels.is_loaded(*gemm), kernels.compile_kernel(*gemm, ()), path.read_bytes() == whole)
-kernels._loaded.clear()
-kernels._compile = None
-print(kernels.is_loaded("prefill_attention", torch.float32), kernels.is_loaded(*gemm))
-state, weight = torch.randn(3, 40), torch.randn(7, 40)
-print(torch.allclose(weight_layouts.PlainWeight(weight).apply(state, None), state @ weight.T, atol=1e-4))
+kernels._built = None
+print(kernels.are_ready(torch.float32), kernels.are_ready(torch.bfloat16))
+if kernels.are_ready(torch.float32):
+    state, weight = torch.randn(3, 40), torch.randn(7, 40)
+    print(torch.allclose(weight_layouts.PlainWeight(weight).apply(state, None), state @ weight.T, atol=1e-4))
+"""
+# A fresh process in which the first call reads weights as the model stores them, which only kernels do.
+FIRST_CALL = """
+import sys, torch
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.kernels.cpu import weight_layouts
+weight_layouts._measured.update({
+    (layout, torch.float32, torch.get_num_threads(), rows): seconds
+    for rows in weight_layouts.PROBED_ROWS
+    for layout, seconds in zip((weight_layouts.PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]), range(1, 5))
+})
+model = TIDEModelForCausalLM.from_pretrained(sys.argv[1])
+model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+print({layout.__name__ for gate in model._tide.gates() for layout in gate.converted})
 """
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
-def test_a_kernel_that_cannot_be_compiled_is_logged_and_leaves_the_others(monkeypatch, caplog):
-    source_of = kernels._source_of
-    monkeypatch.setattr(
-        kernels, "_source_of", lambda name, *dtype: "int 1;" if name == "broken" else source_of(name, *dtype)
-    )
-    assert compile_kernel(*GEMM, ("broken",))
-    assert "cannot be compiled" not in caplog.text
-    assert not compile_kernel("broken", torch.float32)
-    assert "broken.cpp cannot be compiled, so PyTorch's own operations are used" in caplog.text
-
-
-def test_failed_compilation_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "_ops", None)
-    monkeypatch.setattr(CppCodeCache, "load_async", lambda *_args, **_kwargs: None)
-    monkeypatch.setattr(CppCodeCache, "load", lambda *_args, **_kwargs: b"\xff".decode())  # a message in Latin-1
-    assert not compile_kernel(*GEMM)
-    assert not compile_kernel(*GEMM)
-    (record,) = caplog.records
-    assert "'utf-8' codec can't decode" in record.getMessage()
-
-
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     """An empty cache of kernels."""
-    monkeypatch.setattr(kernels, "cached_path", CACHED_PATH)
-    monkeypatch.setenv(compile_cache.VARIABLE, str(compile_cache.compile_cache_folder()))  # compiles nothing anew
+    monkeypatch.setattr(kernels, "built_folder", BUILT_FOLDER)
+    monkeypatch.setattr(kernels, "_built", BUILT)
     monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "home"))
     compile_cache.warn_unused.cache_clear()
+    return tmp_path / "home"
 
 
 @pytest.fixture
-def cached(home):
-    """The path of a cached kernel, which was written under a umask that lets others write."""
+def copied(monkeypatch, shared_kernels):
+    """Builds are copies of one that was built before."""
+
+    def stage_cpu(folder, levels, values):
+        (dtype,) = (dtype for dtype, value in kernels.DTYPES.items() if [value] == values)
+        variant = shared_kernels(dtype)
+        return shutil.copytree(variant, folder / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    monkeypatch.setattr(kernels.stage_module(), "stage_cpu", stage_cpu)
+
+
+@pytest.fixture
+def kept(home, copied):
+    """A build that an earlier process has kept, under a umask that lets others write."""
     umask = os.umask(0)
     try:
-        assert compile_kernel(*GEMM)
+        assert build_kernels(DTYPE)
     finally:
         os.umask(umask)
-    kernels._loaded.clear()  # the file itself is not loaded: a process reads a library once
-    return kernels.cached_path(*GEMM)
+    kernels._loaded.clear()
+    (variant,) = BUILT_FOLDER(DTYPE).iterdir()
+    return variant
 
 
-def test_a_later_process_compiles_nothing_but_what_was_truncated(cached):
-    files = [kernels.cached_path(OPS), cached]
-    assert sorted(cached.parent.iterdir()) == sorted([*files, *map(kernels._digest_path, files)])
-    command = [sys.executable, "-c", LATER_PROCESS]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert found.stdout.split() == ["False", "False", "True", "True", "False", "True", "True"], found.stderr
+@pytest.mark.parametrize(
+    ("compiler", "reason"), [("false", "false failed"), ("no-compiler", "no-compiler was not found")]
+)
+def test_a_build_that_fails_is_logged_once(home, monkeypatch, caplog, compiler, reason):
+    monkeypatch.setenv("CXX", compiler)
+    for _ in range(2):
+        assert load_op("skinny_gemm", DTYPE) is None
+        assert not build_kernels(DTYPE)
+    (record,) = caplog.records
+    message = f"no C++ kernels for torch.float32, so PyTorch's own operations are used: {reason}"
+    assert record.getMessage().startswith(message)
+    assert not any(BUILT_FOLDER(DTYPE).iterdir())  # nothing half finished is left
+
+
+def test_other_systems_and_dtypes_have_no_kernels(home, monkeypatch, caplog):
+    assert load_op("skinny_gemm", torch.float64) is None
+    assert not are_ready(torch.float64)
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    assert not build_kernels(DTYPE)
+    assert "there are no CPU kernels for Windows on" in caplog.text
+
+
+def later_process(script, *arguments, **environment):
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_later_process_builds_nothing_and_loads_nothing_truncated(kept):
+    assert later_process(LATER_PROCESS).stdout.split() == ["True", "False", "True"]
+    (library,) = kept.glob("*.so")
+    whole = library.read_bytes()
+    library.unlink()  # the file of a loaded library must not change
+    library.write_bytes(whole[:5000])
+    assert later_process(LATER_PROCESS).stdout.split() == ["False", "False"]
+    assert not kept.exists()
 
 
 def refuse(*_args, **_kwargs):
     raise PermissionError(13, "Permission denied")
 
 
-@pytest.mark.parametrize("what", ["no library", "another library"])
-def test_a_library_that_cannot_be_used_is_compiled_again(what, cached, caplog, tmp_path):
-    content = b"no library"
-    if what == "another library":
-        source, library = tmp_path / "foreign.c", tmp_path / "foreign.so"
-        source.write_text("int foreign(void) { return 1; }")
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-        content = library.read_bytes()
-    cached.unlink()  # the file of a loaded library must not change
-    cached.write_bytes(content)
-    kernels._digest_path(cached).write_text(hashlib.sha256(content).hexdigest())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "unlink", refuse)  # the folder is another user's
-        assert not is_loaded(*GEMM)
-    assert cached.read_bytes() == content
+def test_a_changed_build_is_built_again(kept, caplog, monkeypatch):
+    (kept / "cpu.py").write_text("raise AssertionError('it ran')")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)  # the folder is another user's
+        patch.setattr(os, "unlink", refuse)
+        assert not are_ready(DTYPE)
     with caplog.at_level(logging.INFO, logger="tide_hf.kernels"):
-        assert not is_loaded(*GEMM)
-    assert f"{cached} cannot be loaded and is compiled again" in caplog.text
-    assert not cached.exists()
-    assert compile_kernel(*GEMM)
-    assert cached.stat().st_size > 10_000
+        assert not are_ready(DTYPE)
+    assert (
+        f"{kept} cannot be loaded and is built again: cpu.py in {kept} is not what metadata.json lists" in caplog.text
+    )
+    assert build_kernels(DTYPE)
+    assert kept.exists()
 
 
-@pytest.mark.parametrize("what", ["linked file", "linked folder", "folder", "digest", "owner"])
-def test_a_library_that_others_may_have_written_is_not_loaded(what, cached, monkeypatch, caplog, tmp_path):
-    folder = cached.parent
+@pytest.mark.parametrize("what", ["linked file", "linked build", "linked folder", "folder", "build", "file", "owner"])
+def test_a_build_that_others_may_have_written_is_not_loaded(what, kept, monkeypatch, caplog, tmp_path):
+    folder, metadata = kept.parent, kept / "metadata.json"
     match what:
-        case "linked file" | "linked folder":
-            linked = cached if what == "linked file" else folder
+        case "linked file" | "linked build" | "linked folder":
+            linked = {"linked file": metadata, "linked build": kept, "linked folder": folder}[what]
             linked.rename(tmp_path / "elsewhere")
             linked.symlink_to(tmp_path / "elsewhere")
         case "folder":
             folder.chmod(0o757)
-        case "digest":
-            kernels._digest_path(cached).chmod(0o666)
+        case "build":
+            kept.chmod(0o757)
+        case "file":
+            metadata.chmod(0o666)
         case "owner":
             if os.geteuid() == 0:
-                os.chown(cached, 12345, -1)
+                os.chown(metadata, 12345, -1)
             else:
                 monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert not is_loaded(*GEMM)
+    assert not are_ready(DTYPE)
     if "folder" in what:
-        assert f"{folder} is not used for compiled code: others may write to it, or it is a link" in caplog.text
-        cached.unlink()
-        kernels._store(SimpleNamespace(_name=kernels.__file__), cached)
-        assert not cached.exists()
+        assert f"{folder.parent} is not used for compiled code: others may write to it, or it is a link" in caplog.text
 
 
-def test_kernels_are_compiled_where_they_cannot_be_cached(home, caplog, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "file"))
+def test_kernels_are_built_where_they_cannot_be_kept(home, copied, caplog):
+    home.touch()
     with caplog.at_level(logging.INFO, logger="tide_hf.kernels"):
-        assert compile_kernel(*GEMM)
-    assert "is not cached for later processes" in caplog.text
+        assert build_kernels(DTYPE)
+    assert "C++ kernels are not kept for later processes" in caplog.text
 
 
-@pytest.mark.parametrize("change", ["cpu", "version", "source", "dtype", "vector width"])
-def test_a_library_is_cached_for_one_cpu_and_one_pytorch(change, home, monkeypatch, tmp_path):
-    def path(dtype=torch.float32):
-        kernels._features.cache_clear()
-        kernels._file_name.cache_clear()
-        return kernels.cached_path("skinny_gemm", dtype)
+def test_of_two_processes_that_build_the_first_ones_build_is_kept(home, copied, monkeypatch):
+    rename = os.rename
 
-    before, dtype = path(), torch.bfloat16 if change == "dtype" else torch.float32
+    def late(source, target):
+        shutil.copytree(source, target)
+        (Path(target) / "cpu.py").touch()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert build_kernels(DTYPE)
+    assert len(list(BUILT_FOLDER(DTYPE).iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["cpu", "version", "source", "dtype"])
+def test_a_build_is_for_one_kind_of_cpu_and_one_pytorch(change, home, monkeypatch, tmp_path):
+    def folder(dtype=DTYPE):
+        kernels._key.cache_clear()
+        return BUILT_FOLDER(dtype)
+
+    before, dtype, stage = folder(), torch.bfloat16 if change == "dtype" else DTYPE, kernels.stage_module()
     with pytest.MonkeyPatch.context() as patch:
         match change:
             case "cpu":
-                patch.setattr(kernels, "CPU_INFO", tmp_path / "cpuinfo")
-                kernels.CPU_INFO.write_text("processor: 0\nflags: few\n")
+                patch.setattr(stage, "cpu_level", lambda: "other")
             case "version":
                 patch.setattr(torch, "__version__", "2.0")
             case "source":
-                patch.setattr(kernels, "_source_of", lambda *_: "other")
-            case "vector width":
-                patch.setattr(inductor_config.cpp, "simdlen", 256)
-        assert path(dtype) != before
-    assert path() == before  # and nothing of the change is remembered
+                (tmp_path / "other.cpp").touch()
+                patch.setattr(stage, "cpu_files", lambda: [tmp_path / "other.cpp"])
+        assert folder(dtype) != before
+    assert folder() == before
+
+
+@pytest.fixture
+def published(model_hub, shared_kernels, tmp_path, monkeypatch):
+    """Publish a build, changed by a function, and return its commit."""
+    monkeypatch.setattr("kernels.hf_hub.HfApi.get_organization_overview", lambda *_: None)
+
+    def publish(name, change=lambda variant: None):
+        variant = shared_kernels(DTYPE)
+        copy = shutil.copytree(
+            variant, tmp_path / name / "build" / variant.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+        change(copy)
+        return model_hub.add(f"org/{name}", tmp_path / name, "kernels")
+
+    return publish
+
+
+@pytest.fixture
+def not_fetched_before(monkeypatch):
+    """This process has not tried to fetch kernels."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which would ask for Triton's
+    kernels._fetched.cache_clear()
+    yield
+    kernels._fetched.cache_clear()
+
+
+@pytest.mark.usefixtures("not_fetched_before")
+def test_kernels_from_a_hub_serve_all_dtypes_and_are_not_built(published, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "_built", pytest.fail)
+    commit = published("good")
+    loaded = ops.load_kernels("org/good", commit, use_kernels=True, device="cpu")
+    assert (loaded.kernels, loaded.reason) == (None, "")
+    facts = ops.kernel_facts(loaded, torch.device("cpu"), DTYPE)
+    variant = Path(kernels._loaded[DTYPE].__file__).parent
+    assert variant.is_relative_to(tmp_path / "cache")
+    assert (facts["variant"], facts["ops"]) == (variant.name, dict.fromkeys(kernels.CPU_OPS, "cpu"))
+    assert all(map(are_ready, kernels.DTYPES))
+
+
+@pytest.mark.usefixtures("not_fetched_before")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda variant: (variant / "cpu.py").write_text("raise AssertionError('it ran')"), "cpu.py in "),
+        (lambda variant: variant.rename(variant.with_name("torch-stable-abi210-cpu-riscv64-linux")), "riscv64"),
+        (lambda variant: variant.rename(variant.with_name("torch-cuda")), "backend (cuda) does not match"),
+    ],
+    ids=["tampered with", "another architecture", "no build for CPUs"],
+)
+def test_a_build_that_does_not_fit_is_refused_and_the_plain_path_runs(
+    published, monkeypatch, tiny_llama, change, reason
+):
+    commit = published("other", change)
+    found = kernels.fetch_kernels("org/other", commit)
+    assert reason in found
+    assert not are_ready(DTYPE)
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(kernels, "_built", BUILT)
+    with pytest.raises(KernelError, match="and they cannot be built"):
+        ops.load_kernels("org/other", commit, use_kernels=True, device="cpu")
+    model = TIDEModelForCausalLM.attach(tiny_llama())
+    assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
+
+
+@pytest.mark.usefixtures("not_fetched_before")
+def test_use_kernels_builds_what_cannot_be_fetched(home, copied, tiny_llama, monkeypatch):
+    TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=False)
+    assert not are_ready(DTYPE)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = TIDEModelForCausalLM.attach(tiny_llama(), use_kernels=True)
+    assert model._tide.unembed.ops.reason.startswith("no kernels are published yet")
+    assert are_ready(DTYPE)
+    assert not are_ready(torch.bfloat16)
+
+
+def test_the_first_call_of_a_fresh_process_uses_a_ready_made_build(shared_kernels, tiny_model_folder, tmp_path):
+    folder = tmp_path / "build"
+    folder.symlink_to(shared_kernels(DTYPE).parent)
+    found = later_process(
+        FIRST_CALL, str(tiny_model_folder), LOCAL_KERNELS=f"{KERNELS_REPO}={tmp_path}", TIDE_HF_HOME=str(tmp_path)
+    )
+    assert found.stdout.strip() == "{'PlainWeight'}", found.stderr

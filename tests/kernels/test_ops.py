@@ -17,11 +17,11 @@ from families import ATTENTION, tiny_model
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import find_structure
 from tide_hf.common.errors import ConfigurationError, KernelError
-from tide_hf.kernels import ops
+from tide_hf.kernels import fetch, ops
 from tide_hf.kernels import reference as reference_ops
 
 pytest.importorskip("triton")
-REPO = ops.KERNELS_REPO
+REPO = fetch.KERNELS_REPO
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="about machines without a GPU")
 MD5 = {"algorithm": "md5", "files": {}}
@@ -40,22 +40,18 @@ def refusal(**arguments):
 
 
 @on_cpu
-def test_auto_on_a_cpu_logs_once_why_it_is_plain_pytorch(caplog, local_kernels, tiny_llama):
+def test_auto_on_a_cpu_logs_once_why_there_are_no_kernels_yet(caplog, local_kernels, fresh_kernels, tiny_llama):
     ops._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="tide_hf"):
         for _ in range(2):
             model = TIDEModelForCausalLM.attach(tiny_llama())
     (record,) = [record for record in caplog.records if record.name == "tide_hf.kernels.ops"]
     assert record.levelno == logging.INFO
-    assert record.message == "plain PyTorch, no fused kernels: the model is on cpu, and they need an NVIDIA GPU"
+    assert record.message == f"C++ kernels for this CPU: not found ready-made ({REPO} has no build for this CPU)"
     assert model._tide.unembed.ops.kernels is None  # although Triton's interpreter could run them
 
 
 def test_use_kernels_is_false_auto_or_true(monkeypatch, tiny_model_folder):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if DEVICE == "cpu":
-        with pytest.raises(KernelError, match="the model is on cpu"):
-            TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=True)
     with pytest.raises(ConfigurationError, match="unknown use_kernels"):
         TIDEModelForCausalLM.from_pretrained("no/such/model", use_kernels="always")
     monkeypatch.setattr(ops, "_obstacle", None)  # the device does not matter
@@ -98,13 +94,13 @@ def test_a_missing_or_old_gpu_is_refused_and_unpickling_on_it_gives_plain_pytorc
 
 def test_nothing_is_fetched_by_name_alone(monkeypatch):
     monkeypatch.delenv("LOCAL_KERNELS", raising=False)
-    monkeypatch.setattr(ops, "KERNELS_REVISION", None)
+    monkeypatch.setattr(fetch, "KERNELS_REVISION", None)
     assert "no kernels are published yet" in refusal()
     assert "revision 'main' is no commit" in refusal(repo="org/kernels", revision="main")
 
 
 def test_the_package_kernels_has_to_be_recent(local_kernels, monkeypatch):
-    monkeypatch.setattr(ops, "version", {"kernels": "0.16.2"}.get)
+    monkeypatch.setattr(fetch, "version", {"kernels": "0.16.2"}.get)
     assert "the package kernels is 0.16.2, and 0.17 or later is needed" in refusal()
     monkeypatch.setitem(sys.modules, "kernels", None)
     assert "pip install 'tide-hf[kernels]'" in refusal()

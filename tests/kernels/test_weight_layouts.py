@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tide_hf.depth import linear_gate
 from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.cpp_kernels import CPP_TYPES
+from tide_hf.kernels.cpu.cpp_kernels import DTYPES
 from tide_hf.kernels.cpu.weight_layouts import (
     WEIGHT_LAYOUTS,
     PlainWeight,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
-@pytest.mark.parametrize("dtype", CPP_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_skinny_gemm_is_linear_and_rounds_alike_for_any_number_of_rows(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in SHAPES:

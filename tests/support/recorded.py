@@ -104,6 +104,6 @@ class KeyHeads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_masked = func.overloadpacket is KERNEL and kwargs.get("attn_mask") is not None
-        if is_masked or func.name().startswith(("tide_hf::attend_filled", "tide_hf::decode_attention")):
+        if is_masked or func.name().split(".")[0].endswith(("::attend_filled", "::decode_attention")):
             self.found.add(args[1].shape[1])
         return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..base_model.structure import DecoderStructure
 from ..common.errors import UnsupportedOptionError
-from ..kernels.cpu.cpp_kernels import CPP_TYPES
+from ..kernels.cpu.cpp_kernels import DTYPES
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
     PlainWeight,
@@ -245,5 +245,5 @@ def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether a weight is a plain CPU parameter of a supported dtype, not a subclass (quantised or distributed)."""
-    is_readable = weight.is_cpu and weight.dtype in CPP_TYPES
+    is_readable = weight.is_cpu and weight.dtype in DTYPES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

@@ -18,7 +18,7 @@ from ..depth.block_drafting import BlockRun, block_run
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
 from ..depth.kv_cache import CacheSlots, crop, last_slot, start_recording, stop_recording
-from ..kernels.cpu.cpp_kernels import is_loaded
+from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
 from ..speculation.policy import CostTable
@@ -291,7 +291,7 @@ class EagerEngine:
         """Use `gqa_attention` for batches and long prompts on CPUs."""
         rows, length = self.input_ids.shape
         may_use_kernels = self.attachment.use_kernels is not False
-        is_long = length >= LONG_PROMPT and may_use_kernels and is_loaded("prefill_attention", self.model.dtype)
+        is_long = length >= LONG_PROMPT and may_use_kernels and are_ready(self.model.dtype)
         if self.name != EAGER or not (rows > 1 or is_long):
             return nullcontext()
         return gqa_attention(self.model, self.attachment.block_head, may_use_kernels=may_use_kernels)

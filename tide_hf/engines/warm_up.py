@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..common.choices import check_counts, is_count
 from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
-from ..kernels.cpu.cpp_kernels import CPP_TYPES, EAGER_KERNELS, compile_kernel, is_loaded
+from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.engine import UNREAD, Draft, DraftEngine
 from ..speculation.policy import FEWEST_PLAIN, CostTable, Option, choose
@@ -123,14 +123,14 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
 
 
 def compile_kernels(attachment: Attachment) -> float:
-    """Compile the kernels that eager calls use but do not compile themselves; return the seconds that this took."""
-    dtypes = weight_dtypes(attachment.gates()) & CPP_TYPES.keys() if attachment.use_kernels is not False else ()
-    missing = [(name, dtype) for dtype in dtypes for name in EAGER_KERNELS if not is_loaded(name, dtype)]
-    counter = WarmUp("Compiling kernels for this CPU", "kernels")
+    """Build the kernels that eager calls use but do not build themselves; return the seconds that this took."""
+    dtypes = weight_dtypes(attachment.gates()) & DTYPES.keys() if attachment.use_kernels is not False else ()
+    missing = [dtype for dtype in dtypes if not are_ready(dtype)]
+    counter = WarmUp("Building kernels for this CPU", "dtypes")
     with counter.shown(is_due=bool(missing)):
-        for name, dtype in missing:
+        for dtype in missing:
             begin = perf_counter()
-            counter.add(int(compile_kernel(name, dtype, EAGER_KERNELS)), perf_counter() - begin)
+            counter.add(int(build_kernels(dtype)), perf_counter() - begin)
     return counter.seconds
 
 

@@ -78,7 +78,7 @@ def compile_cache_folder() -> Path:
                 return folder
         except OSError as error:
             warn_unused(folder, str(error))
-    return _temporary_folder()
+    return temporary_folder()
 
 
 @cache
@@ -118,7 +118,8 @@ def warn_unused(folder: Path, reason: str) -> None:
 
 
 @cache
-def _temporary_folder() -> Path:
+def temporary_folder() -> Path:
+    """A folder of this process; raises [`KernelError`] if it cannot be created."""
     try:
         folder = tempfile.mkdtemp(prefix="tide_hf-")  # for this user alone
     except OSError as error:

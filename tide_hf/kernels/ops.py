@@ -1,41 +1,31 @@
-"""The fused GPU kernels of `hub_kernels/tide-kernels`: whether a model can run them, and how they are loaded.
+"""The fused kernels of `hub_kernels/tide-kernels` for a model: whether it can run them, and which it gets.
 
-[`Ops`] holds the kernels of one model. Callers check `run_on` before they call a kernel, and otherwise run their own
-plain PyTorch path. `reference` implements each op in plain PyTorch.
+[`Ops`] holds the GPU kernels of one model; on a CPU, `cpu.cpp_kernels` has those of all models. Callers check `run_on`
+before they call a kernel, and otherwise run their own plain PyTorch path. `reference` implements each op in plain
+PyTorch.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import logging
 import os
-import re
 from functools import cache
-from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HTTPError  # from httpx or httpx2, depending on the version
-from packaging.version import Version
 from torch import Tensor
 
 from ..common.choices import check_choice
 from ..common.errors import KernelError
+from .cpu.cpp_kernels import CPU_OPS, are_ready, build_kernels, fetch_kernels, variant_of
+from .fetch import KERNELS_REPO, fetch
 
-KERNELS_REPO = "tide-hf/tide-kernels"
-# Commit of the published kernels. Branches and tags can move, so without a pinned commit nothing is fetched.
-KERNELS_REVISION: str | None = None
 USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1")
 MIN_CAPABILITY = (7, 5)  # Turing
-MIN_CLIENT = "0.17"  # first version of the package `kernels` in which every call has `trust_remote_code`
-DIGEST = "sha256"
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +74,7 @@ def load_kernels(
     revision: str | None = None,
     use_kernels: bool | str = "auto",
     device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Ops:
     """Load the kernels for a model, or choose plain PyTorch. The choice and its reason are logged once.
 
@@ -92,9 +83,10 @@ def load_kernels(
     Args:
         repo: Hub repository of the kernels, the only one that is trusted.
         revision: Commit of `repo`, 40 hexadecimal digits; default: the commit that this tide_hf was tested with.
-        use_kernels: `"auto"`: use kernels on NVIDIA GPUs from Turing on, if they can be loaded. `True`: raise if they
-            cannot be used. `False`: use plain PyTorch.
+        use_kernels: `"auto"`: use kernels on NVIDIA GPUs from Turing on, and on CPUs, if they can be loaded. `True`:
+            raise if they cannot be used; on a CPU, build them if they cannot be loaded. `False`: use plain PyTorch.
         device: The model's device; default: the GPU, if there is one.
+        dtype: The model's dtype, for which kernels for the CPU are built.
 
     Raises:
         ConfigurationError: `use_kernels` has another value.
@@ -102,43 +94,56 @@ def load_kernels(
     """
     if check_choice("use_kernels", use_kernels, USE_KERNELS) is False:
         return PLAIN
-    if revision is None and repo == KERNELS_REPO:
-        revision = KERNELS_REVISION
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     request = (repo, revision, "auto", device)
-    found: ModuleType | str = _obstacle(device, in_interpreter=use_kernels is True) or _fetch(repo, revision)
+    if device.type == "cpu" and not (use_kernels is True and os.environ.get("TRITON_INTERPRET") == "1"):
+        return _on_cpu(repo, revision, dtype, must_build=use_kernels is True)
+    found: ModuleType | str = _obstacle(device) or fetch(repo, revision, device.type)
     if isinstance(found, ModuleType):
         ops = Ops(found, "", request)
         ops.reason = f"{repo}, build {ops.variant}"
         _log_once(f"fused kernels: {ops.reason}, on {device}")
         return ops
     if use_kernels is True:
-        raise KernelError(
-            "fused kernels cannot be used",
-            got=found,
-            expected="an NVIDIA GPU of compute capability 7.5 or later and a build of the kernels for it",
-            do="Pass use_kernels='auto' to fall back to plain PyTorch.",
-        )
+        raise _refusal(found, "an NVIDIA GPU of compute capability 7.5 or later and a build of the kernels for it")
     _log_once(f"plain PyTorch, no fused kernels: {found}")
     return Ops(None, found, request)
+
+
+def _on_cpu(repo: str, revision: str | None, dtype: torch.dtype, must_build: bool) -> Ops:
+    """Load the C++ kernels, which all models on the CPU share; the ops for GPUs run as plain PyTorch."""
+    reason = fetch_kernels(repo, revision)
+    if reason is not None and must_build and not build_kernels(dtype):
+        raise _refusal(f"{reason}, and they cannot be built", "a build of the kernels for this CPU, or a C++ compiler")
+    where = "on the Hub or in LOCAL_KERNELS" if reason is None else f"not found ready-made ({reason})"
+    _log_once(f"C++ kernels for this CPU: {where}")
+    return Ops(None, reason or "", (repo, revision, "auto", torch.device("cpu")))
+
+
+def _refusal(got: str, expected: str) -> KernelError:
+    do = "Pass use_kernels='auto' to fall back to plain PyTorch."
+    return KernelError("fused kernels cannot be used", got=got, expected=expected, do=do)
 
 
 def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Describe the ops of a model on `device` in `dtype`, ready for JSON."""
     fits = dtype in KERNEL_DTYPES
+    if device.type == "cpu" and ops.kernels is None and are_ready(dtype):
+        variant, reason, backends = variant_of(dtype), "", dict.fromkeys(CPU_OPS, "cpu")
+    else:
+        variant, reason, backends = ops.variant, ops.reason, ops.implementations()
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": str(dtype).removeprefix("torch."),
-        "variant": ops.variant if fits else None,
-        "reason": ops.reason if fits else f"there are no kernels for {dtype}",
-        "ops": ops.implementations() if fits else dict.fromkeys(OPS, "torch"),
+        "variant": variant if fits else None,
+        "reason": reason if fits else f"there are no kernels for {dtype}",
+        "ops": backends if fits else dict.fromkeys(OPS, "torch"),
     }
 
 
-def _obstacle(device: torch.device, in_interpreter: bool) -> str | None:
-    """The reason why the kernels cannot run on `device`, or `None`."""
-    # Triton's interpreter runs kernels on a CPU, slowly, for tests.
-    if device.type == "cpu" and in_interpreter and os.environ.get("TRITON_INTERPRET") == "1":
+def _obstacle(device: torch.device) -> str | None:
+    """The reason why the GPU kernels cannot run on `device`, or `None`."""
+    if device.type == "cpu":  # Triton's interpreter runs kernels on a CPU, slowly, for tests
         return None
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the model is on {'an AMD GPU' if device.type == 'cuda' else device.type}, and they need an NVIDIA GPU"
@@ -149,60 +154,6 @@ def _obstacle(device: torch.device, in_interpreter: bool) -> str | None:
         name, needed = torch.cuda.get_device_name(device), ".".join(map(str, MIN_CAPABILITY))
         return f"{name} has compute capability {'.'.join(map(str, capability))}, and they need {needed} or later"
     return None
-
-
-def _fetch(repo: str, revision: str | None) -> ModuleType | str:
-    """Load this machine's build from the folder in `LOCAL_KERNELS` or from the Hub, or return why that fails."""
-    try:
-        kernels: Any = import_module("kernels")
-    except ImportError:
-        return "the package kernels is not installed (pip install 'tide-hf[kernels]')"
-    try:
-        if Version(found := version("kernels")) < Version(MIN_CLIENT):
-            needed = f"{MIN_CLIENT} or later is needed (pip install -U 'tide-hf[kernels]')"
-            return f"the package kernels is {found}, and {needed}"
-        local = _local_folder(repo)
-        if local is not None:
-            for pattern in ("metadata.json", "*/metadata.json", "build/*/*.json"):
-                for metadata in local.glob(pattern):
-                    check_files(metadata.parent)
-        elif revision is None:
-            return f"no kernels are published yet, and LOCAL_KERNELS does not name a folder for {repo}"
-        elif not re.fullmatch(r"[0-9a-f]{40}", revision):
-            return f"revision {revision!r} is no commit (40 hexadecimal digits), and other names can change"
-        else:
-            check_files(kernels.install_kernel(repo, revision=revision, trust_remote_code=[repo]))
-        # Only this repository is trusted, not its dependencies.
-        module: ModuleType = kernels.get_kernel(repo, revision=revision or "local", trust_remote_code=[repo])
-        return module
-    except (AttributeError, HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"{repo} cannot be loaded: {str(error).strip() or type(error).__name__}"
-
-
-def check_files(variant: Path) -> None:
-    """Verify a build's checksums before any of its code runs; raise `ValueError` if a file does not match."""
-    path = variant / "metadata.json"
-    try:
-        digest = json.loads(path.read_text())["digest"]
-        algorithm, listed = digest["algorithm"], dict(digest["files"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read, or lists no files ({error!r})") from error
-    if algorithm != DIGEST:
-        raise ValueError(f"{path} lists files by {algorithm!r}, and not by {DIGEST}")
-    present = {
-        file.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(file.read_bytes()).digest()).decode()
-        for file in variant.rglob("*")
-        if file.is_file() and file.parent.name != "__pycache__" and not file.name.startswith("metadata.json")
-    }
-    wrong = sorted(name for name in {*listed, *present} if listed.get(name) != present.get(name))
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} in {variant} is not what metadata.json lists")
-
-
-def _local_folder(repo: str) -> Path | None:
-    entries = (entry.split("=", 1) for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if "=" in entry)
-    folder = dict(entries).get(repo)
-    return None if folder is None else Path(folder)
 
 
 @cache

@@ -22,7 +22,7 @@ from ..depth.linear_gate import (
     open_linear_gates,
     weight_dtypes,
 )
-from ..kernels.cpu.cpp_kernels import is_loaded
+from ..kernels.cpu.cpp_kernels import are_ready
 from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS
 from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
@@ -116,8 +116,7 @@ class Attachment:
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
         """The weight layouts that eager calls may read; those of kernels only if the kernels are compiled already."""
-        is_ready = all(is_loaded("skinny_gemm", dtype) for dtype in weight_dtypes(gates))
-        may_use_kernels = self.use_kernels is not False and is_ready
+        may_use_kernels = self.use_kernels is not False and all(map(are_ready, weight_dtypes(gates)))
         return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
 
     def exit_point(self, exit_layer: int) -> ExitPoint:

@@ -12,7 +12,7 @@ import stage
 import torch
 from reference64 import norm_route_arguments
 
-from tide_hf.kernels.ops import check_files
+from tide_hf.kernels.fetch import check_files
 
 
 @pytest.fixture

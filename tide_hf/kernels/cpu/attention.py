@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...common.timing import least_seconds
-from .cpp_kernels import is_loaded, load_op
+from .cpp_kernels import are_ready, load_op
 
 MIN_QUERIES = 32  # of a prefill, per row; with fewer queries, PyTorch's attention is as fast
 PROBED_SHAPE = (1, 4, 1024, 64)  # rows, heads, queries, size
@@ -60,7 +60,7 @@ def prefill_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         return None
     if not _supports_mask(mask, rows, queries, slots):
         return None
-    if not (is_loaded("prefill_attention", query.dtype) and is_faster(query.dtype)):
+    if not (are_ready(query.dtype) and is_faster(query.dtype)):
         return None
     return _prefill(query, key, value, mask, size**-0.5 if scale is None else scale)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...common.timing import least_seconds
-from .cpp_kernels import empty_product, load_op
+from .cpp_kernels import load_op
 
 MAX_QUANTIZED_ROWS = 8  # of the quantised GEMM's input
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
@@ -198,14 +198,18 @@ def _fused_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, lay
     return functional.linear(input, _concatenated(weights), bias) if known is None else known.apply(input, bias)
 
 
+def _empty(input: Tensor, weights: list[Tensor]) -> Tensor:
+    return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
 # Ops that look up the converted weights by the plain weights: a graph cannot take oneDNN's packed tensors as inputs.
 _ops = torch.library.Library("tide_hf", "DEF")
 _ops.define("linear(Tensor input, Tensor weight, Tensor? bias, int layout=0) -> Tensor")
 _ops.impl("linear", _one_linear, "CompositeExplicitAutograd")
 _ops.define("fused_linear(Tensor input, Tensor[] weights, Tensor? bias, int layout=0) -> Tensor")
 _ops.impl("fused_linear", _fused_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("tide_hf::linear", lambda input, weight, *_: empty_product(input, [weight]), lib=_ops)
-torch.library.register_fake("tide_hf::fused_linear", lambda input, weights, *_: empty_product(input, weights), lib=_ops)
+torch.library.register_fake("tide_hf::linear", lambda input, weight, *_: _empty(input, [weight]), lib=_ops)
+torch.library.register_fake("tide_hf::fused_linear", lambda input, weights, *_: _empty(input, weights), lib=_ops)
 
 
 # Seconds, by layout (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS.

@@ -1,22 +1,23 @@
-"""Fused ops for early exit and self-speculative decoding, in Triton and (for some of them, in some builds) CUDA C++.
+"""Fused ops for early exit and self-speculative decoding.
 
-Every op has a reference of the same name in plain PyTorch in `tide_hf.kernels.reference`. Any hidden size, any number
-of rows, strided and empty inputs, float32, float16 and bfloat16; sums are float32.
+Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; each has a reference of the same
+name in plain PyTorch in `tide_hf.kernels.reference`. Any hidden size, any number of rows, strided and empty inputs.
+Builds for CPUs have products and attention for few tokens, in C++. float32, float16 and bfloat16; sums are float32.
 """
 
 from __future__ import annotations
 
-from .compaction import exit_compact, exit_scatter
-from .kv_cache import kv_compact
-from .registration import implementations
-from .routing import norm_route
-from .vocabulary import draft_top1
+from ._ops import ops
 
-__all__ = [
-    "draft_top1",
-    "exit_compact",
-    "exit_scatter",
-    "implementations",
-    "kv_compact",
-    "norm_route",
-]
+if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
+    from .cpu import decode_attention, groupwise_gemm, implementations, prefill_attention, skinny_gemm
+
+    __all__ = ["decode_attention", "groupwise_gemm", "implementations", "prefill_attention", "skinny_gemm"]
+else:
+    from .compaction import exit_compact, exit_scatter
+    from .kv_cache import kv_compact
+    from .registration import implementations
+    from .routing import norm_route
+    from .vocabulary import draft_top1
+
+    __all__ = ["draft_top1", "exit_compact", "exit_scatter", "implementations", "kv_compact", "norm_route"]

@@ -1,11 +1,18 @@
-// SIMD loads of a model's values, of type `Value`: float, at::BFloat16 or at::Half. Kernels compute in float, one
+// SIMD loads of a model's values, of type `Value`: float, c10::BFloat16 or c10::Half. Kernels compute in float, one
 // `Floats` register at a time.
+#pragma once
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <array>
+
+#include "arguments.h"
+
+using Value = TIDE_VALUE;  // set by the compiler's command line
 
 namespace {
 
@@ -29,6 +36,16 @@ inline Floats to_floats(const Stored* values, int64_t count) {
   std::array<Stored, Floats::size()> some{};
   std::copy(values, values + count, some.begin());
   return to_floats(some.data());
+}
+
+// Call `run(i)` for each i < count, on threads of PyTorch's pool; a pool of one's own would compete with it.
+template <class Run>
+inline void on_threads(int64_t count, const Run& run) {
+  if (count == 1) return run(0);
+  const auto some = [](int64_t begin, int64_t end, void* context) {
+    for (int64_t i = begin; i < end; ++i) (*static_cast<const Run*>(context))(i);
+  };
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, some, const_cast<Run*>(&run)));
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <limits>
 #include <vector>
 
+#include "vectorized.h"
+
 namespace {
 
 constexpr int64_t kSize = Floats::size();
@@ -85,19 +87,18 @@ constexpr int64_t kMinWorkPerThread = 8192;  // multiply-adds; for fewer, anothe
 
 }  // namespace
 
-extern "C" void run(const DecodeAttention& call) {
+template <>
+void run<Value>(const DecodeAttention& call) {
   const int64_t heads = call.heads, queries = call.queries, size = call.size, slots = call.slots;
   const int64_t blocks = (queries + kMaxQueries - 1) / kMaxQueries, all = call.rows * heads * blocks;
   const int64_t products = call.rows * heads * queries * size * slots;
-  const int64_t threads = std::min(call.threads, 1 + products / kMinWorkPerThread);
+  const int64_t threads = std::min({call.threads, all, 1 + products / kMinWorkPerThread});
   const auto *q = static_cast<const Value*>(call.query), *k = static_cast<const Value*>(call.key);
   const auto *v = static_cast<const Value*>(call.value), *mask = static_cast<const Value*>(call.mask);
   auto* y = static_cast<Value*>(call.output);
-#pragma omp parallel num_threads(threads)
-  {
+  on_threads(threads, [&](int64_t thread) {
     std::vector<float> scores(kMaxQueries * rounded_up(slots)), floats(kMaxQueries * rounded_up(size));
-#pragma omp for
-    for (int64_t block = 0; block < all; ++block) {
+    for (int64_t block = all * thread / threads; block < all * (thread + 1) / threads; ++block) {
       const int64_t head = block / blocks, first = block % blocks * kMaxQueries;
       const int64_t count = std::min(kMaxQueries, queries - first), at = (head * queries + first) * size;
       const int64_t row = call.has_row_masks ? head / heads * queries + first : first;
@@ -108,5 +109,5 @@ extern "C" void run(const DecodeAttention& call) {
       kByQueries[count - 1](floats.data(), k + kv, v + kv, mask + row * call.all_slots, y + at, scores.data(),
                             slots, call.all_slots, size, call.scale);
     }
-  }
+  });
 }

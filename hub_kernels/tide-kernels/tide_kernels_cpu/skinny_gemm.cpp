@@ -4,10 +4,10 @@
 // The weights are streamed from memory once, sequentially, for all rows of the input. The order of summation does not
 // depend on the number of rows.
 
-#include <omp.h>
-
 #include <utility>
 #include <vector>
+
+#include "vectorized.h"
 
 namespace {
 
@@ -223,15 +223,14 @@ void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, c
 }  // namespace
 
 // Threads split the concatenated rows of all weights.
-extern "C" void run(const SkinnyGemm& call) {
+template <>
+void run<Value>(const SkinnyGemm& call) {
   const int64_t rows = call.rows, size = call.size, size_out = call.size_out;
   const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kMinWorkPerThread);
   const auto *x = static_cast<const Value*>(call.input), *b = static_cast<const Value*>(call.bias);
   auto* y = static_cast<Value*>(call.output);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
-    const int64_t start = size_out * thread / all, end = size_out * (thread + 1) / all;
+  on_threads(threads, [&](int64_t thread) {
+    const int64_t start = size_out * thread / threads, end = size_out * (thread + 1) / threads;
     int64_t first = 0;
     for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
       const int64_t from = std::max(start, first), to = std::min(end, first + call.sizes_out[i]);
@@ -241,5 +240,5 @@ extern "C" void run(const SkinnyGemm& call) {
         multiply_rows(x + m * size, std::min(kMaxRows, rows - m), w, size, b == nullptr ? b : b + from,
                       y + m * size_out + from, size_out, to - from);
     }
-  }
+  });
 }

@@ -1,8 +1,9 @@
-// Kernel arguments, as pointers and sizes. Kernels are compiled once per dtype, so they include none of PyTorch's
-// tensor headers, which take longer to compile than a kernel. ops.cpp, compiled once, fills these structs in.
+// Kernel arguments, as pointers and sizes. binding.cpp fills these structs in and calls `run` for the dtype; each kernel
+// is compiled once per dtype.
 //
 // `void` pointers point to values of the kernel's dtype. Sizes and strides count values; tensors without strides
 // are contiguous. A kernel uses at most `threads` threads.
+#pragma once
 
 #include <cstdint>
 
@@ -42,3 +43,12 @@ struct PrefillAttention {
   int64_t rows, heads, kv_heads, queries, size, slots, threads;
   float scale;
 };
+
+template <class Value>  // float, c10::BFloat16 or c10::Half
+void run(const SkinnyGemm& call);
+template <class Value>
+void run(const GroupwiseGemm& call);
+template <class Value>
+void run(const DecodeAttention& call);
+template <class Value>
+void run(const PrefillAttention& call);

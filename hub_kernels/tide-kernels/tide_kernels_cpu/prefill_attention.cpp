@@ -5,9 +5,12 @@
 // scores are (keys, queries) and accumulators (size, queries), so that keys and values are read in memory order and
 // broadcast, and no sum goes across a register.
 
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <vector>
+
+#include "vectorized.h"
 
 namespace {
 
@@ -159,7 +162,8 @@ constexpr int64_t kMinWorkPerThread = 65536;  // query-key pairs; for fewer, ano
 
 }  // namespace
 
-extern "C" void run(const PrefillAttention& call) {
+template <>
+void run<Value>(const PrefillAttention& call) {
   const int64_t rows = call.rows, heads = call.heads, queries = call.queries, size = call.size, slots = call.slots;
   const int64_t blocks = (queries + kQueries - 1) / kQueries;
   const auto part_of = [](const void* values, const int64_t* strides, int64_t row, int64_t head) {
@@ -167,11 +171,10 @@ extern "C" void run(const PrefillAttention& call) {
   };
   auto* y = static_cast<Value*>(call.output);
   const int64_t threads = std::min(call.threads, 1 + rows * heads * queries * slots / kMinWorkPerThread);
-#pragma omp parallel num_threads(threads)
-  {
+  std::atomic<int64_t> next{0};  // item, since items take unequal times
+  on_threads(threads, [&](int64_t) {
     Scratch s(size);
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < rows * heads * blocks; ++item) {
+    for (int64_t item = next++; item < rows * heads * blocks; item = next++) {
       const int64_t row = item % (rows * heads) / heads, head = item % heads, kv_head = head * call.kv_heads / heads;
       const int64_t first = (blocks - 1 - item / (rows * heads)) * kQueries;  // longest first, for load balance
       Block block{part_of(call.query, call.query_strides, row, head) + first * call.query_strides[2],
@@ -188,5 +191,5 @@ extern "C" void run(const PrefillAttention& call) {
         for (int64_t d = 0; d < size; ++d) out[d] = static_cast<Value>(s.sums[d * kQueries + q] * share);
       }
     }
-  }
+  });
 }

@@ -4,9 +4,9 @@
 // The upper byte of 128 in bfloat16, followed by a byte b < 128, is exactly 128 + b, so two instructions dequantise 64
 // weights. The offset of all weights is subtracted in advance: a group's sum starts at minus the offset times sum of x.
 
-#include <omp.h>
-
 #include <vector>
+
+#include "vectorized.h"
 
 namespace {
 
@@ -106,15 +106,14 @@ inline void multiply(const Input& input, int64_t m, const uint8_t* w, const floa
 
 }  // namespace
 
-extern "C" void run(const GroupwiseGemm& call) {
+template <>
+void run<Value>(const GroupwiseGemm& call) {
   const int64_t rows = call.rows, size = call.size, size_out = call.size_out, groups = call.groups;
   const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kMinWorkPerThread);
   const auto* b = static_cast<const Value*>(call.bias);
   auto* y = static_cast<Value*>(call.output);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
-    const int64_t start = size_out * thread / all, end = size_out * (thread + 1) / all;
+  on_threads(threads, [&](int64_t thread) {
+    const int64_t start = size_out * thread / threads, end = size_out * (thread + 1) / threads;
     thread_local Input input;
     input.take(static_cast<const Value*>(call.input), rows, size, groups);
     const auto multiply_some = [&](auto block, int64_t n) {
@@ -129,5 +128,5 @@ extern "C" void run(const GroupwiseGemm& call) {
     int64_t n = start;
     for (; n + kBlock <= end; n += kBlock) multiply_some(std::integral_constant<int, kBlock>(), n);
     for (; n < end; ++n) multiply_some(std::integral_constant<int, 1>(), n);
-  }
+  });
 }

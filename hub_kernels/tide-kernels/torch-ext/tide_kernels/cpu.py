@@ -1,0 +1,35 @@
+"""The ops for CPUs, in C++ (`tide_kernels_cpu/binding.cpp` says what they take), and their fake implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+
+
+def _product(input: Tensor, size_out: int) -> Tensor:
+    return input.new_empty((*input.shape[:-1], size_out))
+
+
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "skinny_gemm": lambda input, weights, *_: _product(input, sum(weight.shape[0] for weight in weights)),
+    "groupwise_gemm": lambda input, weight, *_: _product(input, weight.shape[0]),
+    "decode_attention": lambda query, *_: query.new_empty(query.shape),
+    "prefill_attention": lambda query, *_: query.new_empty(query.transpose(1, 2).shape),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(add_op_namespace_prefix(_name), _fake, allow_override=True)
+
+skinny_gemm: Any = ops.skinny_gemm.default
+groupwise_gemm: Any = ops.groupwise_gemm.default
+decode_attention: Any = ops.decode_attention.default
+prefill_attention: Any = ops.prefill_attention.default
+
+
+def implementations() -> dict[str, str]:
+    """What runs, by op: `"cpu"`."""
+    return dict.fromkeys(_FAKES, "cpu")

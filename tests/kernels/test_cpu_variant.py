@@ -1,0 +1,98 @@
+"""The kernels' variant for CPUs: what the `kernels` client and `torch.compile` need of it, and what it links to."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tide_hf.kernels.cpu import cpp_kernels as kernels
+from tide_hf.kernels.fetch import check_files
+
+# Of PyTorch: C functions of its stable ABI, and of SLEEF inside it. Its C++ functions change between versions.
+STABLE = re.compile(r"aoti_torch_|torch_|Sleef_")
+UNSTABLE = re.compile(r"_Z.*(2at|3c10|5torch)")
+
+
+@pytest.fixture(scope="module")
+def variant(shared_kernels):
+    """The kernels for float32."""
+    return shared_kernels(torch.float32)
+
+
+def samples():
+    rows, heads = torch.randn(3, 5), torch.randn(1, 2, 4, 8)
+    return {
+        "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9)),
+        "groupwise_gemm": (rows, torch.ones(7, 1, 64, dtype=torch.uint8), torch.ones(7, 1), None),
+        "decode_attention": (heads, heads, heads, torch.zeros(1, 1, 4, 4), torch.tensor(3), 0.5),
+        "prefill_attention": (heads, heads, heads, None, 0.5),
+    }
+
+
+@pytest.mark.parametrize("name", kernels.CPU_OPS)
+def test_opcheck(name):
+    op = kernels.load_op(name, torch.float32)
+    torch.library.opcheck(op, samples()[name], test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("skinny_gemm", {1: [torch.randn(7, 4)]}, "weights of the wrong size"),
+        ("skinny_gemm", {1: [torch.randn(7, 5).bfloat16()]}, "not contiguous, or of another dtype"),
+        ("skinny_gemm", {0: torch.randn(3, 5, dtype=torch.float64), 1: [], 2: None}, "no kernel for this dtype"),
+        ("skinny_gemm", {2: torch.randn(7)}, "bias of the wrong size"),
+        ("groupwise_gemm", {0: torch.randn(9, 5)}, "9 rows"),
+        ("groupwise_gemm", {1: torch.ones(7, 1, 64)}, "weights of the wrong size or dtype"),
+        ("decode_attention", {4: torch.tensor(5)}, "5 slots"),
+        ("decode_attention", {4: torch.tensor(3, dtype=torch.int32)}, "`end` is not one int64"),
+        ("prefill_attention", {3: torch.ones(1, 1, 4, 4)}, "the mask is not of dtype bool"),
+    ],
+)
+def test_what_an_op_would_read_wrongly_is_refused(name, change, message):
+    arguments = [change.get(i, given) for i, given in enumerate(samples()[name])]
+    with pytest.raises(RuntimeError, match=message) as caught:
+        kernels.load_op(name, torch.float32)(*arguments)
+    assert "/" not in str(caught.value).partition("tide-kernels/")[0]  # the builder's folder
+
+
+def test_staging_writes_what_the_client_reads(variant):
+    client = pytest.importorskip("kernels")
+    metadata = client.Metadata.read_from_file(variant / "metadata.json")
+    assert (str(metadata.name), metadata.version, metadata.license) == ("tide-kernels", 1, "apache-2.0")
+    check_files(variant)
+    found, _ = client.variants.resolve_variant([client.variants.parse_variant(variant.name)], "cpu")
+    assert found is not None
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_the_library_links_to_the_stable_abi_alone(variant):
+    (library,) = variant.glob("*.so")
+    command = ["nm", "--dynamic", "--undefined-only", str(library)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {line.split()[-1].partition("@")[0] for line in lines}
+    assert [name for name in names if UNSTABLE.match(name)] == []
+    assert "torch_parallel_for" in names
+    whole = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    c_functions = {name for name in names if not name.startswith("_") and not STABLE.match(name)}
+    assert [name for name in c_functions if not hasattr(ctypes.CDLL(None), name)] == [], "found in PyTorch alone"
+    assert all(hasattr(whole, name) for name in names if STABLE.match(name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_variant_for_the_hub_has_a_library_for_every_level(tmp_path):
+    stage = kernels.stage_module()
+    variant = stage.stage_cpu(tmp_path)
+    levels = stage.CPU_LEVELS[stage._machine()]
+    assert len(list(variant.glob("*.so"))) == len(levels)
+    assert all(list(variant.glob(f"*_{level}.abi3.so")) for level in levels)
+    module = stage.load_variant(variant)
+    for dtype in kernels.DTYPES:
+        state, weight = torch.randn(3, 40).to(dtype), torch.randn(7, 40).to(dtype)
+        found = module.skinny_gemm(state, [weight], None)
+        torch.testing.assert_close(found, state @ weight.T, atol=1e-1, rtol=1e-2)
