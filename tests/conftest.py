@@ -38,6 +38,7 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 from tide_hf import TIDERouters  # noqa: E402
 from tide_hf.cli.demo_model import load_demo_model  # noqa: E402
 from tide_hf.cli.main import main  # noqa: E402
+from tide_hf.common import measurements  # noqa: E402
 from tide_hf.common.files import cache_folder  # noqa: E402
 from tide_hf.kernels.cpu import cpp_kernels as kernels  # noqa: E402
 from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
@@ -76,13 +77,14 @@ def shared_kernels():
 
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test(shared_kernels):
-    """No weight layout is measured, the machine is not busy, and no kernels are found in the user's cache.
+    """The machine is not busy, and neither measurements nor kernels are found in the user's cache.
 
     The patches are not `monkeypatch`'s, which a test may undo.
     """
     _fastest_layout.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+        patch.setattr(measurements, "FILE", f"{os.devnull}/measurements")  # which can be neither read nor written
         patch.setattr(kernels, "built_folder", lambda _: Path(os.devnull) / "kernels")
         patch.setattr(kernels, "_built", shared_kernels)
         yield

@@ -221,6 +221,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
         model.last_exit_stats = None
+        attachment.measure_layouts()
         return given
 
     @classmethod

@@ -118,6 +118,21 @@ def test_no_call_waits_while_another_thread_compiles():
         assert not are_ready(torch.float32)
 
 
+def test_layouts_are_measured_while_attaching_and_by_no_call(tiny_llama, monkeypatch):
+    measured, measure = [], weight_layouts._measure
+    monkeypatch.setattr(weight_layouts, "_measured", {})
+    monkeypatch.setattr(weight_layouts, "_measure", lambda *given: measured.append(given) or measure(*given))
+    weight_layouts._fastest_layout.cache_clear()
+    model = tiny_llama()
+    expected = model.generate(**prompts(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model)
+    assert measured
+    monkeypatch.setattr(weight_layouts, "_measure", pytest.fail)
+    use_drafter(model, "right", expected[:, prompts()["input_ids"].shape[1] :].tolist(), width=4)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False)
+
+
 def test_warm_up_builds_the_kernels_once(tiny_llama):
     model = TIDEModelForCausalLM.attach(tiny_llama())
     assert model.tide_warm_up() > 0.0

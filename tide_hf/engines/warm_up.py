@@ -131,6 +131,8 @@ def compile_kernels(attachment: Attachment) -> float:
         for dtype in missing:
             begin = perf_counter()
             counter.add(int(build_kernels(dtype)), perf_counter() - begin)
+    if missing:
+        attachment.measure_layouts()
     return counter.seconds
 
 

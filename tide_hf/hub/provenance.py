@@ -18,6 +18,7 @@ import torch
 import tide_hf
 
 from ..base_model.structure import input_device
+from ..common.measurements import cpu_name
 
 PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
 
@@ -70,12 +71,3 @@ def commit(file: Path = Path(__file__)) -> str | None:
     command = [git, "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.split()[0] if result.returncode == 0 else None
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name."""
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

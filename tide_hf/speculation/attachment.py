@@ -23,7 +23,7 @@ from ..depth.linear_gate import (
     weight_dtypes,
 )
 from ..kernels.cpu.cpp_kernels import are_ready
-from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS
+from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS, measure_layouts
 from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
 from ..routers.draft_head import DraftHead
@@ -113,6 +113,12 @@ class Attachment:
     def gates(self) -> list[LinearGate]:
         """The gates of linear layers."""
         return list(linear_gates(self.structure, self.block_head, self.draft_head))
+
+    def measure_layouts(self) -> None:
+        """Measure which weight layouts are the fastest on this machine, so that no call has to wait for it."""
+        gates = self.gates()
+        for dtype in weight_dtypes(gates):
+            measure_layouts(dtype, self._eager_layouts(gates))
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
         """The weight layouts that eager calls may read; those of kernels only if the kernels are compiled already."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...common.measurements import measured
 from ...common.timing import least_seconds
 from .cpp_kernels import are_ready, load_op
 
@@ -66,17 +67,23 @@ def prefill_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def is_faster(dtype: torch.dtype) -> bool:
-    """Whether there is a prefill kernel that is faster than PyTorch's attention on this machine. Measured once."""
+    """Whether there is a prefill kernel that is faster than PyTorch's attention on this machine."""
     key = dtype, torch.get_num_threads()
     if key not in _is_faster:
-        _is_faster[key] = load_op("prefill_attention", dtype) is not None and _measure(dtype)
+        _is_faster[key] = load_op("prefill_attention", dtype) is not None and _measured(dtype)
     return _is_faster[key]
 
 
-def _measure(dtype: torch.dtype) -> bool:
+def _measured(dtype: torch.dtype) -> bool:
+    by_kernel, by_pytorch = measured(f"prefill attention, {dtype}", lambda: _measure(dtype))
+    return by_kernel < by_pytorch
+
+
+def _measure(dtype: torch.dtype) -> list[float]:
+    """Seconds of the kernel and of PyTorch's attention."""
     one = torch.full(PROBED_SHAPE, 0.5, dtype=dtype, device="cpu")
-    by_pytorch = least_seconds(lambda: scaled_dot_product_attention(one, one, one, is_causal=True), REPEATS)
-    return least_seconds(lambda: _prefill(one, one, one, None, 1.0), REPEATS) < by_pytorch
+    by_kernel = least_seconds(lambda: _prefill(one, one, one, None, 1.0), REPEATS)
+    return [by_kernel, least_seconds(lambda: scaled_dot_product_attention(one, one, one, is_causal=True), REPEATS)]
 
 
 def _supports_mask(mask: Tensor | None, rows: int, queries: int, slots: int) -> bool:

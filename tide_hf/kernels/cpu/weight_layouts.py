@@ -13,7 +13,7 @@ verify pass over a few tokens is bound by the bandwidth with which it reads the 
   than float32, so they are upcast to float32, chunk by chunk, at each call.
 
 Except with quantised weights, results differ from PyTorch's by rounding alone, as between passes of two widths.
-Which layout is the fastest for a number of rows is measured on this machine at first use.
+Which layout is the fastest for a number of rows is measured on this machine, once for all processes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...common.measurements import measured
 from ...common.timing import least_seconds
 from .cpp_kernels import load_op
 
@@ -37,7 +38,8 @@ GROUP_SIZE = 64
 MAX_QUANTIZED, ZERO_POINT = 63, 64
 MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
 
-PROBED_ROWS = (1, 2, 4, 8, 16, 64, 128, 256, 1024)  # each measurement holds up to the next number of rows
+DECODE_ROWS = (1, 2, 4, 8, 16)  # measured together
+PROBED_ROWS = (*DECODE_ROWS, 64, 128, 256, 1024)  # each measurement holds up to the next number of rows
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # the probed weights together exceed a core's caches
 FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of this many rows are compute-bound, so fewer weights suffice
 MANY_ROWS = 256
@@ -244,22 +246,36 @@ def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
 
 
 def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int) -> float:
-    key = layout, dtype, torch.get_num_threads(), rows
-    if key not in _measured:
-        _measured[key] = _measure(layout, dtype, rows)
-    return _measured[key]
+    threads = torch.get_num_threads()
+    if (layout, dtype, threads, rows) not in _measured:
+        together = DECODE_ROWS if rows in DECODE_ROWS else (rows,)
+        numbers = [number for number in together if layout is None or layout.serves(dtype, number)]
+        name = f"{'linear' if layout is None else layout.__name__}, {dtype}, {numbers} rows"
+        found = measured(name, lambda: _measure(layout, dtype, numbers))
+        _measured.update({(layout, dtype, threads, one): seconds for one, seconds in zip(numbers, found, strict=True)})
+    return _measured[layout, dtype, threads, rows]
 
 
 @torch.inference_mode(False)  # inference tensors have no versions
 @torch.no_grad()
-def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int) -> float:
-    count = PROBED_WEIGHTS if rows < COMPUTE_BOUND_ROWS else FEW_WEIGHTS
+def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Sequence[int]) -> list[float]:
+    """The seconds of products with each number of rows in a layout."""
+    count = PROBED_WEIGHTS if numbers[0] < COMPUTE_BOUND_ROWS else FEW_WEIGHTS
     weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype, device="cpu") for _ in range(count)]
-    input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype, device="cpu")
-    if layout is None:
-        return least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
-    taken = [layout(weight) for weight in weights]
-    return least_seconds(lambda: [one.apply(input, None) for one in taken], REPEATS)
+    taken = None if layout is None else [layout(weight) for weight in weights]
+
+    def multiply(rows: int) -> float:
+        input = torch.full((rows, PROBED_SIZE), 0.5, dtype=dtype, device="cpu")
+        if taken is None:
+            return least_seconds(lambda: [functional.linear(input, weight) for weight in weights], REPEATS)
+        return least_seconds(lambda: [one.apply(input, None) for one in taken], REPEATS)
+
+    return [multiply(rows) for rows in numbers]
+
+
+def measure_layouts(dtype: torch.dtype, layouts: tuple[type[WeightLayout], ...]) -> None:
+    """Measure what [`fastest_layout`] asks for while decoding, so that no call has to wait for it."""
+    fastest_layout(dtype, DECODE_ROWS[0], layouts)
 
 
 def clearly_faster_layout(dtype: torch.dtype) -> type[WeightLayout] | None:

@@ -1,0 +1,80 @@
+"""Times measured on this machine, kept on disk, since measuring takes as long as a short answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from .files import cache_folder, write_atomically
+
+KEPT_DAYS = 30  # for a cooler, a driver or a kernel update may change what is the fastest
+FILE = "measurements.json"
+
+
+def measured(name: str, measure: Callable[[], list[float]]) -> list[float]:
+    """The result of `measure()`, some positive numbers, or that of an earlier process under the same name.
+
+    Results hold for this CPU, PyTorch, version of the library and number of threads. None is kept while the machine is
+    busy, which distorts it, or if the file cannot be written.
+    """
+    path, key = cache_folder() / FILE, f"{name}, {torch.get_num_threads()} threads"
+    known = _read(path).get(_machine(), {})
+    kept = known.get(key)
+    if _is_valid(kept):
+        return list(kept["found"])
+    found = measure()
+    if load_per_core() <= 1.0:
+        known[key] = {"found": found, "time": time.time()}
+        with suppress(OSError):
+            write_atomically({path: json.dumps(_read(path) | {_machine(): known}, indent=1).encode()})
+    return found
+
+
+def load_per_core() -> float:
+    """The load average of the last minute over the number of cores; 0 where the system has none, as on Windows."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load / (os.cpu_count() or 1)
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's content by machine; empty if it cannot be read."""
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict) and all(isinstance(known, dict) for known in content.values()):
+            return content
+    return {}
+
+
+def _is_valid(kept: Any) -> bool:
+    """Whether an entry is well-formed and recent; it may have been written by anything."""
+    if not isinstance(kept, dict) or not isinstance(kept.get("time"), float):
+        return False
+    found = kept.get("found")
+    numbers = isinstance(found, list) and all(isinstance(number, float) and number > 0 for number in found)
+    return numbers and 0 <= time.time() - kept["time"] < KEPT_DAYS * 86_400
+
+
+@cache
+def _machine() -> str:
+    """What results depend on: home folders may be shared by machines."""
+    versions = f"tide-hf {__version__}, torch {torch.__version__}"
+    return f"{cpu_name()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {versions}"
