@@ -44,8 +44,11 @@ def test_the_wheel_holds_the_package_and_the_shipped_routers(built):
     routers = {
         f"tide_hf/model_cards/{SHIPPED.name}/{name}" for name in ("README.md", "config.json", "model.safetensors")
     }
+    kernels = files_in(ROOT / "hub_kernels" / "tide-kernels")  # of which the package has a link
+    kernels = {name for name in kernels if "/tide_kernels_cpu/" in name or "/torch-ext/tide_kernels/" in name}
+    kernels = {f"tide_hf/kernels/hub/{name.partition('/tide-kernels/')[2]}" for name in kernels}
     inside = {name for name in wheel if ".dist-info/" not in name}
-    assert inside == files_in(ROOT / "tide_hf") | routers
+    assert inside == files_in(ROOT / "tide_hf") | routers | kernels | {"tide_hf/kernels/hub/stage.py"}
 
 
 def test_the_source_archive_holds_what_the_readme_speaks_of(built):

@@ -79,9 +79,9 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 token. Weights are copied at first use. `"auto"`: only if the copies take at most a quarter of the
                 memory that is free when TIDE is attached. `False` leaves linear layers as they are, so the compiled
                 engine's kernels for plain weights do not run either.
-            use_kernels: Run fused kernels on the GPU: `"auto"` (if they are available), `True` (raise if they are not)
-                or `False`. See `ops.load_kernels`. Attaching makes the choice: attach again after moving the model.
-                On a CPU, `False` keeps eager calls from running the kernels that `tide_warm_up` compiles.
+            use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not; on a CPU,
+                build them first) or `False`. See `ops.load_kernels`. Attaching makes the choice: attach again after
+                moving the model. On a CPU, `False` concerns eager calls alone.
             engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
                 and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
                 a GPU. Preparing a step at its first use takes seconds. Calls that the steps do not support run eagerly,

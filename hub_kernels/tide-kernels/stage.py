@@ -168,6 +168,7 @@ def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = 
     known = CPU_LEVELS.get(_machine(), {})
     if not known or platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"there are no CPU kernels for {platform.system()} on {platform.machine()}")
+    _check_torch()
     torch_abi = "".join(map(str, STABLE_ABI))
     variant = _emptied(folder / f"torch-stable-abi{torch_abi}-cpu-{_machine()}-{platform.system().lower()}")
     unique_name = "_".join([_unique_name("cpu", cpu_files()), *(value.rpartition(":")[2].lower() for value in values)])
@@ -191,7 +192,7 @@ def cpu_files() -> list[Path]:
 @cache
 def cpu_level() -> str:
     """The level of this CPU that [`stage_cpu`] would build for."""
-    level: str = _module_at(PYTHON_FILES / "cpu_level.py", "cpu_level").cpu_level()
+    level: str = _module_at(PYTHON_FILES / "cpu_level.py", "tide_kernels_cpu_level").cpu_level()
     return level
 
 
@@ -215,6 +216,15 @@ def _cpu_commands(library: str, level: tuple[str, str], values: Sequence[str], o
     ]
 
 
+def _check_torch() -> None:
+    import torch  # noqa: PLC0415 (copying Triton files needs no PyTorch)
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < STABLE_ABI:
+        raise BuildError(
+            f"PyTorch is {torch.__version__}, and the kernels need {'.'.join(map(str, STABLE_ABI))} or later"
+        )
+
+
 def _compiler() -> str:
     return os.environ.get("CXX") or "c++"
 
@@ -231,9 +241,16 @@ def _torch_libraries() -> list[str]:
 
 
 def load_variant(variant: Path) -> ModuleType:
-    """Import a staged variant directly, for tests and benchmarks; users go through the `kernels` client."""
+    """Import a variant that was staged on this machine; others come through the `kernels` client.
+
+    No bytecode is written, since `metadata.json` could not list it.
+    """
     name = f"staged_{hashlib.sha256(str(variant.resolve()).encode()).hexdigest()[:8]}"
-    return _module_at(variant / "__init__.py", name, submodule_search_locations=[str(variant)])
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        return _module_at(variant / "__init__.py", name, submodule_search_locations=[str(variant)])
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def _module_at(path: Path, name: str, **options: list[str]) -> ModuleType:
@@ -324,11 +341,13 @@ def _emptied(folder: Path) -> Path:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except FileNotFoundError:
         raise BuildError(f"{command[0]} was not found") from None
     if done.returncode:
-        raise BuildError(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
+        lines = done.stderr.splitlines()
+        first = next((line for line in lines if "error" in line), "it says nothing of an error")
+        raise BuildError(f"{command[0]} failed: {first}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
 

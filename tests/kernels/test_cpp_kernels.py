@@ -70,9 +70,10 @@ def copied(monkeypatch, shared_kernels):
 
 
 @pytest.fixture
-def kept(home, copied):
+def kept(home, copied, monkeypatch):
     """A build that an earlier process has kept, under a umask that lets others write."""
     umask = os.umask(0)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     try:
         assert build_kernels(DTYPE)
     finally:
@@ -99,22 +100,47 @@ def test_a_build_that_fails_is_logged_once(home, monkeypatch, caplog, compiler, 
 def test_other_systems_and_dtypes_have_no_kernels(home, monkeypatch, caplog):
     assert load_op("skinny_gemm", torch.float64) is None
     assert not are_ready(torch.float64)
-    monkeypatch.setattr("platform.system", lambda: "Windows")
-    assert not build_kernels(DTYPE)
+    assert not build_kernels(torch.float64)
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.system", lambda: "Windows")
+        assert not build_kernels(DTYPE)
     assert "there are no CPU kernels for Windows on" in caplog.text
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    assert not build_kernels(torch.bfloat16)
+    assert "PyTorch is 2.9.1+cpu, and the kernels need 2.10 or later" in caplog.text
+
+
+def test_without_the_sources_there_are_no_kernels(home, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(kernels, "PROJECT", tmp_path)  # such as a checkout without links
+    kernels.stage_module.cache_clear()
+    try:
+        assert not are_ready(DTYPE)
+        assert not build_kernels(DTYPE)
+    finally:
+        kernels.stage_module.cache_clear()
+    assert "no C++ kernels for torch.float32" in caplog.text
+
+
+def test_what_a_compiler_says_is_shown(home, monkeypatch, caplog, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\necho note >&2\nprintf 'an \\377 error\\n' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert not build_kernels(DTYPE)
+    assert "compiler failed: an \ufffd error" in caplog.text
 
 
 def later_process(script, *arguments, **environment):
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env=os.environ | environment
-    )
+    environment = os.environ | environment | {"PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def test_a_later_process_builds_nothing_and_loads_nothing_truncated(kept):
-    assert later_process(LATER_PROCESS).stdout.split() == ["True", "False", "True"]
+    for _ in range(2):
+        assert later_process(LATER_PROCESS).stdout.split() == ["True", "False", "True"]
     (library,) = kept.glob("*.so")
     whole = library.read_bytes()
     library.unlink()  # the file of a loaded library must not change
@@ -161,7 +187,10 @@ def test_a_build_that_others_may_have_written_is_not_loaded(what, kept, monkeypa
                 os.chown(metadata, 12345, -1)
             else:
                 monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    (kept / "cpu.py").write_text("raise AssertionError('it ran')")
     assert not are_ready(DTYPE)
+    assert build_kernels(DTYPE)
+    assert not Path(kernels._loaded[DTYPE].__file__).is_relative_to(kept)
     if "folder" in what:
         assert f"{folder.parent} is not used for compiled code: others may write to it, or it is a link" in caplog.text
 

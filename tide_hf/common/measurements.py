@@ -21,22 +21,23 @@ KEPT_DAYS = 30  # for a cooler, a driver or a kernel update may change what is t
 FILE = "measurements.json"
 
 
-def measured(name: str, measure: Callable[[], list[float]]) -> list[float]:
-    """The result of `measure()`, some positive numbers, or that of an earlier process under the same name.
+def measured(name: str, count: int, measure: Callable[[], list[float]]) -> list[float]:
+    """The `count` positive numbers that `measure()` returns, or returned to an earlier process under the same name.
 
-    Results hold for this CPU, PyTorch, version of the library and number of threads. None is kept while the machine is
-    busy, which distorts it, or if the file cannot be written.
+    They hold for this CPU, PyTorch, version of the library and number of threads. None is kept while the machine is
+    busy, which distorts them, or if the file cannot be written.
     """
     path, key = cache_folder() / FILE, f"{name}, {torch.get_num_threads()} threads"
-    known = _read(path).get(_machine(), {})
-    kept = known.get(key)
-    if _is_valid(kept):
+    kept = _read(path).get(_machine(), {}).get(key)
+    if _is_valid(kept, count):
         return list(kept["found"])
     found = measure()
     if load_per_core() <= 1.0:
-        known[key] = {"found": found, "time": time.time()}
+        content = _read(path)  # again, since other processes may have written
+        content[_machine()] = content.get(_machine(), {}) | {key: {"found": found, "time": time.time()}}
         with suppress(OSError):
-            write_atomically({path: json.dumps(_read(path) | {_machine(): known}, indent=1).encode()})
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # compiled code is kept in it, too
+            write_atomically({path: json.dumps(content, indent=1).encode()})
     return found
 
 
@@ -64,12 +65,14 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _is_valid(kept: Any) -> bool:
+def _is_valid(kept: Any, count: int) -> bool:
     """Whether an entry is well-formed and recent; it may have been written by anything."""
     if not isinstance(kept, dict) or not isinstance(kept.get("time"), float):
         return False
     found = kept.get("found")
-    numbers = isinstance(found, list) and all(isinstance(number, float) and number > 0 for number in found)
+    if not isinstance(found, list) or len(found) != count:
+        return False
+    numbers = all(isinstance(number, float) and number > 0 for number in found)
     return numbers and 0 <= time.time() - kept["time"] < KEPT_DAYS * 86_400
 
 

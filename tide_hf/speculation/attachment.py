@@ -115,7 +115,7 @@ class Attachment:
         return list(linear_gates(self.structure, self.block_head, self.draft_head))
 
     def measure_layouts(self) -> None:
-        """Measure which weight layouts are the fastest on this machine, so that no call has to wait for it."""
+        """Measure which weight layouts decode the fastest on this machine, so that no call has to wait for it."""
         gates = self.gates()
         for dtype in weight_dtypes(gates):
             measure_layouts(dtype, self._eager_layouts(gates))

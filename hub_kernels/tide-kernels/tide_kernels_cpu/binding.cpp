@@ -1,5 +1,5 @@
-// PyTorch ops for the CPU kernels, on PyTorch's stable ABI. An op checks its inputs, allocates its output and calls the
-// kernel for the dtype.
+// PyTorch ops for the CPU kernels, on PyTorch's stable ABI. An op refuses inputs that its kernel would read beyond their
+// ends, allocates its output and calls the kernel for the dtype.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,6 +9,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <vector>
 
@@ -34,6 +35,13 @@ void run_for(ScalarType dtype, Call& call) {
 #endif
     default: STD_TORCH_CHECK(false, Call::kName, ": no kernel for this dtype");
   }
+}
+
+// Check the dimensions of a tensor; -1 stands for any size.
+void check_sizes(const char* name, const char* which, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  bool fits = tensor.dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; fits && i < sizes.size(); ++i) fits = sizes.begin()[i] == -1 || tensor.size(i) == sizes.begin()[i];
+  STD_TORCH_CHECK(fits, name, ": the ", which, " is of the wrong size");
 }
 
 Tensor in_order(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
@@ -65,6 +73,7 @@ Tensor empty_rows(const Tensor& input, int64_t size_out) {
 Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias) {
   const char* name = SkinnyGemm::kName;
   const Tensor input = in_order(given);
+  STD_TORCH_CHECK(input.dim() > 0 && input.size(-1) > 0, name, ": an empty input");
   SkinnyGemm call{};
   call.size = input.size(-1), call.rows = input.numel() / call.size, call.count = static_cast<int64_t>(weights.size());
   std::vector<const void*> data;
@@ -88,6 +97,7 @@ Tensor groupwise_gemm(const Tensor& given, const Tensor& weight, const Tensor& s
                       const std::optional<Tensor>& given_bias) {
   const char* name = GroupwiseGemm::kName;
   const Tensor input = in_order(given);
+  STD_TORCH_CHECK(input.dim() > 0 && input.size(-1) > 0 && weight.dim() == 3, name, ": an empty input");
   GroupwiseGemm call{};
   call.size = input.size(-1), call.rows = input.numel() / call.size;
   call.size_out = weight.size(0), call.groups = weight.size(1);
@@ -110,12 +120,17 @@ Tensor groupwise_gemm(const Tensor& given, const Tensor& weight, const Tensor& s
 Tensor decode_attention(const Tensor& given, const Tensor& key, const Tensor& value, const Tensor& mask,
                         const Tensor& end, double scale) {
   const char* name = DecodeAttention::kName;
+  check_sizes(name, "query", given, {-1, -1, -1, -1});
+  const int64_t rows = given.size(0), heads = given.size(1), queries = given.size(2), size = given.size(3);
+  check_sizes(name, "key", key, {rows, heads, -1, size});
+  check_sizes(name, "value", value, {rows, heads, key.size(2), size});
+  check_sizes(name, "mask", mask, {mask.dim() > 0 && mask.size(0) == 1 ? 1 : rows, 1, queries, key.size(2)});
   const Tensor query = in_order(given), output = torch::stable::new_empty(query, query.sizes());
   DecodeAttention call{};
   call.query = query.const_data_ptr(), call.output = output.mutable_data_ptr();
   call.key = contiguous_data(name, key, query), call.value = contiguous_data(name, value, query);
   call.mask = contiguous_data(name, mask, query), call.has_row_masks = mask.size(0) > 1;
-  call.rows = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.size = query.size(3);
+  call.rows = rows, call.heads = heads, call.queries = queries, call.size = size;
   STD_TORCH_CHECK(end.scalar_type() == ScalarType::Long && end.numel() == 1, name, ": `end` is not one int64");
   call.slots = *static_cast<const int64_t*>(end.const_data_ptr()), call.all_slots = key.size(2);
   STD_TORCH_CHECK(call.slots >= 1 && call.slots <= call.all_slots, name, ": ", call.slots, " slots");
@@ -131,8 +146,13 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
                          double scale) {
   const char* name = PrefillAttention::kName;
   PrefillAttention call{};
+  check_sizes(name, "query", query, {-1, -1, -1, -1});
   call.rows = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.size = query.size(3);
+  check_sizes(name, "key", key, {call.rows, -1, -1, call.size});
   call.kv_heads = key.size(1), call.slots = key.size(2);
+  check_sizes(name, "value", value, {call.rows, call.kv_heads, call.slots, call.size});
+  STD_TORCH_CHECK(call.kv_heads > 0 && call.heads % call.kv_heads == 0, name, ": ", call.heads, " heads share ",
+                  call.kv_heads);
   const auto take = [&](const Tensor& tensor, int64_t* strides) {
     STD_TORCH_CHECK(tensor.stride(3) == 1 && tensor.scalar_type() == query.scalar_type(), name,
                     ": last dimension not contiguous, or of another dtype");
@@ -144,6 +164,8 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
   std::optional<Tensor> may_attend;
   if (mask.has_value()) {
     STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, name, ": the mask is not of dtype bool");
+    const int64_t masks = mask->dim() > 0 && mask->size(0) == 1 ? 1 : call.rows;
+    check_sizes(name, "mask", *mask, {masks, 1, call.queries, call.slots});
     may_attend = in_order(*mask);
     call.mask = static_cast<const bool*>(may_attend->const_data_ptr());
     call.mask_stride = may_attend->size(0) > 1 ? call.queries * call.slots : 0;
@@ -163,7 +185,7 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("skinny_gemm", TORCH_BOX(&skinny_gemm));
   library.impl("groupwise_gemm", TORCH_BOX(&groupwise_gemm));
   library.impl("decode_attention", TORCH_BOX(&decode_attention));

@@ -75,7 +75,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def _measured(dtype: torch.dtype) -> bool:
-    by_kernel, by_pytorch = measured(f"prefill attention, {dtype}", lambda: _measure(dtype))
+    by_kernel, by_pytorch = measured(f"prefill attention, {dtype}", 2, lambda: _measure(dtype))
     return by_kernel < by_pytorch
 
 

@@ -14,7 +14,6 @@ import shutil
 import stat
 import sys
 import tempfile
-from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -35,6 +34,7 @@ CPU_OPS = ("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attenti
 DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
 # RuntimeError: stage.py's BuildError, or PyTorch's of a library that it cannot register.
 UNBUILDABLE = (RuntimeError, OSError, ImportError)
+NOT_PRIVATE = "others may write to it, or it is a link"
 PROJECT = Path(__file__).parent.parent / "hub"  # hub_kernels/tide-kernels, by a link
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def are_ready(dtype: torch.dtype) -> bool:
         return False
     if dtype not in _loaded and _loading.acquire(blocking=False):  # fails while another thread builds
         try:
-            _load_built(dtype)
+            if dtype not in _loaded:
+                _load_kept(dtype)
         finally:
             _loading.release()
     return _loaded.get(dtype) is not None
@@ -69,27 +70,25 @@ def are_ready(dtype: torch.dtype) -> bool:
 
 def build_kernels(dtype: torch.dtype) -> bool:
     """Build and load the kernels for a dtype, unless they are ready; return whether they are then."""
-    with _loading:
-        if dtype not in _loaded and not _load_built(dtype):
-            try:
-                _loaded[dtype] = stage_module().load_variant(_built(dtype))
-            except UNBUILDABLE as error:
-                _loaded[dtype] = None
-                reason = first_line(error)
-                logger.warning("no C++ kernels for %s, so PyTorch's own operations are used: %s", dtype, reason)
+    if dtype not in DTYPES:
+        return False
+    if dtype not in _loaded:
+        with _loading:
+            if dtype not in _loaded and not _load_kept(dtype):
+                _loaded[dtype] = _build(dtype)
     return _loaded[dtype] is not None
 
 
 def fetch_kernels(repo: str = KERNELS_REPO, revision: str | None = None) -> str | None:
     """Load ready-made kernels for this CPU, for all dtypes; return the reason if that fails. Tried once a process."""
-    with _loading:
-        found = _fetched(repo, revision)
-        if isinstance(found, str):
-            return found
-        for dtype in DTYPES:
-            if _loaded.get(dtype) is None:
-                _loaded[dtype] = found
-        load_op.cache_clear()
+    found = _fetched(repo, revision)
+    if isinstance(found, str):
+        return found
+    missing = {dtype: found for dtype in DTYPES if _loaded.get(dtype) is None}
+    if missing:
+        with _loading:
+            _loaded.update(missing)
+        load_op.cache_clear()  # it remembers where there were none
     return None
 
 
@@ -128,48 +127,74 @@ def stage_module() -> Any:
     return module
 
 
-def _load_built(dtype: torch.dtype) -> bool:
-    """Load the kernels that an earlier process built, if there are any and nobody can have changed them."""
-    folder = built_folder(dtype)
-    for variant in folder.glob("torch-*"):
-        if _is_trusted(variant):
-            try:
-                check_files(variant)  # a truncated library would end the process
+def _build(dtype: torch.dtype) -> ModuleType | None:
+    try:
+        module: ModuleType = stage_module().load_variant(_built(dtype))
+        return module
+    except UNBUILDABLE as error:
+        reason = first_line(error)
+        logger.warning("no C++ kernels for %s, so PyTorch's own operations are used: %s", dtype, reason)
+        return None
+
+
+def _load_kept(dtype: torch.dtype) -> bool:
+    """Load the kernels that an earlier process built and kept, if there are any and nobody can have changed them."""
+    try:
+        for variant in built_folder(dtype).glob("torch-*"):
+            if _is_intact(variant):
                 _loaded[dtype] = stage_module().load_variant(variant)
                 return True
-            except (ValueError, OSError, ImportError) as error:
-                logger.info("%s cannot be loaded and is built again: %s", variant, first_line(error))
-                shutil.rmtree(variant, ignore_errors=True)  # the folder may belong to another user
+    except UNBUILDABLE as error:
+        logger.info("no C++ kernels are loaded for %s: %s", dtype, first_line(error))
     return False
 
 
-def _is_trusted(variant: Path) -> bool:
-    """Whether only this user and the administrator can have written a build; its code will run in this process."""
+def _is_intact(variant: Path) -> bool:
+    """Whether a kept build is whole, and only this user and the administrator can have written it.
+
+    Its code will run in this process, and a truncated library would end it. A build that was changed is removed.
+    """
     folder = variant.parent
     if not (is_private_folder(folder.parent) and is_private_folder(folder)):
-        warn_unused(folder.parent, "others may write to it, or it is a link")
+        warn_unused(folder.parent, NOT_PRIVATE)
         return False
-    return is_ours(variant, stat.S_ISDIR) and all(map(is_ours, variant.iterdir()))
+    if not (is_ours(variant, stat.S_ISDIR) and all(map(is_ours, variant.iterdir()))):
+        return False
+    try:
+        check_files(variant)
+        return True
+    except (ValueError, OSError) as error:
+        logger.info("%s cannot be loaded and is built again: %s", variant, first_line(error))
+        shutil.rmtree(variant, ignore_errors=True)  # the folder may belong to another user
+        return False
 
 
 def _built(dtype: torch.dtype) -> Path:
-    """Build the kernels for a dtype; return their folder, which is kept unless it cannot be."""
-    folder = built_folder(dtype)
+    """Build the kernels for a dtype; return their folder, one that later processes find, or else a temporary one."""
+    folder, stage, levels = built_folder(dtype), stage_module(), [stage_module().cpu_level()]
     try:
         make_private_folder(folder.parent, mode=0o755)  # others may use what the administrator builds
         make_private_folder(folder, mode=0o755)
-        is_kept = is_private_folder(folder.parent) and is_private_folder(folder) and os.access(folder, os.W_OK)
     except OSError as error:
-        is_kept = False
         logger.info("C++ kernels are not kept for later processes: %s", error)
-    stage, levels = stage_module(), [stage_module().cpu_level()]
-    if not is_kept:
-        return Path(stage.stage_cpu(temporary_folder() / folder.name, levels, [DTYPES[dtype]]))
+        return Path(stage.stage_cpu(_elsewhere(), levels, [DTYPES[dtype]]))
+    if not (is_private_folder(folder.parent) and is_private_folder(folder) and os.access(folder, os.W_OK)):
+        warn_unused(folder.parent, NOT_PRIVATE)
+        return Path(stage.stage_cpu(_elsewhere(), levels, [DTYPES[dtype]]))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
         variant: Path = stage.stage_cpu(Path(unfinished), levels, [DTYPES[dtype]])
         for file in variant.iterdir():
             file.chmod(file.stat().st_mode & ~OTHERS_WRITE)
-        with suppress(OSError):  # another process was faster
-            variant.chmod(0o755)
-            os.rename(variant, folder / variant.name)
-    return folder / variant.name
+        variant.chmod(0o755)
+        kept = folder / variant.name
+        try:
+            os.rename(variant, kept)
+        except OSError:  # another process was faster, or something that was refused is in the way
+            if not _is_intact(kept):
+                return Path(shutil.move(variant, _elsewhere()))
+        return kept
+
+
+def _elsewhere() -> Path:
+    """A folder that lasts as long as this process."""
+    return Path(tempfile.mkdtemp(dir=temporary_folder()))

@@ -251,7 +251,7 @@ def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int
         together = DECODE_ROWS if rows in DECODE_ROWS else (rows,)
         numbers = [number for number in together if layout is None or layout.serves(dtype, number)]
         name = f"{'linear' if layout is None else layout.__name__}, {dtype}, {numbers} rows"
-        found = measured(name, lambda: _measure(layout, dtype, numbers))
+        found = measured(name, len(numbers), lambda: _measure(layout, dtype, numbers))
         _measured.update({(layout, dtype, threads, one): seconds for one, seconds in zip(numbers, found, strict=True)})
     return _measured[layout, dtype, threads, rows]
 
@@ -274,7 +274,7 @@ def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Seq
 
 
 def measure_layouts(dtype: torch.dtype, layouts: tuple[type[WeightLayout], ...]) -> None:
-    """Measure what [`fastest_layout`] asks for while decoding, so that no call has to wait for it."""
+    """Measure what [`fastest_layout`] needs while decoding, so that no call has to wait for it."""
     fastest_layout(dtype, DECODE_ROWS[0], layouts)
 
 
