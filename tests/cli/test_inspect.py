@@ -15,7 +15,7 @@ from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.hub.load import shipped_routers
 
 
-def test_json_of_a_model_without_routers_on_a_text(tiny_model_folder, tmp_path, capsys):
+def test_json_of_a_model_without_routers_on_a_text(tiny_model_folder, fresh_kernels, tmp_path, capsys):
     (tmp_path / "text").write_text("the river\nruns\n\n\n to the sea\n", encoding="utf-8")
     assert main(["inspect", str(tiny_model_folder), "--text", str(tmp_path / "text"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -29,7 +29,9 @@ def test_json_of_a_model_without_routers_on_a_text(tiny_model_folder, tmp_path, 
     assert facts["convergence"] == [dataclasses.asdict(row) for row in rows]
 
 
-def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(tiny_tokenizer, tmp_path, capsys):
+def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(
+    tiny_tokenizer, fresh_kernels, tmp_path, capsys
+):
     for part in (tiny_model("mamba", vocab_size=260), tiny_tokenizer):
         part.save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
@@ -38,7 +40,7 @@ def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(tiny_tok
     assert "early_exit       no: MambaForCausalLM keeps a recurrent state" in out
     assert "post_hoc         yes" in out
     assert "routers: none" in out
-    assert "fused kernels: none, plain PyTorch runs (CPU, float32): the model is on cpu" in out
+    assert "fused kernels: none, plain PyTorch runs (CPU, float32): no kernels are published yet" in out
 
 
 def test_the_threshold_of_a_draft_head_is_shown(tiny_model_folder, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from ..common.choices import MODES
 from ..common.errors import ConfigurationError
-from ..common.measurements import load_per_core
+from ..common.measurements import load_average
 from ..evaluation.benchmark import DecodingMethod, tide_method, usable_threshold
 from ..hub.load import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
 from ..model import TIDEModelForCausalLM
@@ -69,12 +70,13 @@ def routers_for(
 
 def warn_if_busy(num_threads: int) -> None:
     """Warn if the machine is overloaded, which slows down OpenMP threads that wait for each other by spinning."""
-    load = load_per_core()
-    if num_threads > 1 and load > 1.0:
+    load, cores = load_average(), os.cpu_count() or 1
+    if num_threads > 1 and load > cores:
         logger.warning(
-            "This machine is busy: its load average is %.1f a core. PyTorch's threads wait for each other, so "
+            "This machine is busy: its load average is %.1f on %d cores. PyTorch's threads wait for each other, so "
             "--threads 1 can be several times as fast while other programs use the cores.",
             load,
+            cores,
         )
 
 

@@ -32,7 +32,7 @@ def measured(name: str, count: int, measure: Callable[[], list[float]]) -> list[
     if _is_valid(kept, count):
         return list(kept["found"])
     found = measure()
-    if load_per_core() <= 1.0:
+    if load_average() <= (os.cpu_count() or 1):
         content = _read(path)  # again, since other processes may have written
         content[_machine()] = content.get(_machine(), {}) | {key: {"found": found, "time": time.time()}}
         with suppress(OSError):
@@ -41,10 +41,9 @@ def measured(name: str, count: int, measure: Callable[[], list[float]]) -> list[
     return found
 
 
-def load_per_core() -> float:
-    """The load average of the last minute over the number of cores; 0 where the system has none, as on Windows."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return load / (os.cpu_count() or 1)
+def load_average() -> float:
+    """The load average of the last minute; 0 where the system has none, as on Windows."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -117,7 +117,8 @@ def _on_cpu(repo: str, revision: str | None, dtype: torch.dtype, must_build: boo
         raise _refusal(f"{reason}, and they cannot be built", "a build of the kernels for this CPU, or a C++ compiler")
     where = "on the Hub or in LOCAL_KERNELS" if reason is None else f"not found ready-made ({reason})"
     _log_once(f"C++ kernels for this CPU: {where}")
-    return Ops(None, reason or "", (repo, revision, "auto", torch.device("cpu")))
+    reason = f"{reason}; tide_warm_up() builds them" if reason else ""
+    return Ops(None, reason, (repo, revision, "auto", torch.device("cpu")))
 
 
 def _refusal(got: str, expected: str) -> KernelError:
