@@ -5,7 +5,6 @@ The default run needs the Hub or PyPI once, for the real model; `pytest -m "not 
 
 import io
 import os
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 # Set before the libraries that read them are imported. The telemetry switches are removed because kernels sends an
@@ -31,7 +30,6 @@ from cpu_kernels import shared_builds  # noqa: E402
 from draft_heads import draft_head_for  # noqa: E402
 from loopback_hub import loopback_hub  # noqa: E402
 from records import record  # noqa: E402
-from repository import ROOT  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
@@ -119,10 +117,7 @@ def on_some_cpu(request, fresh_kernels, monkeypatch):
 @pytest.fixture(scope="session")
 def stage():
     """The module that stages a build of the kernels; it is not part of a package."""
-    spec = spec_from_file_location("stage", ROOT / "hub_kernels" / "tide-kernels" / "stage.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return kernels.stage_module()
 
 
 @pytest.fixture(scope="session")

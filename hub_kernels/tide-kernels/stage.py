@@ -41,7 +41,7 @@ CPU_HEADERS = ("arguments.h", "vectorized.h")
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # every machine rounds alike
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # sums round as the source says
     f"-ffile-prefix-map={HERE}={HERE.name}",  # error messages name the source, wherever it was compiled
 )
 # For each machine, PyTorch's name and compiler flags of each level, as `cpu_level` names them.
@@ -57,6 +57,8 @@ CPU_LEVELS: dict[str, dict[str, tuple[str, str]]] = {
 NAME, VERSION, LICENSE = "tide-kernels", 1, "apache-2.0"
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 STABLE_ABI = (2, 10)
+STABLE_NAME = f"torch-stable-abi{STABLE_ABI[0]}{STABLE_ABI[1]}"
+STABLE_TARGET = f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI[0]:02x}{STABLE_ABI[1]:02x}000000000000"
 
 OPS_FILE = '''"""The namespace of this build's ops. Written when the build was staged."""
 
@@ -138,8 +140,7 @@ def stage_cuda(
     if release is None:
         raise BuildError("nvcc --version names no release.")
     cuda = "".join(release.groups())
-    torch_abi = "".join(map(str, STABLE_ABI))
-    variant = _emptied(folder / f"torch-stable-abi{torch_abi}-cu{cuda}-{platform.machine()}-linux")
+    variant = _emptied(folder / f"{STABLE_NAME}-cu{cuda}-{platform.machine()}-linux")
     sources = [HERE / name for name in (*CUDA_SOURCES, *CUDA_HEADERS)]
     unique_name = _unique_name("cuda", [*sorted(PYTHON_FILES.glob("*.py")), *sources])
     library = f"{unique_name}.abi3.so"
@@ -169,8 +170,7 @@ def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = 
     if not known or platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"there are no CPU kernels for {platform.system()} on {platform.machine()}")
     _check_torch()
-    torch_abi = "".join(map(str, STABLE_ABI))
-    variant = _emptied(folder / f"torch-stable-abi{torch_abi}-cpu-{_machine()}-{platform.system().lower()}")
+    variant = _emptied(folder / f"{STABLE_NAME}-cpu-{_machine()}-{platform.system().lower()}")
     unique_name = "_".join([_unique_name("cpu", cpu_files()), *(value.rpartition(":")[2].lower() for value in values)])
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for level in levels or known:
@@ -203,9 +203,8 @@ def _cpu_commands(library: str, level: tuple[str, str], values: Sequence[str], o
     capability, flags = level
     objects.mkdir()
     common = [_compiler(), *CPU_FLAGS, *(f"-I{path}" for path in include_paths()), "-c"]
-    target = f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI[0]:02x}{STABLE_ABI[1]:02x}000000000000"
     built_for = [f"-DTIDE_{value.rpartition(':')[2].upper()}" for value in values]
-    binding = [target, f"-DTORCH_EXTENSION_NAME={library}", *built_for]
+    binding = [STABLE_TARGET, f"-DTORCH_EXTENSION_NAME={library}", *built_for]
     units = [("binding", binding)]
     vectors = [*flags.split(), f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     units += [(name, [*vectors, f"-DTIDE_VALUE={value}"]) for name in CPU_SOURCES for value in values]
@@ -279,7 +278,7 @@ def _nvcc_command(
         *(["-Xptxas=-v"] if verbose_ptxas else []),
         *targets,
         *(f"-I{path}" for path in include_paths()),
-        f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI[0]:02x}{STABLE_ABI[1]:02x}000000000000",
+        STABLE_TARGET,
         "-DUSE_CUDA",
         f"-DTORCH_EXTENSION_NAME={unique_name}",
         *(str(HERE / name) for name in CUDA_SOURCES),

@@ -58,6 +58,11 @@ def fetch(repo: str, revision: str | None, device_type: str) -> ModuleType | str
         return f"{repo} cannot be loaded: {str(error).strip() or type(error).__name__}"
 
 
+def variant_of(kernels: ModuleType) -> str:
+    """The name of a build, such as torch-cuda or torch-stable-abi210-cpu-x86_64-linux."""
+    return Path(str(kernels.__file__)).parent.name
+
+
 def check_files(variant: Path) -> None:
     """Verify a build's checksums before any of its code runs; raise `ValueError` if a file does not match."""
     path = variant / "metadata.json"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from ..common.choices import check_choice
 from ..common.errors import KernelError
-from .cpu.cpp_kernels import CPU_OPS, are_ready, build_kernels, fetch_kernels, variant_of
-from .fetch import KERNELS_REPO, fetch
+from .cpu.cpp_kernels import build_kernels, fetch_kernels, ready_kernels
+from .fetch import KERNELS_REPO, fetch, variant_of
 
 USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,7 +35,7 @@ class Ops:
     def __init__(self, kernels: ModuleType | None, reason: str, request: tuple[Any, ...] = ()) -> None:
         self.kernels = kernels
         self.reason = reason
-        self.variant = None if kernels is None else Path(str(kernels.__file__)).parent.name  # such as torch-cuda
+        self.variant = None if kernels is None else variant_of(kernels)
         self._request = request  # arguments with which an unpickled copy of the model loads its own kernels
 
     def run_on(self, *tensors: Tensor | None) -> bool:
@@ -97,7 +96,7 @@ def load_kernels(
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     request = (repo, revision, "auto", device)
     if device.type == "cpu" and not (use_kernels is True and os.environ.get("TRITON_INTERPRET") == "1"):
-        return _on_cpu(repo, revision, dtype, must_build=use_kernels is True)
+        return _on_cpu(request, dtype, must_build=use_kernels is True)
     found: ModuleType | str = _obstacle(device) or fetch(repo, revision, device.type)
     if isinstance(found, ModuleType):
         ops = Ops(found, "", request)
@@ -110,15 +109,14 @@ def load_kernels(
     return Ops(None, found, request)
 
 
-def _on_cpu(repo: str, revision: str | None, dtype: torch.dtype, must_build: bool) -> Ops:
+def _on_cpu(request: tuple[Any, ...], dtype: torch.dtype, must_build: bool) -> Ops:
     """Load the C++ kernels, which all models on the CPU share; the ops for GPUs run as plain PyTorch."""
-    reason = fetch_kernels(repo, revision)
+    reason = fetch_kernels(*request[:2])
     if reason is not None and must_build and not build_kernels(dtype):
         raise _refusal(f"{reason}, and they cannot be built", "a build of the kernels for this CPU, or a C++ compiler")
     where = "on the Hub or in LOCAL_KERNELS" if reason is None else f"not found ready-made ({reason})"
     _log_once(f"C++ kernels for this CPU: {where}")
-    reason = f"{reason}; tide_warm_up() builds them" if reason else ""
-    return Ops(None, reason, (repo, revision, "auto", torch.device("cpu")))
+    return Ops(None, f"{reason}; tide_warm_up() builds them" if reason else "", request)
 
 
 def _refusal(got: str, expected: str) -> KernelError:
@@ -129,10 +127,9 @@ def _refusal(got: str, expected: str) -> KernelError:
 def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Describe the ops of a model on `device` in `dtype`, ready for JSON."""
     fits = dtype in KERNEL_DTYPES
-    if device.type == "cpu" and ops.kernels is None and are_ready(dtype):
-        variant, reason, backends = variant_of(dtype), "", dict.fromkeys(CPU_OPS, "cpu")
-    else:
-        variant, reason, backends = ops.variant, ops.reason, ops.implementations()
+    variant, reason, backends = ops.variant, ops.reason, ops.implementations()
+    if device.type == "cpu" and ops.kernels is None and (kernels := ready_kernels(dtype)) is not None:
+        variant, reason, backends = variant_of(kernels), "", kernels.implementations()
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": str(dtype).removeprefix("torch."),

@@ -27,14 +27,12 @@ from torch._ops import OpOverload
 from ...common.errors import first_line
 from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder
 from ..compile_cache import temporary_folder, warn_unused
-from ..fetch import KERNELS_REPO, check_files, fetch
+from ..fetch import check_files, fetch
 
-CPU_OPS = ("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention")
 # With the types of values that stage.py knows.
 DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
 # RuntimeError: stage.py's BuildError, or PyTorch's of a library that it cannot register.
 UNBUILDABLE = (RuntimeError, OSError, ImportError)
-NOT_PRIVATE = "others may write to it, or it is a link"
 PROJECT = Path(__file__).parent.parent / "hub"  # hub_kernels/tide-kernels, by a link
 
 logger = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ def build_kernels(dtype: torch.dtype) -> bool:
     return _loaded[dtype] is not None
 
 
-def fetch_kernels(repo: str = KERNELS_REPO, revision: str | None = None) -> str | None:
+def fetch_kernels(repo: str, revision: str | None) -> str | None:
     """Load ready-made kernels for this CPU, for all dtypes; return the reason if that fails. Tried once a process."""
     found = _fetched(repo, revision)
     if isinstance(found, str):
@@ -92,10 +90,9 @@ def fetch_kernels(repo: str = KERNELS_REPO, revision: str | None = None) -> str 
     return None
 
 
-def variant_of(dtype: torch.dtype) -> str | None:
-    """The name of the build that serves a dtype, such as torch-stable-abi210-cpu-x86_64-linux; `None` for none."""
-    module = _loaded.get(dtype)
-    return None if module is None else Path(str(module.__file__)).parent.name
+def ready_kernels(dtype: torch.dtype) -> ModuleType | None:
+    """The kernels for a dtype, if they [`are_ready`]."""
+    return _loaded[dtype] if are_ready(dtype) else None
 
 
 @cache
@@ -154,9 +151,7 @@ def _is_intact(variant: Path) -> bool:
 
     Its code will run in this process, and a truncated library would end it. A build that was changed is removed.
     """
-    folder = variant.parent
-    if not (is_private_folder(folder.parent) and is_private_folder(folder)):
-        warn_unused(folder.parent, NOT_PRIVATE)
+    if not _is_private(variant.parent):
         return False
     if not (is_ours(variant, stat.S_ISDIR) and all(map(is_ours, variant.iterdir()))):
         return False
@@ -171,18 +166,16 @@ def _is_intact(variant: Path) -> bool:
 
 def _built(dtype: torch.dtype) -> Path:
     """Build the kernels for a dtype; return their folder, one that later processes find, or else a temporary one."""
-    folder, stage, levels = built_folder(dtype), stage_module(), [stage_module().cpu_level()]
-    try:
-        make_private_folder(folder.parent, mode=0o755)  # others may use what the administrator builds
-        make_private_folder(folder, mode=0o755)
-    except OSError as error:
-        logger.info("C++ kernels are not kept for later processes: %s", error)
-        return Path(stage.stage_cpu(_elsewhere(), levels, [DTYPES[dtype]]))
-    if not (is_private_folder(folder.parent) and is_private_folder(folder) and os.access(folder, os.W_OK)):
-        warn_unused(folder.parent, NOT_PRIVATE)
-        return Path(stage.stage_cpu(_elsewhere(), levels, [DTYPES[dtype]]))
+    stage, folder = stage_module(), built_folder(dtype)
+
+    def build_in(place: Path) -> Path:
+        variant: Path = stage.stage_cpu(place, [stage.cpu_level()], [DTYPES[dtype]])
+        return variant
+
+    if not _can_keep(folder):
+        return build_in(_elsewhere())
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
-        variant: Path = stage.stage_cpu(Path(unfinished), levels, [DTYPES[dtype]])
+        variant = build_in(Path(unfinished))
         for file in variant.iterdir():
             file.chmod(file.stat().st_mode & ~OTHERS_WRITE)
         variant.chmod(0o755)
@@ -193,6 +186,25 @@ def _built(dtype: torch.dtype) -> Path:
             if not _is_intact(kept):
                 return Path(shutil.move(variant, _elsewhere()))
         return kept
+
+
+def _can_keep(folder: Path) -> bool:
+    """Create a folder for builds; return whether this user can keep one there, and others cannot write to it."""
+    try:
+        make_private_folder(folder.parent, mode=0o755)  # others may use what the administrator builds
+        make_private_folder(folder, mode=0o755)
+    except OSError as error:
+        logger.info("C++ kernels are not kept for later processes: %s", error)
+        return False
+    return _is_private(folder) and os.access(folder, os.W_OK)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user and the administrator can write to a folder for builds; else, log it once."""
+    is_private = is_private_folder(folder.parent) and is_private_folder(folder)
+    if not is_private:
+        warn_unused(folder.parent, "others may write to it, or it is a link")
+    return is_private
 
 
 def _elsewhere() -> Path:
