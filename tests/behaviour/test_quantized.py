@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import hash_distance, unembed_hash, weights_hash
-from tide_hf.depth.linear_gate import linear_gates
+from tide_hf.depth.linear_gate import IntegerGate, linear_gates
+from tide_hf.kernels.cpu.cpp_kernels import build_kernels
 
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # some kinds want multiples of 32 or 64
@@ -45,6 +46,7 @@ WITH_STATES = {
     "torchao int8": lambda with_head: torchao("Int8DynamicActivationInt8WeightConfig", with_head),
     "bitsandbytes int8": lambda with_head: bitsandbytes(with_head, load_in_8bit=True),
 }
+INTEGERS = ("torchao int8", "torchao int4", "quanto int8")  # one int8 a weight, and one scale a row
 SAVED = [name for name in WEIGHT_ONLY if not name.startswith("quanto")]  # which transformers cannot save
 
 
@@ -70,30 +72,35 @@ def attach(model, **config):
 def test_tokens_with_quantised_weights_are_the_base_models(kind, with_head, base_folder):
     model = load(base_folder, WEIGHT_ONLY[kind](with_head))
     expected = [model.generate(prompt(rows), **OPTIONS) for rows in (1, 3)]
+    build_kernels(torch.float32)
     attach(model, draft_vocab_size=64)
     drafted = 0  # in both calls: where drafts turn out to be dear in the one, the other may have none
     for tokens in expected:
         assert torch.equal(model.generate(prompt(len(tokens)), **OPTIONS), tokens)
         drafted += model.last_exit_stats.drafted
     assert drafted > 0
-    assert_leaves_quantised_layers_alone(model, with_head)
+    check_gates(model, with_head, reads_integers=kind in INTEGERS)
     model.generate(prompt(), tide_mode="early_exit", **OPTIONS)
     assert model.last_exit_stats.depth_fraction < 0.5
     TIDEModelForCausalLM.detach(model)
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected[0])
 
 
-def assert_leaves_quantised_layers_alone(model, with_head):
+def check_gates(model, with_head, reads_integers):
     structure = find_structure(model)
     assert structure.vocab_size == VOCAB
-    packed = [gate.module for gate in linear_gates(structure)]
+    gates = list(linear_gates(structure))
+    packed = [gate.module for gate in gates if not isinstance(gate, IntegerGate)]
     assert packed == ([] if with_head or not torch.backends.mkldnn.is_available() else [structure.head])
+    read = [gate for gate in gates if isinstance(gate, IntegerGate)]
+    assert len(read) == (7 * len(structure.layers) + with_head if reads_integers else 0)
+    assert all(gate.converted for gate in read)  # by passes over few tokens
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_with_quantised_states_every_mode_runs(kind, base_folder):
     model = attach(load(base_folder, WITH_STATES[kind](with_head=False)))
-    assert_leaves_quantised_layers_alone(model, with_head=False)
+    check_gates(model, with_head=False, reads_integers=False)
     for mode in ("self_speculative", "early_exit", "post_hoc"):
         assert model.generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 50)
 

@@ -110,6 +110,23 @@ def test_linears_that_read_one_input_are_fused(case, layout, may_copy):
     torch.testing.assert_close(graph(state, *constants), layers(state, *weights, *biases))  # as plain products
 
 
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_products_with_integers_are_fused(has_biases):
+    gemm, sizes = load_op("skinny_gemm", torch.float32), (4, 3)
+    integers = [torch.randint(-127, 128, (size, 6), dtype=torch.int8) for size in sizes]
+    scales, biases = ([torch.rand(size) for size in sizes] for _ in range(2))
+
+    def function(state, *constants):
+        calls = zip(constants[:2], constants[2:4], constants[4:] if has_biases else (None, None), strict=True)
+        return torch.cat([gemm(state, [weight], bias, [scale]) for weight, scale, bias in calls], dim=-1)
+
+    inputs = [torch.randn(1, 2, 6), *integers, *scales, *(biases if has_biases else [])]
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    assert fuse_linears(graph, inputs[1:], may_copy=False) == []  # no layout has to be kept alive
+    assert sum(node.target is gemm for node in graph.graph.nodes) == 1
+    torch.testing.assert_close(graph(*inputs), function(*inputs))
+
+
 @pytest.mark.parametrize("case", ["plain", "fused", "packed", "turned", "made here", "many rows", "no kernel"])
 def test_kernels_are_called_for_plain_weights(case):
     layout = WEIGHT_LAYOUTS.index({"packed": PrepackedWeight, "many rows": QuantizedWeight}.get(case, PlainWeight))

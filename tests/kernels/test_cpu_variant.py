@@ -26,11 +26,14 @@ def variant(shared_kernels):
 def samples():
     rows, heads = torch.randn(3, 5), torch.randn(1, 2, 4, 8)
     return {
-        "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9)),
+        "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9), []),
         "groupwise_gemm": (rows, torch.ones(7, 1, 64, dtype=torch.uint8), torch.ones(7, 1), None),
         "decode_attention": (heads, heads, heads, torch.zeros(1, 1, 4, 4), torch.tensor(3), 0.5),
         "prefill_attention": (heads, heads, heads, None, 0.5),
     }
+
+
+INTEGERS = {1: [torch.ones(7, 5, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)]}  # for `skinny_gemm`
 
 
 @pytest.mark.parametrize("name", kernels.stage_module().CPU_SOURCES)
@@ -47,6 +50,9 @@ def test_opcheck(name):
         ("skinny_gemm", {0: torch.randn(3, 5, dtype=torch.float64), 1: [], 2: None}, "no kernel for this dtype"),
         ("skinny_gemm", {2: torch.randn(7)}, "bias of the wrong size"),
         ("skinny_gemm", {0: torch.randn(3, 0)}, "an empty input"),
+        ("skinny_gemm", {3: [torch.ones(7)]}, "scales for some of the weights"),
+        ("skinny_gemm", {3: [torch.ones(7), torch.ones(2)]}, "not contiguous, or of another dtype"),
+        ("skinny_gemm", {**INTEGERS, 3: [torch.ones(7), torch.ones(3)]}, "scales of the wrong size"),
         ("groupwise_gemm", {0: torch.randn(9, 5)}, "9 rows"),
         ("groupwise_gemm", {1: torch.ones(7, 64, dtype=torch.uint8)}, "an empty input"),
         ("groupwise_gemm", {1: torch.ones(7, 1, 64)}, "weights of the wrong size or dtype"),
@@ -103,5 +109,5 @@ def test_a_variant_for_the_hub_has_a_library_for_every_level(tmp_path):
     module = stage.load_variant(variant)
     for dtype in kernels.DTYPES:
         state, weight = torch.randn(3, 40).to(dtype), torch.randn(7, 40).to(dtype)
-        found = module.skinny_gemm(state, [weight], None)
+        found = module.skinny_gemm(state, [weight], None, [])
         torch.testing.assert_close(found, state @ weight.T, atol=1e-1, rtol=1e-2)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..base_model.structure import DecoderStructure
 from ..common.errors import UnsupportedOptionError
 from ..kernels.cpu.cpp_kernels import DTYPES
+from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
     PlainWeight,
@@ -84,24 +85,30 @@ class LinearGate(Gate):
             product = products.get((self, input.numel()))
             if product is not None:
                 return product(input)
-        weight = self._weight
         if (
-            weight is None
-            or torch.is_grad_enabled()
-            or input.dtype is not weight.dtype
+            torch.is_grad_enabled()
+            or self.sources() is None
+            or input.dtype is not self._weight.dtype
             or torch.is_autocast_enabled("cpu")
-            or not _is_plain(weight)
         ):
             return self.native(input)
         return self._choose(input, products)
+
+    def sources(self) -> tuple[Tensor, ...] | None:
+        """What layouts are made from, the weight (out, in); `None` if it cannot be read in other layouts now."""
+        weight = self._weight  # for example, moved to a GPU after attaching
+        return (weight,) if weight is not None and _is_plain(weight) else None
 
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
         weight, bias = self._weight, self._bias
         converted = self.prepare(input.numel() // self._size, _layouts.get())  # may measure the layouts
         product: Product
         if converted is None:
-            product = partial(functional.linear, weight=weight, bias=bias) if self.replaced is None else self.native
-        elif type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling():
+            has_own = self.replaced is not None or not _is_plain(weight)
+            product = self.native if has_own else partial(functional.linear, weight=weight, bias=bias)
+        elif converted.is_traceable or (
+            type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling()
+        ):
             # Dispatching an op takes microseconds, 4% of a small model's pass.
             product = partial(converted.apply, bias=bias)
         else:
@@ -112,7 +119,7 @@ class LinearGate(Gate):
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
         """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
-        if not _is_plain(self._weight):  # for example, moved to a GPU after attaching
+        if self.sources() is None:
             return None
         if not self.may_copy:
             layouts = tuple(layout for layout in layouts if not layout.is_copy)
@@ -121,9 +128,9 @@ class LinearGate(Gate):
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout:
         """Return the weights in a layout, converted at first use and again after they have changed."""
-        converted, weight = self.converted.get(layout), self._weight
-        if converted is None or not converted.is_of(weight):
-            self.converted[layout] = converted = in_layout(layout, weight)
+        converted, sources = self.converted.get(layout), self.sources() or ()
+        if converted is None or not converted.is_of(*sources):
+            self.converted[layout] = converted = in_layout(layout, *sources)
         return converted
 
     # These lookups run at every product, and are ten times faster in `_parameters` than as attributes of a module.
@@ -148,8 +155,32 @@ class LinearGate(Gate):
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
-        if not all(weight.is_of(self._weight, sampled=True) for weight in self.converted.values()):
+        sources = self.sources()
+        if sources is None or not all(weight.is_of(*sources, sampled=True) for weight in self.converted.values()):
             self.release()
+
+
+class IntegerGate(LinearGate):
+    """Replaces the `forward` of one linear layer whose weight is quantised to integers (see `integer_weights`)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self._found: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)  # for a weight; finding them takes a while
+
+    def sources(self) -> tuple[Tensor, ...] | None:
+        """The integers (out, in) and their scales."""
+        if self._found[0] is not self._weight:
+            self._found = self._weight, integers_of(self.module)
+        return self._found[1]
+
+    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
+        """The weights as the kernel reads them; `None` if it may not run, or the quantising package's own is faster."""
+        is_served = PlainWeight in layouts and IntegerWeight.serves(self._weight.dtype, rows)
+        return self.convert(IntegerWeight) if is_served and self.sources() is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of other gates; a copy finds its own integers."""
+        return {**super().__getstate__(), "_found": (None, None)}
 
 
 class SingleLayoutGate(LinearGate):
@@ -171,7 +202,7 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
     A layout that copies the weights is used only if the copy takes at most a quarter of the free memory.
     """
     linears, may_copy = linears_to_gate(structure, "auto")
-    layouts = {linear: clearly_faster_layout(linear.weight.dtype) for linear in linears}
+    layouts = {linear: clearly_faster_layout(linear.weight.dtype) for linear in filter(has_plain_weight, linears)}
     gates = [
         SingleLayoutGate(linear, layout)
         for linear, layout in layouts.items()
@@ -194,7 +225,8 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
     if pack_weights is False:
         return [], False
     linears = linears_in(*_modules(structure))
-    if pack_weights is True and not any(can_pack(linear.weight.dtype) for linear in linears):
+    plain = [linear for linear in linears if has_plain_weight(linear)]
+    if pack_weights is True and not any(can_pack(linear.weight.dtype) for linear in plain):
         has_any = can_pack(torch.float32)
         raise UnsupportedOptionError(
             "weights cannot be packed",
@@ -202,7 +234,7 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
             expected="nn.Linear layers in float32 on a CPU, or in bfloat16 where oneDNN has it",
             do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
         )
-    return linears, pack_weights is True or copies_fit(linears)
+    return linears, pack_weights is True or copies_fit(plain)
 
 
 def copies_fit(linears: Iterable[Any]) -> bool:
@@ -215,7 +247,8 @@ def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool =
     for linear in linears:
         if isinstance(linear.__dict__.get("forward"), LinearGate):  # routers may be shared by two models
             continue
-        LinearGate(linear, may_copy, anywhere).open()
+        gate = LinearGate(linear, may_copy, anywhere) if has_plain_weight(linear) else IntegerGate(linear)
+        gate.open()
 
 
 def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
@@ -232,15 +265,21 @@ def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
 
 
 def linears_in(*modules: nn.Module) -> list[nn.Linear]:
-    """The linear layers among `modules` whose weights can be read in other layouts."""
+    """The linear layers among `modules` whose weights can be read in other layouts, or as integers."""
     kinds = (LinearGate, type(None))  # accelerate replaces the forward of layers with offloaded weights
-    gateable = [module for module in modules if isinstance(module.__dict__.get("forward"), kinds)]
-    return [module for module in gateable if type(module) is nn.Linear and _is_plain(module.weight)]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    gateable = [linear for linear in linears if isinstance(linear.__dict__.get("forward"), kinds)]
+    return [linear for linear in gateable if has_plain_weight(linear) or integers_of(linear) is not None]
 
 
 def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[nn.Module]:
     for module in (*structure.layers, structure.head, *others):
         yield from module.modules() if module is not None else ()
+
+
+def has_plain_weight(linear: nn.Linear) -> bool:
+    """Whether a layer's weight can be read in other layouts; else it may be quantised."""
+    return type(linear) is nn.Linear and _is_plain(linear.weight)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -10,6 +10,7 @@
 struct SkinnyGemm {
   static constexpr const char* kName = "skinny_gemm";  // of the op
   const void *input, *const *weights, *bias;  // (rows, size), `count` times (sizes_out[i], size), (size_out) or null
+  const float* const* scales;                 // `count` times (sizes_out[i]), for weights in int8; else null
   void* output;                               // (rows, size_out)
   const int64_t* sizes_out;
   int64_t rows, size, count, size_out, threads;

@@ -46,8 +46,8 @@ void check_sizes(const char* name, const char* which, const Tensor& tensor, std:
 
 Tensor in_order(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
 
-const void* contiguous_data(const char* name, const Tensor& tensor, const Tensor& like) {
-  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.scalar_type() == like.scalar_type(), name,
+const void* contiguous_data(const char* name, const Tensor& tensor, ScalarType dtype) {
+  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.scalar_type() == dtype, name,
                   ": not contiguous, or of another dtype");
   return tensor.const_data_ptr();
 }
@@ -60,7 +60,7 @@ std::optional<Tensor> contiguous_bias(const char* name, const std::optional<Tens
 }
 
 const void* bias_data(const char* name, const std::optional<Tensor>& bias, const Tensor& like) {
-  return bias.has_value() ? contiguous_data(name, *bias, like) : nullptr;
+  return bias.has_value() ? contiguous_data(name, *bias, like.scalar_type()) : nullptr;
 }
 
 Tensor empty_rows(const Tensor& input, int64_t size_out) {
@@ -69,8 +69,10 @@ Tensor empty_rows(const Tensor& input, int64_t size_out) {
   return torch::stable::new_empty(input, sizes);
 }
 
-// input (..., in), weights (out, in) each, bias (sum of out) -> (..., sum of out).
-Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias) {
+// input (..., in), weights (out, in) each, bias (sum of out) -> (..., sum of out). Weights are of the input's dtype, or
+// int8 with scales (out) float32 each.
+Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
+                   const std::vector<Tensor>& all_scales) {
   const char* name = SkinnyGemm::kName;
   const Tensor input = in_order(given);
   STD_TORCH_CHECK(input.dim() > 0 && input.size(-1) > 0, name, ": an empty input");
@@ -78,15 +80,24 @@ Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, cons
   call.size = input.size(-1), call.rows = input.numel() / call.size, call.count = static_cast<int64_t>(weights.size());
   std::vector<const void*> data;
   std::vector<int64_t> sizes_out;
+  const bool is_scaled = !all_scales.empty();
+  STD_TORCH_CHECK(!is_scaled || all_scales.size() == weights.size(), name, ": scales for some of the weights");
   for (const Tensor& weight : weights) {
     STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == call.size, name, ": weights of the wrong size");
-    data.push_back(contiguous_data(name, weight, input));
+    data.push_back(contiguous_data(name, weight, is_scaled ? ScalarType::Char : input.scalar_type()));
     sizes_out.push_back(weight.size(0));
     call.size_out += weight.size(0);
+  }
+  std::vector<const float*> scales;
+  for (const Tensor& some : all_scales) {
+    const auto* values = contiguous_data(name, some, ScalarType::Float);
+    STD_TORCH_CHECK(some.numel() == sizes_out[scales.size()], name, ": scales of the wrong size");
+    scales.push_back(static_cast<const float*>(values));
   }
   const Tensor output = empty_rows(input, call.size_out);
   const auto bias = contiguous_bias(name, given_bias, call.size_out);
   call.input = input.const_data_ptr(), call.weights = data.data(), call.sizes_out = sizes_out.data();
+  call.scales = is_scaled ? scales.data() : nullptr;
   call.bias = bias_data(name, bias, input), call.output = output.mutable_data_ptr();
   run_for(input.scalar_type(), call);
   return output;
@@ -128,8 +139,8 @@ Tensor decode_attention(const Tensor& given, const Tensor& key, const Tensor& va
   const Tensor query = in_order(given), output = torch::stable::new_empty(query, query.sizes());
   DecodeAttention call{};
   call.query = query.const_data_ptr(), call.output = output.mutable_data_ptr();
-  call.key = contiguous_data(name, key, query), call.value = contiguous_data(name, value, query);
-  call.mask = contiguous_data(name, mask, query), call.has_row_masks = mask.size(0) > 1;
+  call.key = contiguous_data(name, key, query.scalar_type()), call.value = contiguous_data(name, value, query.scalar_type());
+  call.mask = contiguous_data(name, mask, query.scalar_type()), call.has_row_masks = mask.size(0) > 1;
   call.rows = rows, call.heads = heads, call.queries = queries, call.size = size;
   STD_TORCH_CHECK(end.scalar_type() == ScalarType::Long && end.numel() == 1, name, ": `end` is not one int64");
   call.slots = *static_cast<const int64_t*>(end.const_data_ptr()), call.all_slots = key.size(2);
@@ -179,7 +190,7 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
 }  // namespace
 
 STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
-  library.def("skinny_gemm(Tensor input, Tensor[] weights, Tensor? bias) -> Tensor");
+  library.def("skinny_gemm(Tensor input, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
   library.def("groupwise_gemm(Tensor input, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float scale) -> Tensor");
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");

@@ -1,5 +1,5 @@
-// Skinny GEMM: y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as the model stores it. See vectorized.h for
-// `Value`.
+// Skinny GEMM: y[m, n] = scale[n] * sum over k of x[m, k] * w[n, k] + bias[n], with w as the model stores it: in the
+// dtype of x and without scales, or as int8 with them. See vectorized.h for `Value`.
 //
 // The weights are streamed from memory once, sequentially, for all rows of the input. The order of summation does not
 // depend on the number of rows.
@@ -31,12 +31,13 @@ inline void prefetch(const void* address) {
 }
 
 // Arithmetic: upcast to float, or bfloat16 dot products (AVX512-BF16). `Kept` is the dtype of the input's copy.
+template <class Weight>
 struct AsFloats {
   static constexpr int64_t kSize = Floats::size();
   using Kept = float;
   using Part = Floats;
-  static Part load(const Value* values) { return to_floats(values); }
-  static Part load(const Value* values, int64_t count) { return to_floats(values, count); }
+  static Part load(const Weight* values) { return to_floats(values); }
+  static Part load(const Weight* values, int64_t count) { return to_floats(values, count); }
   static Part load_kept(const Kept* values) { return Part::loadu(values); }
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return at::vec::fmadd(w, x, sum); }
 };
@@ -53,33 +54,40 @@ struct AsPairs {
   static Part load_kept(const Kept* values) { return load(values); }
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return _mm512_dpbf16_ps(sum, x, w); }
 };
-using Lanes = std::conditional_t<std::is_same_v<Value, at::BFloat16>, AsPairs, AsFloats>;
+template <class Weight>
+using Lanes = std::conditional_t<std::is_same_v<Weight, at::BFloat16>, AsPairs, AsFloats<Weight>>;
 #else
-using Lanes = AsFloats;
+template <class Weight>
+using Lanes = AsFloats<Weight>;
 #endif
-
-using Kept = Lanes::Kept;
 
 // A tile of accumulators has kTile rows of the input by kBlock rows of the weights, as many as fit into registers. With
 // few rows of the input, products are memory-bound, and memory streams best with few rows of weights at a time: one for
 // a single row of the input, two for up to kFew rows (with one, four bfloat16 tokens stall on latency: a third slower).
+// A register of int8 weights takes a quarter of the bytes, so four rows at a time keep up, if kFour rows of the input
+// leave registers for them.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kTile = 8, kFew = 4, kBlock = 3;
+constexpr int kTile = 8, kFew = 4, kFour = 4, kBlock = 3;
 #elif defined(CPU_CAPABILITY_AVX2)
-constexpr int kTile = 4, kFew = 3, kBlock = 3;
+constexpr int kTile = 4, kFew = 3, kFour = 2, kBlock = 3;
 #else
-constexpr int kTile = 8, kFew = 4, kBlock = 2;
+constexpr int kTile = 8, kFew = 4, kFour = 2, kBlock = 2;
 #endif
-constexpr int64_t kLanes = Lanes::kSize;
-constexpr int64_t kAligned = kLanes * sizeof(Value);
+template <class Weight>
+constexpr int rows_at_once(int rows) {
+  if (std::is_same_v<Weight, int8_t> && rows <= kFour) return 4;
+  return rows == 1 ? 1 : rows <= kFew ? 2 : kBlock;
+}
 
 // How a row of weights splits into an unaligned head, `full` aligned registers and a tail. Loads across two cache lines
 // take twice as long, and weights in memory-mapped files are seldom aligned.
+template <class Weight>
 struct Split {
+  static constexpr int64_t kLanes = Lanes<Weight>::kSize, kAligned = kLanes * sizeof(Weight);
   int64_t head, full, tail;
 
-  Split(const Value* w, int64_t size) : head(0) {
-    if (size % kLanes == 0) head = (kAligned - reinterpret_cast<uintptr_t>(w) % kAligned) % kAligned / sizeof(Value);
+  Split(const Weight* w, int64_t size) : head(0) {
+    if (size % kLanes == 0) head = (kAligned - reinterpret_cast<uintptr_t>(w) % kAligned) % kAligned / sizeof(Weight);
     full = (size - head) / kLanes;
     tail = size - head - full * kLanes;
   }
@@ -87,9 +95,13 @@ struct Split {
 };
 
 // Rows of the input, split as the weights are and zero-padded to whole registers; copied only if needed.
+template <class Weight>
 class Input {
  public:
-  Input(const Value* x, int64_t rows, int64_t size, const Split& split)
+  using Kept = typename Lanes<Weight>::Kept;
+  static constexpr int64_t kLanes = Lanes<Weight>::kSize;
+
+  Input(const Value* x, int64_t rows, int64_t size, const Split<Weight>& split)
       : values_(reinterpret_cast<const Kept*>(x)), stride_(size) {
     if (std::is_same_v<Value, Kept> && split.head == 0 && split.tail == 0) return;
     constexpr int64_t kRegister = kLanes * sizeof(Kept);
@@ -140,37 +152,38 @@ ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
 }
 
 // Multiply kRows rows of the input, from `first` on, by kBlock consecutive rows of the weights.
-template <int kRows, int kBlock>
-ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Split& split, const Value* w, int64_t size,
-                                   float* found) {
+template <int kRows, int kBlock, class Weight>
+ALWAYS_INLINE inline void multiply(const Input<Weight>& x, int64_t first, const Split<Weight>& split, const Weight* w,
+                                   int64_t size, float* found) {
+  using Part = typename Lanes<Weight>::Part;
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n) sums[m][n] = Floats(0.0f);
   int64_t place = 0;
-  const auto add = [&](const typename Lanes::Part* parts) ALWAYS_INLINE {
+  const auto add = [&](const Part* parts) ALWAYS_INLINE {
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const auto part = Lanes::load_kept(x.at(first + m, place));
+      const Part part = Lanes<Weight>::load_kept(x.at(first + m, place));
 #pragma GCC unroll 16
-      for (int n = 0; n < kBlock; ++n) sums[m][n] = Lanes::add(part, parts[n], sums[m][n]);
+      for (int n = 0; n < kBlock; ++n) sums[m][n] = Lanes<Weight>::add(part, parts[n], sums[m][n]);
     }
     ++place;
   };
-  const auto add_some = [&](const Value* from, int64_t count) {
-    typename Lanes::Part parts[kBlock];
+  const auto add_some = [&](const Weight* from, int64_t count) {
+    Part parts[kBlock];
 #pragma GCC unroll 16
-    for (int n = 0; n < kBlock; ++n) parts[n] = Lanes::load(from + n * size, count);
+    for (int n = 0; n < kBlock; ++n) parts[n] = Lanes<Weight>::load(from + n * size, count);
     add(parts);
   };
   if (split.head > 0) add_some(w, split.head);
-  const Value* next = w;
+  const Weight* next = w;
   for (int64_t i = 0; i < split.full; ++i) {
-    typename Lanes::Part parts[kBlock];
+    Part parts[kBlock];
 #pragma GCC unroll 16
-    for (int n = 0; n < kBlock; ++n, next += kLanes) {
-      parts[n] = Lanes::load(w + n * size + split.head + i * kLanes);
+    for (int n = 0; n < kBlock; ++n, next += Split<Weight>::kLanes) {
+      parts[n] = Lanes<Weight>::load(w + n * size + split.head + i * Split<Weight>::kLanes);
       if (first == 0) prefetch(next);
     }
     add(parts);
@@ -181,10 +194,10 @@ ALWAYS_INLINE inline void multiply(const Input& x, int64_t first, const Split& s
 }
 
 // Multiply kRows rows of the input, from `first` on, by a panel of `count` rows of the weights.
-template <int kRows>
-void multiply_panel(const Input& x, int64_t first, const Split& split, const Value* w, int64_t size, const Value* bias,
-                    Value* y, int64_t size_out, int64_t count) {
-  constexpr int kAtOnce = kRows == 1 ? 1 : kRows <= kFew ? 2 : kBlock;
+template <class Weight, int kRows>
+void multiply_panel(const Input<Weight>& x, int64_t first, const Split<Weight>& split, const Weight* w, int64_t size,
+                    const float* scales, const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  constexpr int kAtOnce = rows_at_once<Weight>(kRows);
   float found[kRows * kPanel];
   int64_t n = 0;
   for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, split, w + n * size, size, found + n);
@@ -192,39 +205,41 @@ void multiply_panel(const Input& x, int64_t first, const Split& split, const Val
     for (; n < count; ++n) multiply<kRows, 1>(x, first, split, w + n * size, size, found + n);
   for (int64_t m = 0; m < kRows; ++m) {
     float* row = found + m * kPanel;
+    if (scales != nullptr)
+      for (n = 0; n < count; ++n) row[n] *= scales[n];
     if (bias != nullptr)
       for (n = 0; n < count; ++n) row[n] += static_cast<float>(bias[n]);
     at::vec::convert(row, y + (first + m) * size_out, count);
   }
 }
 
-template <int... kRows>
+template <class Weight, int... kRows>
 constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
-  return std::array{multiply_panel<kRows + 1>...};
+  return std::array{multiply_panel<Weight, kRows + 1>...};
 }
-constexpr auto kByRows = by_rows(std::make_integer_sequence<int, kTile>());
 
 // Multiply all rows of the input by `count` rows of the weights, one L2-sized panel at a time.
-void multiply_rows(const Value* x, int64_t rows, const Value* w, int64_t size, const Value* bias, Value* y,
-                   int64_t size_out, int64_t count) {
-  const Split split(w, size);
-  const Input input(x, rows, size, split);
-  const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Value))) / kBlock * kBlock;
+template <class Weight>
+void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, const float* scales, const Value* bias,
+                   Value* y, int64_t size_out, int64_t count) {
+  static constexpr auto kByRows = by_rows<Weight>(std::make_integer_sequence<int, kTile>());
+  const Split<Weight> split(w, size);
+  const Input<Weight> input(x, rows, size, split);
+  const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Weight))) / kBlock * kBlock;
   const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel), tiles = (rows + kTile - 1) / kTile;
   for (int64_t n = 0; n < count; n += panel) {
+    const float* s = scales == nullptr ? scales : scales + n;
     const Value* b = bias == nullptr ? bias : bias + n;
     for (int64_t tile = 0; tile < tiles; ++tile) {  // of equal size, since small tiles stall on latency
       const int64_t m = rows * tile / tiles, some = rows * (tile + 1) / tiles - m;
-      kByRows[some - 1](input, m, split, w + n * size, size, b, y + n, size_out, std::min(panel, count - n));
+      kByRows[some - 1](input, m, split, w + n * size, size, s, b, y + n, size_out, std::min(panel, count - n));
     }
   }
 }
 
-}  // namespace
-
 // Threads split the concatenated rows of all weights.
-template <>
-void run<Value>(const SkinnyGemm& call) {
+template <class Weight>
+void run_with(const SkinnyGemm& call) {
   const int64_t rows = call.rows, size = call.size, size_out = call.size_out;
   const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kMinWorkPerThread);
   const auto *x = static_cast<const Value*>(call.input), *b = static_cast<const Value*>(call.bias);
@@ -235,10 +250,19 @@ void run<Value>(const SkinnyGemm& call) {
     for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
       const int64_t from = std::max(start, first), to = std::min(end, first + call.sizes_out[i]);
       if (from >= to) continue;
-      const Value* w = static_cast<const Value*>(call.weights[i]) + (from - first) * size;
+      const Weight* w = static_cast<const Weight*>(call.weights[i]) + (from - first) * size;
+      const float* scales = call.scales == nullptr ? nullptr : call.scales[i] + (from - first);
       for (int64_t m = 0; m < rows; m += kMaxRows)
-        multiply_rows(x + m * size, std::min(kMaxRows, rows - m), w, size, b == nullptr ? b : b + from,
+        multiply_rows(x + m * size, std::min(kMaxRows, rows - m), w, size, scales, b == nullptr ? b : b + from,
                       y + m * size_out + from, size_out, to - from);
     }
   });
+}
+
+}  // namespace
+
+template <>
+void run<Value>(const SkinnyGemm& call) {
+  if (call.scales == nullptr) run_with<Value>(call);
+  else run_with<int8_t>(call);
 }

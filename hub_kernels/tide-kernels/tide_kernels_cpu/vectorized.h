@@ -28,6 +28,18 @@ inline Floats to_floats(const Stored* values) {
   return found;
 }
 
+inline Floats to_floats(const int8_t* values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
+#else
+  float found[Floats::size()];
+  std::copy(values, values + Floats::size(), found);
+  return Floats::loadu(found);
+#endif
+}
+
 inline Floats to_floats(const float* values, int64_t count) { return Floats::loadu(values, count); }
 
 template <class Stored>

@@ -7,10 +7,12 @@ whose weights are plain or quantised call their kernel directly, without the Pyt
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from ...kernels.cpu.cpp_kernels import load_op
 from ...kernels.cpu.weight_layouts import (
@@ -39,16 +41,27 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
     """
     indices = _indices_of_constants(graph, constants)
     found: dict[tuple[fx.Node, bool, int], list[fx.Node]] = defaultdict(list)
+    integers: dict[tuple[fx.Node, bool], list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         if node.target is LINEAR and node.args[1] in indices:
             found[node.args[0], node.args[2] is None, _layout_of(node)].append(node)
+        elif _is_integer_product(node):
+            integers[node.args[0], node.args[2] is None].append(node)
     products = []
     for (_, _, layout), linears in found.items():
         if len(linears) > 1 and (may_copy or not WEIGHT_LAYOUTS[layout].is_copy):
             products.append(LinearWeights([indices[linear.args[1]] for linear in linears], layout))
             _fuse(graph.graph, linears, [constants[i].shape[0] for i in products[-1].indices])
+    for linears in integers.values():
+        if len(linears) > 1:
+            _fuse(graph.graph, linears, [linear.meta["val"].shape[-1] for linear in linears])
     graph.recompile()
     return products
+
+
+def _is_integer_product(node: fx.Node) -> bool:
+    """Whether a node multiplies one weight of integers, for which traces record the kernel itself."""
+    return isinstance(node.target, OpOverload) and node.target.name().endswith("::skinny_gemm")
 
 
 def _indices_of_constants(graph: fx.GraphModule, constants: list[Tensor]) -> dict[Any, int]:
@@ -62,11 +75,16 @@ def _layout_of(linear: fx.Node) -> int:
     return layout
 
 
-def _fuse(graph: fx.Graph, linears: list[fx.Node], sizes: list[int]) -> None:
-    inputs, weights, biases = ([linear.args[i] for linear in linears] for i in range(3))
-    with graph.inserting_before(linears[0]):
+def _fuse(graph: fx.Graph, linears: list[Any], sizes: list[int]) -> None:
+    first, arguments = linears[0], [list(column) for column in zip(*(linear.args for linear in linears), strict=False)]
+    (state, *_), weights, biases = arguments[:3]
+    with graph.inserting_before(first):
         bias = None if biases[0] is None else graph.call_function(torch.ops.aten.cat.default, (biases,))
-        whole = graph.call_function(FUSED, (inputs[0], weights, bias, _layout_of(linears[0])))
+        if first.target is LINEAR:
+            whole = graph.call_function(FUSED, (state, weights, bias, _layout_of(first)))
+        else:
+            integers, scales = list(chain(*weights)), list(chain(*arguments[3]))
+            whole = graph.call_function(first.target, (state, integers, bias, scales))
         end = 0
         for linear, size in zip(linears, sizes, strict=True):
             start, end = end, end + size
@@ -93,7 +111,7 @@ def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearW
         if not known or state is None:
             continue
         if layout is PlainWeight and (product := load_op("skinny_gemm", state.dtype)) is not None:
-            node.target, node.args = product, (node.args[0], weights, node.args[2])
+            node.target, node.args = product, (node.args[0], weights, node.args[2], [])
         is_quantized = layout is QuantizedWeight and state.numel() <= MAX_QUANTIZED_ROWS * state.shape[-1]
         if is_quantized and (product := load_op("groupwise_gemm", state.dtype)) is not None:
             held = [_add_input(graph.graph, f"quantized_{len(quantized)}_{name}") for name in ("packed", "scales")]

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
-from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
+from ...depth.linear_gate import (
+    DRAFT_LAYOUTS,
+    KERNEL_LAYOUTS,
+    IntegerGate,
+    LinearGate,
+    allowed_layouts,
+    copies_fit,
+    linear_gates,
+)
 from ...kernels.cpu.weight_layouts import WeightLayout
 from ..gqa_attention import gqa_attention
 from ..warm_up import WarmUp
@@ -221,7 +229,8 @@ class CompiledSteps(StepStore):
         draft_head = parts.routers.draft_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, draft_head, parts.draft_unembed.head))
         if not self._converted:  # checked before the first step only, whose weight copies then take memory
-            graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
+            copied = [gate.module for gate in gates if not isinstance(gate, IntegerGate)]
+            graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(copied)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
         with gqa_attention(parts.model, block), allowed_layouts(layouts):
             replay = self.compiler.compile(function, buffers.state())

@@ -53,6 +53,7 @@ class WeightLayout:
     """A weight (out, in) in one layout, or the concatenated weights of linear layers that read the same input."""
 
     is_copy: ClassVar[bool] = True  # whether the layout takes memory of its own
+    is_traceable: ClassVar[bool] = False  # whether graphs can record `apply`; else they record an op of this module
 
     def __init__(self, *weights: Tensor) -> None:
         self.weights = weights
@@ -163,7 +164,7 @@ class PlainWeight(WeightLayout):
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self._product(input, self._plain, bias)
+        return self._product(input, self._plain, bias, [])
 
     def _convert(self, weights: list[Tensor]) -> None:
         self._product: Any = load_op("skinny_gemm", weights[0].dtype)
