@@ -8,9 +8,10 @@ import transformers
 from families import FAMILIES, LAYERS, RECURRENT, VOCAB, tiny_model
 from images import seeing_model
 from packaging.version import Version
+from quantized_weights import quantized
 from torch import nn
 
-from tide_hf import UnsupportedModelError
+from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
 from tide_hf.base_model.parity import check_parity
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.base_model.unembed import DraftUnembed, Unembed, greedy_tokens
@@ -41,6 +42,21 @@ def test_structure_and_unembedding(family):
         assert torch.equal(DraftUnembed(unembed)(state), logits.argmax(dim=-1))
         few = torch.tensor([11, 3, 29, 7])
         assert torch.equal(DraftUnembed(unembed, few)(state), few[logits[..., few].argmax(dim=-1)])
+
+
+def test_drafts_copy_the_rows_of_a_quantised_head():
+    model, few = tiny_model("llama"), torch.tensor([11, 3, 29, 7])
+    model.lm_head.weight = quantized(model.lm_head.weight)
+    routers = TIDERouters.for_model(model, exit_layers=[1])
+    routers.draft_vocab = few
+    TIDEModelForCausalLM.attach(model, routers)
+    drafts, state = model._tide.draft_unembed(), torch.randn(2, 3, 32)
+    expected = model.lm_head(model.model.norm(state))[..., few].argmax(dim=-1)
+    assert torch.equal(drafts(state), few[expected])
+    assert model._tide.draft_unembed() is drafts
+    model.lm_head.weight = quantized(-model.lm_head.weight.dequantize())
+    assert model._tide.draft_unembed() is not drafts
+    assert not torch.equal(model._tide.draft_unembed()(state), few[expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

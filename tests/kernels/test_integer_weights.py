@@ -4,6 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from on_steps import LAYERS, OPTIONS, as_traced, new_tokens, prompts, use_steps
+from quantized_weights import quantized
 from torch import nn
 from torch.nn import functional
 
@@ -14,37 +15,6 @@ from tide_hf.kernels.cpu.cpp_kernels import DTYPES, build_kernels
 from tide_hf.kernels.cpu.integer_weights import MAX_FLOAT_ROWS, MAX_ROWS, IntegerWeight, integers_of
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
-
-
-class Quantized(torch.Tensor):
-    """What torchao's `Int8Tensor` and optimum-quanto's `WeightQBytesTensor` have in common."""
-
-    @staticmethod
-    def __new__(cls, integers, scales):
-        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=scales.dtype)
-
-    def __init__(self, integers, scales):
-        self.qdata = self._data = integers
-        self.scale = self._scale = scales
-        self.axis = 0
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is functional.linear:
-            weight = args[1]
-            return function(args[0], weight.qdata.to(args[0].dtype) * weight.scale, *args[2:], **(kwargs or {}))
-        return super().__torch_function__(function, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        assert function is torch.ops.aten.detach.default
-        return cls(args[0].qdata, args[0].scale)
-
-
-def quantized(weight, package="torchao"):
-    scales = weight.detach().abs().amax(dim=1, keepdim=True) / 127
-    kind = type("Quantized", (Quantized,), {"__module__": f"{package}.tensors"})
-    return nn.Parameter(kind((weight.detach() / scales).round().to(torch.int8), scales), requires_grad=False)
 
 
 def quantize(model):

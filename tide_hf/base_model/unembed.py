@@ -110,7 +110,7 @@ class DraftUnembed:
             return None
         head: Any = self.unembed.structure.head
         parts = [part for part in (head.weight, getattr(head, "bias", None)) if part is not None]
-        return tuple((id(part), part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+        return tuple((id(part), _address(part), 0 if part.is_inference() else part._version) for part in parts)
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.head_input(hidden_states)
@@ -138,8 +138,9 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
-    """A linear layer with a copy of the rows `token_ids` of `head`."""
+    """A linear layer with a copy of the rows `token_ids` of `head`, dequantised."""
     weight: Any = head.weight
+    weight = weight.dequantize() if _unpacks_itself(weight) else weight
     bias: Any = getattr(head, "bias", None)
     index = token_ids.to(weight.device)
     rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
@@ -188,7 +189,18 @@ def weights_hash(model: nn.Module) -> str:
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether the head's weight can be read directly: neither packed, nor offloaded, nor sharded over processes."""
     weight: Any = getattr(head, "weight", None)
-    return weight is not None and _is_readable(weight) and not (_unpacks_itself(weight) or _is_sharded(weight))
+    return has_readable_rows(head) and not _unpacks_itself(weight)
+
+
+def has_readable_rows(head: nn.Module) -> bool:
+    """Whether rows of the head's weight can be copied; quantised ones too, if the weight can dequantise itself."""
+    weight: Any = getattr(head, "weight", None)
+    return weight is not None and _is_readable(weight) and not _is_sharded(weight)
+
+
+def _address(weight: Tensor) -> int:
+    """The weight's address; 0 if it is a quantised tensor, which has none."""
+    return 0 if _unpacks_itself(weight) else weight.data_ptr()
 
 
 def _is_readable(weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base_model.structure import DecoderStructure, check_layers
-from ..base_model.unembed import DraftUnembed, Unembed, is_plain_linear
+from ..base_model.unembed import DraftUnembed, Unembed, has_readable_rows
 from ..base_model.wrappers import check_adapters, check_uncompiled
 from ..common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from ..depth.linear_gate import (
@@ -142,7 +142,7 @@ class Attachment:
     def draft_unembed(self) -> DraftUnembed:
         """The unembedding for drafts; its copy of the draft vocabulary's rows is renewed when the head changes."""
         vocab = self.routers.draft_vocab if self.routers is not None else None
-        if not is_plain_linear(self.structure.head):
+        if not has_readable_rows(self.structure.head):
             return DraftUnembed(self.unembed)
         if self._draft_unembed is None or not self._draft_unembed.is_current():
             self._draft_unembed = DraftUnembed(self.unembed, vocab)
