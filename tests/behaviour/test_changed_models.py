@@ -65,7 +65,7 @@ WRITES = {
 def test_stored_weights_follow_writes_that_pytorch_does_not_count(monkeypatch, layout, write):
     monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
 
-    def product(state, stored, bias):
+    def product(state, stored, bias, _scales):
         return torch.nn.functional.linear(state, torch.cat(stored), bias)
 
     monkeypatch.setattr(weight_layouts, "load_op", lambda *_: product)
