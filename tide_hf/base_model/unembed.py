@@ -110,7 +110,7 @@ class DraftUnembed:
             return None
         head: Any = self.unembed.structure.head
         parts = [part for part in (head.weight, getattr(head, "bias", None)) if part is not None]
-        return tuple((id(part), _address(part), 0 if part.is_inference() else part._version) for part in parts)
+        return tuple((id(part), address_of(part), 0 if part.is_inference() else part._version) for part in parts)
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.head_input(hidden_states)
@@ -139,8 +139,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:
     """A linear layer with a copy of the rows `token_ids` of `head`, dequantised."""
-    weight: Any = head.weight
-    weight = weight.dequantize() if _unpacks_itself(weight) else weight
+    weight = _dequantized(head.weight)
     bias: Any = getattr(head, "bias", None)
     index = token_ids.to(weight.device)
     rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
@@ -160,8 +159,7 @@ def unembed_hash(head: nn.Module) -> str | None:
     weight: Any = getattr(head, "weight", None)
     if weight is None or not _is_readable(weight):
         return None
-    if _unpacks_itself(weight):
-        weight = weight.dequantize()
+    weight = _dequantized(weight)
     if _is_sharded(weight):
         weight = weight.full_tensor()
     width = weight.shape[1]
@@ -181,7 +179,7 @@ def weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         if (type(weight) is nn.Parameter or _unpacks_itself(weight)) and _is_readable(weight):
-            flat = (weight.dequantize() if _unpacks_itself(weight) else weight).detach().reshape(-1)
+            flat = _dequantized(weight).detach().reshape(-1)
             digest.update(f"{name} {flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].tolist()}".encode())
     return digest.hexdigest()
 
@@ -198,9 +196,9 @@ def has_readable_rows(head: nn.Module) -> bool:
     return weight is not None and _is_readable(weight) and not _is_sharded(weight)
 
 
-def _address(weight: Tensor) -> int:
-    """The weight's address; 0 if it is a quantised tensor, which has none."""
-    return 0 if _unpacks_itself(weight) else weight.data_ptr()
+def address_of(tensor: Tensor) -> int:
+    """A tensor's address; 0 for subclasses such as quantised weights, which are identified by `id` alone."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 def _is_readable(weight: Tensor) -> bool:
@@ -210,6 +208,10 @@ def _is_readable(weight: Tensor) -> bool:
 def _unpacks_itself(weight: Tensor) -> bool:
     """Whether the weight is a quantised tensor that reports a floating-point dtype, but can hardly be indexed."""
     return type(weight).dequantize is not Tensor.dequantize
+
+
+def _dequantized(weight: Any) -> Any:
+    return weight.dequantize() if _unpacks_itself(weight) else weight
 
 
 def _is_sharded(weight: Tensor) -> bool:

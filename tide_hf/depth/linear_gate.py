@@ -87,17 +87,17 @@ class LinearGate(Gate):
                 return product(input)
         if (
             torch.is_grad_enabled()
-            or self.sources() is None
+            or not self.sources()
             or input.dtype is not self._weight.dtype
             or torch.is_autocast_enabled("cpu")
         ):
             return self.native(input)
         return self._choose(input, products)
 
-    def sources(self) -> tuple[Tensor, ...] | None:
-        """What layouts are made from, the weight (out, in); `None` if it cannot be read in other layouts now."""
+    def sources(self) -> tuple[Tensor, ...]:
+        """The weight (out, in), which layouts are made from; nothing while it cannot be read in other layouts."""
         weight = self._weight  # for example, moved to a GPU after attaching
-        return (weight,) if weight is not None and _is_plain(weight) else None
+        return (weight,) if weight is not None and _is_plain(weight) else ()
 
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
         weight, bias = self._weight, self._bias
@@ -119,7 +119,7 @@ class LinearGate(Gate):
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
         """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
-        if self.sources() is None:
+        if not self.sources():
             return None
         if not self.may_copy:
             layouts = tuple(layout for layout in layouts if not layout.is_copy)
@@ -128,7 +128,7 @@ class LinearGate(Gate):
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout:
         """Return the weights in a layout, converted at first use and again after they have changed."""
-        converted, sources = self.converted.get(layout), self.sources() or ()
+        converted, sources = self.converted.get(layout), self.sources()
         if converted is None or not converted.is_of(*sources):
             self.converted[layout] = converted = in_layout(layout, *sources)
         return converted
@@ -156,7 +156,7 @@ class LinearGate(Gate):
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
         sources = self.sources()
-        if sources is None or not all(weight.is_of(*sources, sampled=True) for weight in self.converted.values()):
+        if not sources or not all(weight.is_of(*sources, sampled=True) for weight in self.converted.values()):
             self.release()
 
 
@@ -165,22 +165,22 @@ class IntegerGate(LinearGate):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        self._found: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)  # for a weight; finding them takes a while
+        self._found: tuple[Any, tuple[Tensor, ...]] = (None, ())  # a weight, and its integers, which take time to find
 
-    def sources(self) -> tuple[Tensor, ...] | None:
-        """The integers (out, in) and their scales."""
+    def sources(self) -> tuple[Tensor, ...]:
+        """The integers (out, in) and their scales, which the kernel reads; nothing while it cannot read them."""
         if self._found[0] is not self._weight:
-            self._found = self._weight, integers_of(self.module)
+            self._found = self._weight, integers_of(self.module) or ()
         return self._found[1]
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
-        """The weights as the kernel reads them; `None` if it may not run, or the quantising package's own is faster."""
+        """The weights as the kernel reads them; `None` if it may not run, or the package's own product is faster."""
         is_served = PlainWeight in layouts and IntegerWeight.serves(self._weight.dtype, rows)
-        return self.convert(IntegerWeight) if is_served and self.sources() is not None else None
+        return self.convert(IntegerWeight) if is_served and self.sources() else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """As of other gates; a copy finds its own integers."""
-        return {**super().__getstate__(), "_found": (None, None)}
+        """Leave out the integers as well; a copy finds its own."""
+        return {**super().__getstate__(), "_found": (None, ())}
 
 
 class SingleLayoutGate(LinearGate):
@@ -225,8 +225,7 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
     if pack_weights is False:
         return [], False
     linears = linears_in(*_modules(structure))
-    plain = [linear for linear in linears if has_plain_weight(linear)]
-    if pack_weights is True and not any(can_pack(linear.weight.dtype) for linear in plain):
+    if pack_weights is True and not packable(linears):
         has_any = can_pack(torch.float32)
         raise UnsupportedOptionError(
             "weights cannot be packed",
@@ -234,12 +233,18 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
             expected="nn.Linear layers in float32 on a CPU, or in bfloat16 where oneDNN has it",
             do="Leave pack_weights at 'auto', or load the model with dtype=torch.float32 and no device_map.",
         )
-    return linears, pack_weights is True or copies_fit(plain)
+    return linears, pack_weights is True or copies_fit(linears)
+
+
+def packable(linears: Iterable[nn.Linear]) -> list[nn.Linear]:
+    """Those of the layers whose weights can be prepacked."""
+    return [linear for linear in linears if has_plain_weight(linear) and can_pack(linear.weight.dtype)]
 
 
 def copies_fit(linears: Iterable[Any]) -> bool:
-    """Whether a copy of the layers' weights takes at most a quarter of the free memory."""
-    return sum(linear.weight.nbytes for linear in linears) <= psutil.virtual_memory().available * MEMORY_SHARE
+    """Whether a copy of the layers' plain weights takes at most a quarter of the free memory."""
+    needed = sum(linear.weight.nbytes for linear in linears if has_plain_weight(linear))
+    return needed <= psutil.virtual_memory().available * MEMORY_SHARE
 
 
 def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool = False) -> None:

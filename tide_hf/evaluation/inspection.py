@@ -17,8 +17,7 @@ from ..calibration.routers import CONVERGENCE_THRESHOLD, cosine_similarity
 from ..calibration.states import StateReader, full_depth
 from ..common.choices import MODES
 from ..common.errors import CalibrationError, UnsupportedModelError
-from ..depth.linear_gate import has_plain_weight, linears_to_gate
-from ..kernels.cpu.weight_layouts import can_pack
+from ..depth.linear_gate import linears_to_gate, packable
 from ..kernels.ops import kernel_facts, load_kernels
 from ..routers.config import NEVER_EXIT
 from ..routers.routers import TIDERouters
@@ -152,7 +151,7 @@ def _choice(threshold: dict[str, Any] | None) -> dict[str, Any] | None:
 def packing_facts(structure: DecoderStructure) -> dict[str, Any]:
     """Whether `pack_weights="auto"` keeps prepacked copies of weights, and their size."""
     gated, may_copy = linears_to_gate(structure, "auto")
-    linears = [linear for linear in gated if has_plain_weight(linear) and can_pack(linear.weight.dtype)]
+    linears = packable(gated)
     return {
         "packed": may_copy and bool(linears),
         "linear_layers": len(linears),

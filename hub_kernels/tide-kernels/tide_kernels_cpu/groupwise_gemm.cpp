@@ -43,20 +43,9 @@ struct Dequantized {
 
   static int64_t place(int64_t k) { return k; }
 
-  static Floats load(const uint8_t* w) {
-#if defined(CPU_CAPABILITY_AVX512)
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))));
-#elif defined(CPU_CAPABILITY_AVX2)
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w))));
-#else
-    float values[Floats::size()];
-    for (int i = 0; i < Floats::size(); ++i) values[i] = static_cast<float>(w[i]);
-    return Floats::loadu(values);
-#endif
-  }
-
   static Floats add(const Stored* x, const uint8_t* w, Floats sum) {
-    for (int64_t k = 0; k < kGroupSize; k += Floats::size()) sum = at::vec::fmadd(Floats::loadu(x + k), load(w + k), sum);
+    for (int64_t k = 0; k < kGroupSize; k += Floats::size())
+      sum = at::vec::fmadd(Floats::loadu(x + k), to_floats(w + k), sum);
     return sum;
   }
 };

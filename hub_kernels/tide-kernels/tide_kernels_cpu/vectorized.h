@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 
 #include "arguments.h"
 
@@ -28,17 +29,23 @@ inline Floats to_floats(const Stored* values) {
   return found;
 }
 
-inline Floats to_floats(const int8_t* values) {
+template <class Byte>
+inline Floats bytes_to_floats(const Byte* values) {
 #if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values))));
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+  return _mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif defined(CPU_CAPABILITY_AVX2)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values));
+  return _mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
   float found[Floats::size()];
   std::copy(values, values + Floats::size(), found);
   return Floats::loadu(found);
 #endif
 }
+
+inline Floats to_floats(const int8_t* values) { return bytes_to_floats(values); }
+inline Floats to_floats(const uint8_t* values) { return bytes_to_floats(values); }
 
 inline Floats to_floats(const float* values, int64_t count) { return Floats::loadu(values, count); }
 

@@ -40,21 +40,19 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
     The graph is changed in place; `constants` are the values of the graph's last placeholders.
     """
     indices = _indices_of_constants(graph, constants)
-    found: dict[tuple[fx.Node, bool, int], list[fx.Node]] = defaultdict(list)
-    integers: dict[tuple[fx.Node, bool], list[fx.Node]] = defaultdict(list)
+    found: dict[tuple[fx.Node, bool, int | None], list[fx.Node]] = defaultdict(list)  # layout `None`: integers
     for node in graph.graph.nodes:
         if node.target is LINEAR and node.args[1] in indices:
             found[node.args[0], node.args[2] is None, _layout_of(node)].append(node)
         elif _is_integer_product(node):
-            integers[node.args[0], node.args[2] is None].append(node)
+            found[node.args[0], node.args[2] is None, None].append(node)
     products = []
     for (_, _, layout), linears in found.items():
-        if len(linears) > 1 and (may_copy or not WEIGHT_LAYOUTS[layout].is_copy):
+        if len(linears) < 2 or not (layout is None or may_copy or not WEIGHT_LAYOUTS[layout].is_copy):
+            continue
+        if layout is not None:  # the graph itself names integers
             products.append(LinearWeights([indices[linear.args[1]] for linear in linears], layout))
-            _fuse(graph.graph, linears, [constants[i].shape[0] for i in products[-1].indices])
-    for linears in integers.values():
-        if len(linears) > 1:
-            _fuse(graph.graph, linears, [linear.meta["val"].shape[-1] for linear in linears])
+        _fuse(graph.graph, linears)
     graph.recompile()
     return products
 
@@ -75,7 +73,7 @@ def _layout_of(linear: fx.Node) -> int:
     return layout
 
 
-def _fuse(graph: fx.Graph, linears: list[Any], sizes: list[int]) -> None:
+def _fuse(graph: fx.Graph, linears: list[Any]) -> None:
     first, arguments = linears[0], [list(column) for column in zip(*(linear.args for linear in linears), strict=False)]
     (state, *_), weights, biases = arguments[:3]
     with graph.inserting_before(first):
@@ -86,8 +84,8 @@ def _fuse(graph: fx.Graph, linears: list[Any], sizes: list[int]) -> None:
             integers, scales = list(chain(*weights)), list(chain(*arguments[3]))
             whole = graph.call_function(first.target, (state, integers, bias, scales))
         end = 0
-        for linear, size in zip(linears, sizes, strict=True):
-            start, end = end, end + size
+        for linear in linears:
+            start, end = end, end + linear.meta["val"].shape[-1]
             part = graph.call_function(torch.ops.aten.slice.Tensor, (whole, -1, start, end))
             linear.replace_all_uses_with(part)
     for linear in linears:

@@ -12,19 +12,12 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
-from ...depth.linear_gate import (
-    DRAFT_LAYOUTS,
-    KERNEL_LAYOUTS,
-    IntegerGate,
-    LinearGate,
-    allowed_layouts,
-    copies_fit,
-    linear_gates,
-)
+from ...base_model.unembed import address_of
+from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.cpu.weight_layouts import WeightLayout
 from ..gqa_attention import gqa_attention
 from ..warm_up import WarmUp
@@ -229,8 +222,7 @@ class CompiledSteps(StepStore):
         draft_head = parts.routers.draft_head if parts.routers is not None else None
         gates = list(linear_gates(parts.structure, block, draft_head, parts.draft_unembed.head))
         if not self._converted:  # checked before the first step only, whose weight copies then take memory
-            copied = [gate.module for gate in gates if not isinstance(gate, IntegerGate)]
-            graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(copied)
+            graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
         with gqa_attention(parts.model, block), allowed_layouts(layouts):
             replay = self.compiler.compile(function, buffers.state())
@@ -301,13 +293,8 @@ def fingerprint_of(parts: ModelParts) -> tuple:
         for module in root.modules():  # one walk for modules and tensors, since each walk costs time in every call
             facts.append((id(module), id(module.__dict__.get("forward")), _hooks_of(module), _settings_of(module)))
             tensors = (*module._parameters.values(), *module._buffers.values())
-            facts += [(id(tensor), _address(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+            facts += [(id(tensor), address_of(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
     return tuple(facts)
-
-
-def _address(tensor: Tensor) -> int:
-    """A tensor's address; 0 for subclasses such as quantised weights, which are identified by `id` alone."""
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 def _hooks_of(module: nn.Module) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .cpp_kernels import load_op
 from .weight_layouts import WeightLayout
 
-# Products of more rows are compute-bound: in half precision the package's own is then faster, where the CPU has it.
+# Of the input. Products of more rows are compute-bound, and the package's own is then as fast, or faster where the CPU
+# has instructions for half precision.
 MAX_ROWS, MAX_FLOAT_ROWS = 16, 64
 
 
@@ -42,7 +43,7 @@ class IntegerWeight(WeightLayout):
 
 
 def integers_of(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The integers (out, in) and scales of a linear layer's weight, if it is quantised to them and nothing else is.
+    """The integers (out, in) and the scales of a linear layer's quantised weight, if the kernel can read them.
 
     Returns `None` for weights with zero points or several scales per row, and for layers that quantise their input.
     """
