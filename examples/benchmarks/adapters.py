@@ -23,6 +23,7 @@ from tide_hf.evaluation.benchmark import (
 
 from .bench import Bench, CannotRunError
 from .common import NoDrafts
+from .peers import PEERS, PeerModel
 from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine
 
 NGRAMS, HEADS, BOTH = "self_speculative, n-grams only", "self_speculative, heads only", "self_speculative"
@@ -190,6 +191,12 @@ def compiled_plain(bench: Bench) -> DecodingMethod:
     return DecodingMethod("no drafts, compiled", model)
 
 
+def peer(kind: str, weights: str) -> Callable[[Bench], DecodingMethod]:
+    """Another engine; it claims no tokens, since it rounds in its own way."""
+    name = f"{PEERS[kind].name}, {weights}"
+    return lambda bench: DecodingMethod(name, PeerModel(bench, kind, weights), lossless=False)
+
+
 def approximate(mode: str) -> Callable[[Bench], DecodingMethod]:
     """`early_exit` or `post_hoc` at the calibrated threshold."""
     return lambda bench: tide_method(attached(bench), mode, usable_threshold(bench.need_routers(), None))
@@ -214,6 +221,9 @@ WAYS = {
     "compiled": Way(compiled),
     "early_exit": Way(approximate("early_exit")),
     "post_hoc": Way(approximate("post_hoc")),
+    "openvino": Way(peer("openvino", "float32"), batches=False),
+    "openvino_int8": Way(peer("openvino", "int8"), batches=False),
+    "vllm": Way(peer("vllm", "float32"), batches=False),
 }
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor
 from tide_hf import TIDERouters
 from tide_hf.calibration.documents import Document, describe_source
 from tide_hf.calibration.text import plan_writing, write_documents
+from tide_hf.common.errors import MissingPackageError
 from tide_hf.common.token_ids import encode_prompt, prompt_tokens
 from tide_hf.evaluation.quality import read_texts
 
 from .common import read_prompts
 from .disagreement import unseen_prompts
+from .reading import plain_scores, reading_of
 
 WRITTEN_AT_ONCE = 8
+PERPLEXITY_TEXTS, PERPLEXITY_LENGTH = 64, 256
 
 
 class CannotRunError(Exception):
@@ -41,6 +45,7 @@ class Bench:
         published_samples: Texts that the published system is calibrated on where speed is at stake.
         published_length: Tokens of each.
         kept: Things that are made once, by name.
+        versions: Of the packages that other engines run, as far as they were started.
     """
 
     model: Any
@@ -51,12 +56,52 @@ class Bench:
     published_samples: int = 200
     published_length: int = 128
     kept: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def work(self) -> Path:
         """A folder that lives as long as this object."""
         self.kept["folder"] = tempfile.TemporaryDirectory(prefix="tide-benchmarks-")
         return Path(self.kept["folder"].name)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Model and tokenizer as files, for other engines; written once, so not quantised by what comes later."""
+        folder = self.work / "model"
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        return folder
+
+    def quantize(self) -> dict[str, Any]:
+        """Quantise the weights of the model's linear layers, its head among them, to int8 with a scale a row.
+
+        Returns:
+            "weights": in words; "perplexity" of "text", "unquantized" and "int8".
+
+        Raises:
+            MissingPackageError: torchao is not installed.
+        """
+        try:
+            quantization = import_module("torchao.quantization")
+        except ImportError as error:
+            raise MissingPackageError(
+                "torchao is not installed", got="--quantize", expected="torchao", do="pip install torchao"
+            ) from error
+        self.folder  # noqa: B018 - other engines quantise the original
+        documents, text = self.documents(PERPLEXITY_TEXTS, PERPLEXITY_LENGTH)
+        perplexity = {"unquantized": self.perplexity(documents)}
+        quantization.quantize_(self.model, quantization.Int8WeightOnlyConfig())
+        perplexity["int8"] = self.perplexity(documents)
+        return {
+            "weights": f"int8 weights (torchao {metadata.version('torchao')})",
+            "perplexity": perplexity,
+            "text": text,
+        }
+
+    def perplexity(self, documents: Sequence[Document]) -> float:
+        """The model's perplexity."""
+        losses, _ = plain_scores(reading_of(self.model), documents, WRITTEN_AT_ONCE, self.model.device)
+        return losses.mean().exp().item()
 
     @property
     def num_layers(self) -> int:

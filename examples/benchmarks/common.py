@@ -78,6 +78,12 @@ def setting(model: Any) -> dict[str, Any]:
     return provenance(model) | {"prompts_sha256": prompts, "environment": environment}
 
 
+def precision(record: dict[str, Any]) -> str:
+    """The dtype of a record, and what its weights were quantised by."""
+    quantized = record.get("quantized")
+    return f"{record['dtype']} with {quantized['weights']}" if quantized else record["dtype"]
+
+
 def write_record(record: dict[str, Any], file: Path) -> None:
     """Write a record as JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)

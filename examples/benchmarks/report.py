@@ -18,7 +18,7 @@ from typing import Any
 from tide_hf.common.errors import ConfigurationError
 
 from .checks import failures
-from .common import FOLDER, RESULTS
+from .common import FOLDER, RESULTS, precision
 from .report_plots import save_plots
 from .suites import SUITES
 
@@ -137,7 +137,7 @@ def origin(record: dict[str, Any]) -> str:
     number = record["torch_threads"]
     threads = f" on {number} thread{'s' if number > 1 else ''}" if record["device"] == "cpu" else ""
     return (
-        f"{record['model']} in {record['dtype']}{threads}, {where}, {record['date'][:10]}, "
+        f"{record['model']} in {precision(record)}{threads}, {where}, {record['date'][:10]}, "
         f"commit {(record['commit'] or 'unknown')[:7]}, torch {record['versions']['torch']}, "
         f"transformers {record['versions']['transformers']}; config `{record['config']}`, "
         f"{record['seconds'] / 60:.0f} minutes."

@@ -34,6 +34,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", help="folder or Hub repository (default: those shipped for the model)")
     parser.add_argument("--text", help="texts for perplexity and calibration (default: the model writes them)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
+    parser.add_argument("--quantize", choices=["int8"], help="weights, by torchao (default: as they are)")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument("--output-dir", type=Path, help="default: results/CONFIG in the benchmarks' folder")
@@ -54,12 +55,13 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
     console = Console(stderr=True)
     loaded = load(args, load_demo_model)
     bench = Bench(loaded.model, loaded.tokenizer, loaded.routers, loaded.routers_origin, text=args.text)
+    quantized = {"quantized": bench.quantize()} if args.quantize else {}
     folder = args.output_dir if args.output_dir is not None else RESULTS / config_file.stem
     files = []
     for name in names:
         console.print(f"Suite {name}", highlight=False)
         files.append(folder / f"{name}.json")
-        record = run_suite(bench, name, settings[name]) | {"config": config_file.stem}
+        record = run_suite(bench, name, settings[name]) | {"config": config_file.stem} | quantized
         write_record(record, files[-1])
         for failure in failures(SUITES[name].checks(record)):
             console.print(f"token check failed: {failure}", markup=False, style="red")
@@ -72,6 +74,7 @@ def run_suite(bench: Bench, name: str, settings: Any) -> dict[str, Any]:
     record = setting(bench.model) | {"suite": name, "settings": asdict(settings), "routers": routers}
     start = perf_counter()
     found = SUITES[name].run(bench, settings)
+    record["versions"] |= bench.versions
     seconds = {"seconds": perf_counter() - start}
     return json.loads(json.dumps(record | seconds | found))  # as a report will read it
 

@@ -21,13 +21,16 @@ from tide_hf.evaluation.benchmark import DecodingMethod, compare
 from ..adapters import WAYS, make_methods
 from ..bench import Bench
 from ..checks import Check, checks_of_results
-from ..common import markdown, read_prompts
+from ..common import markdown, precision, read_prompts
 from ..measuring import in_words, records_of, result_speedups
 
 SUMMARY = {
     "generate": "plain `generate`",
     "prompt_lookup_num_tokens=10": "transformers' prompt lookup",
     "generate, static cache, compiled": "transformers' static cache, compiled",
+    "vLLM, float32": "vLLM",
+    "OpenVINO GenAI, float32": "OpenVINO GenAI",
+    "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",
     "self_speculative": "with tide_hf",
     "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",
     "no drafts, compiled": 'with tide_hf, `engine="compiled"`, no drafts: the engine alone',
@@ -192,12 +195,13 @@ def summary_table(record: dict[str, Any]) -> str:
         found = [one for results in record["categories"].values() for one in results if one["name"] == name]
         prompts = [prompt for one in found for prompt in one["prompts"]]
         if prompts:
-            cells = [_mean(prompts, record["dtype"]), f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"]
+            claims = record["dtype"] if found[0].get("lossless", True) else None
+            cells = [_mean(prompts, claims), f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"]
             is_ours = words.startswith("with tide_hf")
             rows.append([f"**{cell}**" if is_ours else cell for cell in [words, *cells]])
     threads = f"{record['torch_threads']} CPU threads" if record["device"] == "cpu" else record["device"]
     model = record["model"].rpartition("/")[2]
-    return markdown([f"{model}, {record['dtype']}, {threads}", "speed", "answers equal"], rows)
+    return markdown([f"{model}, {precision(record)}, {threads}", "speed", "answers equal"], rows)
 
 
 def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool) -> list[str]:
@@ -209,7 +213,7 @@ def _prompts_of(name: str, results: list[dict[str, Any]]) -> list[dict[str, Any]
     return next((result["prompts"] for result in results if result["name"] == name), [])
 
 
-def _mean(prompts: list[dict[str, Any]], dtype: str) -> str:
+def _mean(prompts: list[dict[str, Any]], dtype: str | None) -> str:
     if not prompts:
         return "-"
     if dtype == "float32" and not all(prompt["equal"] for prompt in prompts):

