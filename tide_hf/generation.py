@@ -103,6 +103,7 @@ class TIDEGenerationMixin:
             result, stats = self._tide_exit_with_head(call, engine)
         else:
             result, stats = self._tide_exit(call, mode, engine)
+        attachment.num_decoded += stats.total_tokens / len(input_ids)
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
         self.last_exit_stats = stats
         return result
@@ -113,7 +114,7 @@ class TIDEGenerationMixin:
         rule = AcceptanceRule(*_rule_arguments(self, call))
         engine = attachment.engines[engine_name].engine(self, attachment, call)
         decoder = _decoder_of(self, call, "self_speculative", engine, rule)
-        with attachment.running(engine_name):
+        with attachment.running(engine_name, call.max_new_tokens):
             prompts = call.input_ids.tolist()
             result = decoder.decode(lambda own: make_drafter(attachment, prompts, own))
         if make_drafter is attachment.make_drafter:  # else it is a warm-up, whose tokens nobody asked for
@@ -128,7 +129,7 @@ class TIDEGenerationMixin:
         rule = ExitRule(*_rule_arguments(self, call), score=head.score, exit_threshold=threshold)
         engine = attachment.engines[engine_name].engine(self, attachment, call)
         decoder = _decoder_of(self, call, "early_exit", engine, rule)
-        with attachment.running(engine_name):
+        with attachment.running(engine_name, call.max_new_tokens):
             result = decoder.decode(lambda own: ExitDrafter(own, rule))
         return result, decoder.stats
 
@@ -138,7 +139,7 @@ class TIDEGenerationMixin:
         if mode == "early_exit":
             check_no_cross_attention(f"tide_mode={mode!r}", call.model_kwargs)
         run = _exit_run(attachment, mode, call, self.config.get_text_config())
-        with attachment.running(engine_name), active(run):
+        with attachment.running(engine_name, call.max_new_tokens), active(run):
             result = self._tide_run_exits(run, call)
         per_token = _depths(run.per_pass, result, call)
         stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine_name)

@@ -77,8 +77,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             pack_weights: On a CPU, copy float32 and bfloat16 weights into oneDNN's prepacked layout, if that layout is
                 measured to be faster. A pass over several tokens (or rows) then costs little more than a pass over one
                 token. Weights are copied at first use. `"auto"`: only if the copies take at most a quarter of the
-                memory that is free when TIDE is attached. `False` leaves linear layers as they are, so the compiled
-                engine's kernels for plain weights do not run either.
+                memory that is free when TIDE is attached, and in eager calls not for a first short answer. `False`
+                leaves linear layers as they are, so the compiled engine's kernels for plain weights do not run either.
             use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not; on a CPU,
                 build them first) or `False`. See `ops.load_kernels`. Attaching makes the choice: attach again after
                 moving the model. On a CPU, `False` concerns eager calls alone.
@@ -199,6 +199,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             engines=new_engines(),
             engine=engine,
             use_kernels=use_kernels,
+            copies_at_once=pack_weights is True,
             strict=strict,
             answers=AnswerMemory(remembered_tokens),
         )

@@ -32,7 +32,7 @@ def test_the_block_head_and_the_draft_vocabulary_are_packed(tiny_llama):
     routers = routers_for(model, 1)
     routers.draft_vocab = torch.arange(0, VOCAB, 2)
     for one in (copy.deepcopy(model), model):  # which share routers
-        TIDEModelForCausalLM.attach(one, routers)
+        TIDEModelForCausalLM.attach(one, routers, pack_weights=True)
     model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, 1, 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
     linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
@@ -54,6 +54,25 @@ def test_auto_packs_nothing_where_memory_is_short(tiny_llama, monkeypatch):
         assert all(bool(gate.converted) == (pack_weights is True) for gate in gates)
     TIDEModelForCausalLM.attach(model, pack_weights=False)
     assert not list(linear_gates(model._tide.structure))
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "packed"),
+    [
+        ({}, (8, 8, 8), (False, False, False)),
+        ({}, (40, 56, 8), (False, True, True)),  # 40 tokens decoded, and half of 56 expected
+        ({}, (96,), (True,)),
+        ({"pack_weights": True}, (1,), (True,)),
+        ({"engine": "compiled"}, (1,), (True,)),
+    ],
+)
+def test_a_first_short_answer_copies_no_weights(tiny_llama, settings, lengths, packed):
+    model = TIDEModelForCausalLM.attach(tiny_llama(), **settings)
+    found = []
+    for length in lengths:
+        model.generate(PROMPT, min_new_tokens=length, max_new_tokens=length, do_sample=False)
+        found.append(any(gate.converted for gate in linear_gates(model._tide.structure)))
+    assert tuple(found) == packed
 
 
 def test_packing_is_refused_only_if_it_is_requested(tiny_llama):

@@ -11,6 +11,7 @@ from typing import Any
 from ..base_model.structure import DecoderStructure, check_layers
 from ..base_model.unembed import DraftUnembed, Unembed, has_readable_rows
 from ..base_model.wrappers import check_adapters, check_uncompiled
+from ..common.choices import EAGER
 from ..common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from ..depth.linear_gate import (
     KERNEL_LAYOUTS,
@@ -36,6 +37,9 @@ from .policy import CostTable
 from .rows import Row
 
 UNKNOWN_AGREEMENT = 0.5  # of a draft head without a calibration record, until calls have shown it
+# Tokens per row from which eager calls may copy weights. A copy takes as long as about five passes, and a single short
+# answer would not earn that back.
+COPIES_PAY_AFTER = 48
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +59,10 @@ class Attachment:
     exit_threshold: float | None  # the user's; `None`: the calibrated one
     make_drafter: DrafterFactory
     engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
-    engine: str = "eager"
+    engine: str = EAGER
     use_kernels: bool | str = "auto"  # in eager calls
+    copies_at_once: bool = False  # whether even the first short answer may copy weights into another layout
+    num_decoded: float = 0.0  # tokens per row that all calls have decoded
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
     # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
@@ -102,12 +108,16 @@ class Attachment:
             self.answers.add(self.in_vocabulary(prompt), row.tokens[: row.stopped_at])
 
     @contextmanager
-    def running(self, engine: str) -> Iterator[None]:
-        """The context in which a call on `engine` is decoded."""
+    def running(self, engine: str, max_new_tokens: int) -> Iterator[None]:
+        """The context in which a call on `engine` is decoded; half of `max_new_tokens` are expected."""
         gates = self.gates()
         for gate in gates:
             gate.release_if_changed()
-        with self.engines[engine].showing_warm_up(), allowed_layouts(self._eager_layouts(gates), cache_choice=True):
+        layouts = self._eager_layouts(gates)
+        copies_pay = self.copies_at_once or self.num_decoded + max_new_tokens / 2 >= COPIES_PAY_AFTER
+        if engine == EAGER and not copies_pay:  # compiled graphs keep the layouts that they were traced with
+            layouts = tuple(layout for layout in layouts if not layout.is_copy)
+        with self.engines[engine].showing_warm_up(), allowed_layouts(layouts, cache_choice=True):
             yield
 
     def gates(self) -> list[LinearGate]:

@@ -58,6 +58,11 @@ class Call:
         """Maximum number of tokens of prompt and answer; a caller's MaxLengthCriteria overrides the config."""
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
 
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of tokens of the answer."""
+        return self.max_length - self.input_ids.shape[1]
+
 
 def check_call(model: Any, call: Call, mode: str = "self_speculative") -> None:
     """Refuse a call whose output the speculative loop cannot produce, or whose cache it cannot use."""
@@ -108,8 +113,7 @@ def _check_length(config: Any, call: Call) -> None:
     positions, cache, embeds = (call.model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
     length = (embeds if embeds is not None else call.input_ids).shape[1]
     length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-    new = call.max_length - call.input_ids.shape[1]
-    check_multi_token_passes(config, length + new)
+    check_multi_token_passes(config, length + call.max_new_tokens)
     if limits:
         length = length if positions is None else int(positions.max()) + 1
-        check_rope(config, length, length + new)
+        check_rope(config, length, length + call.max_new_tokens)
