@@ -69,6 +69,25 @@ def test_the_pages_show_the_committed_results(folder):
             assert image.text["Source"] == report.digest(RESULTS / folder)
 
 
+def test_what_the_pages_say_beside_other_engines_was_measured():
+    peers, int8 = (report.read_results(RESULTS / name)["decode"] for name in ("peers", "peers-int8"))
+    rows = [line.replace("*", "").split(" | ") for line in decode.summary_table(peers).splitlines()[2:]]
+    speeds = {name.removeprefix("| "): speed for name, speed, _ in rows}
+    default, compiled = speeds["with tide_hf"], speeds['with tide_hf, `engine="compiled"`, all drafts']
+    said = f'the default gives {default} and `"compiled"` {compiled},\nwhere OpenVINO gives {speeds["OpenVINO GenAI"]} '
+    assert said in report.README.read_text(encoding="utf-8")
+    measuring = report.PAGES[1].read_text(encoding="utf-8")
+    slow = [
+        decode._mean(one["prompts"], None)
+        for name in ("translation", "story")
+        for one in peers["categories"][name]
+        if one["name"] == "self_speculative"
+    ]
+    assert "translations ({}) and stories ({})".format(*slow) in measuring
+    perplexity = int8["quantized"]["perplexity"]
+    assert f"{perplexity['int8']:.2f} with these int8 weights and {perplexity['unquantized']:.2f} without" in measuring
+
+
 def result(name, *prompts):
     return {"name": name, "prompts": [{"speedup": speedup, "equal": equal} for speedup, equal in prompts]}
 
