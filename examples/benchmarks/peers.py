@@ -74,16 +74,11 @@ class PeerModel:
             raise CannotRunError(f"not installed: python -m examples.benchmarks.peers {kind}")
         self.embeddings = bench.model.get_input_embeddings()
         self.log = bench.work / f"{kind}-{weights}.log"
-        threads = str(torch.get_num_threads())
+        command = [python, WORKER, kind, bench.folder, weights, str(torch.get_num_threads())]
         surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [python, WORKER, kind, bench.folder, weights, threads],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=surroundings | {"OMP_NUM_THREADS": threads},
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=surroundings
             )
         weakref.finalize(self, self.process.kill)
         bench.versions |= self._answer()
