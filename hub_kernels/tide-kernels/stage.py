@@ -36,8 +36,11 @@ CUDA_SOURCES = (
     "tide_kernels_cuda/compaction.cu",
 )
 CUDA_HEADERS = ("torch-ext/torch_binding.h", "tide_kernels_cuda/common.cuh")
-CPU_SOURCES = ("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention")
-CPU_HEADERS = ("arguments.h", "vectorized.h")
+CPU_SOURCES = (
+    *("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention"),
+    *("qkv_rope", "attention_mlp"),
+)
+CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h")
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),

@@ -23,13 +23,30 @@ def variant(shared_kernels):
     return shared_kernels(torch.float32)
 
 
+QKV = torch.randn(16, 6), torch.randn(8, 6), torch.randn(8, 6)
+REST = torch.randn(6, 16), torch.randn(7, 6), torch.randn(7, 6), torch.randn(6, 7)
+
+
 def samples():
-    rows, heads = torch.randn(3, 5), torch.randn(1, 2, 4, 8)
+    rows, heads, states = torch.randn(3, 5), torch.randn(1, 2, 4, 8), torch.randn(1, 4, 6)
     return {
         "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9), []),
         "groupwise_gemm": (rows, torch.ones(7, 1, 64, dtype=torch.uint8), torch.ones(7, 1), None),
         "decode_attention": (heads, heads, heads, torch.zeros(1, 1, 4, 4), torch.tensor(3), 0.5),
         "prefill_attention": (heads, heads, heads, None, 0.5),
+        "qkv_rope": (
+            states,
+            torch.ones(6),
+            1e-5,
+            list(QKV),
+            [],
+            [],
+            [],
+            0.0,
+            torch.randn(1, 4, 8),
+            torch.randn(1, 4, 8),
+        ),
+        "attention_mlp": (states, heads, heads, heads, None, 0.5, torch.ones(6), 1e-5, list(REST), None, []),
     }
 
 
@@ -66,6 +83,28 @@ def test_opcheck(name):
         ("prefill_attention", {2: torch.randn(1, 1, 4, 8)}, "the value is of the wrong size"),
         ("prefill_attention", {3: torch.ones(1, 1, 4, 4)}, "the mask is not of dtype bool"),
         ("prefill_attention", {3: torch.ones(1, 1, 4, 3, dtype=torch.bool)}, "the mask is of the wrong size"),
+        ("qkv_rope", {0: torch.randn(4, 6)}, "the input is of the wrong size"),
+        ("qkv_rope", {1: torch.ones(5)}, "the norm is of the wrong size"),
+        ("qkv_rope", {3: [*QKV[:2], torch.randn(16, 6)]}, "the weight is of the wrong size"),
+        ("qkv_rope", {3: [*QKV[:2], QKV[2].bfloat16()]}, "not contiguous, or of another dtype"),
+        ("qkv_rope", {3: list(QKV[:2])}, "not three products"),
+        ("qkv_rope", {4: [torch.ones(16)]}, "not three products"),
+        ("qkv_rope", {4: [torch.ones(16), torch.ones(8), torch.ones(16)]}, "the bias is of the wrong size"),
+        ("qkv_rope", {6: [torch.ones(8)]}, "not two norms of heads"),
+        ("qkv_rope", {6: [torch.ones(8), torch.ones(7)]}, "the norm of the heads is of the wrong size"),
+        ("qkv_rope", {8: torch.randn(2, 4, 8)}, "the cosine is of the wrong size"),
+        ("qkv_rope", {9: torch.randn(1, 4, 6)}, "the sine is of the wrong size"),
+        ("qkv_rope", {8: torch.randn(1, 4, 7), 9: torch.randn(1, 4, 7)}, "heads of odd size"),
+        ("attention_mlp", {1: torch.randn(1, 2, 3, 8)}, "the query is of the wrong size"),
+        ("attention_mlp", {2: torch.randn(1, 2, 3, 8), 3: torch.randn(1, 2, 3, 8)}, "3 slots"),
+        ("attention_mlp", {2: torch.randn(1, 3, 4, 8), 3: torch.randn(1, 3, 4, 8)}, "2 heads share 3"),
+        ("attention_mlp", {3: torch.randn(1, 2, 5, 8)}, "the value is of the wrong size"),
+        ("attention_mlp", {4: torch.zeros(1, 1, 4, 5)}, "the mask is of the wrong size"),
+        ("attention_mlp", {4: torch.zeros(1, 1, 4, 4, dtype=torch.float64)}, "not contiguous, or of another dtype"),
+        ("attention_mlp", {8: list(REST[:3])}, "not four products"),
+        ("attention_mlp", {8: [*REST[:3], torch.randn(6, 8)]}, "the weight is of the wrong size"),
+        ("attention_mlp", {9: torch.ones(7)}, "bias of the wrong size"),
+        ("attention_mlp", {10: [torch.ones(6)]}, "scales for some of the weights"),
     ],
 )
 def test_what_an_op_would_read_wrongly_is_refused(name, change, message):

@@ -64,7 +64,7 @@ def test_plain_weights_are_not_copied_and_need_no_aligned_address():
     weight, state = torch.randn(64 * 33 + 3)[3:].view(64, 33), torch.randn(150, 2, 33)
     layout = PlainWeight(weight)
     torch.testing.assert_close(layout.apply(state, None), functional.linear(state, weight), atol=1e-4, rtol=1e-5)
-    assert layout._plain[0].data_ptr() == weight.data_ptr()
+    assert layout.plain[0].data_ptr() == weight.data_ptr()
 
 
 @needs_onednn

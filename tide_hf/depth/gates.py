@@ -22,6 +22,9 @@ from ..kernels.ops import PLAIN, Ops
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import BlockPoint, ExitPoint
 
+# Runs a layer, given its gate and arguments.
+ExecuteLayer = Callable[["LayerGate", tuple[Any, ...], dict[str, Any]], Any]
+
 ACTIVE_RUN: ContextVar[LayerRun | None] = ContextVar("tide_hf_layer_run", default=None)
 
 
@@ -155,7 +158,7 @@ class LayerRun:
     """
 
     ops = PLAIN
-    execute_layer: Callable[[LayerGate, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    execute_layer: ExecuteLayer | None = None
 
     def __init__(self, structure: DecoderStructure, cache: Any = None) -> None:
         self.num_layers = structure.num_layers

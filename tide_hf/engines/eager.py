@@ -60,6 +60,8 @@ class EagerEngine:
         block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
         self.head = block or head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
         self.run = self.head or LayerRun(structure, cache)
+        if name == EAGER:
+            self.run.execute_layer = attachment.execute_layer()
         self.is_returned = call.cache_is_returned
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)

@@ -45,6 +45,33 @@ struct PrefillAttention {
   float scale;
 };
 
+struct QkvRope {
+  static constexpr const char* kName = "qkv_rope";  // of the op
+  const void *input, *norm;                         // (rows, width, size), (size)
+  const void *const *weights, *const *biases;       // of queries, keys, values: (heads * head_size, size); or null
+  const float* const* scales;                       // as in SkinnyGemm
+  const void* const* head_norms;                    // of queries and keys, (head_size) each; or null
+  const void *cos, *sin;                            // (width, head_size), per row if has_row_angles
+  void* output;                                     // (rows, heads + 2 * kv_heads, width, head_size)
+  int64_t rows, width, size, heads, kv_heads, head_size, threads;
+  bool has_row_angles;
+  float eps, head_eps;
+};
+
+struct AttentionMlp {
+  static constexpr const char* kName = "attention_mlp";  // of the op
+  const void *input, *query, *key, *value;  // (rows, width, size), (rows, heads, width, head_size), K/V (rows, kv_heads, slots, head_size)
+  const bool* may_attend;                   // (width, slots), per row if has_row_masks; or null
+  const void* mask;                         // the same, added to the scores; or null. Without both, attention is causal
+  const void *norm, *bias;                  // (size) each; that of the output projection, or null
+  const void* const* weights;               // output (size, heads * head_size), gate and up (inner, size), down (size, inner)
+  const float* const* scales;               // as in SkinnyGemm
+  void* output;                             // as `input`
+  int64_t rows, width, size, inner, heads, kv_heads, head_size, slots, threads;
+  bool has_row_masks;
+  float scale, eps;
+};
+
 template <class Value>  // float, c10::BFloat16 or c10::Half
 void run(const SkinnyGemm& call);
 template <class Value>
@@ -53,3 +80,7 @@ template <class Value>
 void run(const DecodeAttention& call);
 template <class Value>
 void run(const PrefillAttention& call);
+template <class Value>
+void run(const QkvRope& call);
+template <class Value>
+void run(const AttentionMlp& call);

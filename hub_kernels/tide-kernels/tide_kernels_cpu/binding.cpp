@@ -52,6 +52,25 @@ const void* contiguous_data(const char* name, const Tensor& tensor, ScalarType d
   return tensor.const_data_ptr();
 }
 
+// Pointers to the weights of products and, if these are int8, to their scales; -1 stands for any size.
+struct Products {
+  std::vector<const void*> weights;
+  std::vector<const float*> scales;
+
+  Products(const char* name, const std::vector<Tensor>& given, const std::vector<Tensor>& all_scales, ScalarType dtype) {
+    const bool is_scaled = !all_scales.empty();
+    STD_TORCH_CHECK(!is_scaled || all_scales.size() == given.size(), name, ": scales for some of the weights");
+    for (const Tensor& weight : given)
+      weights.push_back(contiguous_data(name, weight, is_scaled ? ScalarType::Char : dtype));
+    for (size_t i = 0; i < all_scales.size(); ++i) {
+      const auto* values = contiguous_data(name, all_scales[i], ScalarType::Float);
+      STD_TORCH_CHECK(all_scales[i].numel() == given[i].size(0), name, ": scales of the wrong size");
+      scales.push_back(static_cast<const float*>(values));
+    }
+  }
+  const float* const* scales_or_null() const { return scales.empty() ? nullptr : scales.data(); }
+};
+
 // The bias, or a contiguous copy of a strided bias; the result has to outlive the kernel call.
 std::optional<Tensor> contiguous_bias(const char* name, const std::optional<Tensor>& bias, int64_t size) {
   if (!bias.has_value()) return bias;
@@ -78,26 +97,17 @@ Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, cons
   STD_TORCH_CHECK(input.dim() > 0 && input.size(-1) > 0, name, ": an empty input");
   SkinnyGemm call{};
   call.size = input.size(-1), call.rows = input.numel() / call.size, call.count = static_cast<int64_t>(weights.size());
-  std::vector<const void*> data;
   std::vector<int64_t> sizes_out;
-  const bool is_scaled = !all_scales.empty();
-  STD_TORCH_CHECK(!is_scaled || all_scales.size() == weights.size(), name, ": scales for some of the weights");
   for (const Tensor& weight : weights) {
     STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == call.size, name, ": weights of the wrong size");
-    data.push_back(contiguous_data(name, weight, is_scaled ? ScalarType::Char : input.scalar_type()));
     sizes_out.push_back(weight.size(0));
     call.size_out += weight.size(0);
   }
-  std::vector<const float*> scales;
-  for (const Tensor& some : all_scales) {
-    const auto* values = contiguous_data(name, some, ScalarType::Float);
-    STD_TORCH_CHECK(some.numel() == sizes_out[scales.size()], name, ": scales of the wrong size");
-    scales.push_back(static_cast<const float*>(values));
-  }
+  const Products products(name, weights, all_scales, input.scalar_type());
   const Tensor output = empty_rows(input, call.size_out);
   const auto bias = contiguous_bias(name, given_bias, call.size_out);
-  call.input = input.const_data_ptr(), call.weights = data.data(), call.sizes_out = sizes_out.data();
-  call.scales = is_scaled ? scales.data() : nullptr;
+  call.input = input.const_data_ptr(), call.weights = products.weights.data(), call.sizes_out = sizes_out.data();
+  call.scales = products.scales_or_null();
   call.bias = bias_data(name, bias, input), call.output = output.mutable_data_ptr();
   run_for(input.scalar_type(), call);
   return output;
@@ -187,6 +197,104 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
   return output;
 }
 
+// hidden states (rows, width, D), norm (D); weights of queries, keys and values (heads * head_size, D), with biases or
+// none and, if int8, scales; norms of queries' and keys' heads (head_size), or none; cosines and sines (rows or 1, width,
+// head_size) -> (rows, heads + 2 * KV heads, width, head_size): queries, keys, values.
+Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::vector<Tensor>& weights,
+                const std::vector<Tensor>& biases, const std::vector<Tensor>& scales,
+                const std::vector<Tensor>& head_norms, double head_eps, const Tensor& given_cos, const Tensor& given_sin) {
+  const char* name = QkvRope::kName;
+  check_sizes(name, "input", given, {-1, -1, -1});
+  const Tensor input = in_order(given), cos = in_order(given_cos), sin = in_order(given_sin);
+  const ScalarType dtype = input.scalar_type();
+  QkvRope call{};
+  call.rows = input.size(0), call.width = input.size(1), call.size = input.size(2);
+  check_sizes(name, "norm", norm, {call.size});
+  check_sizes(name, "cosine", cos, {cos.dim() > 0 && cos.size(0) == 1 ? 1 : call.rows, call.width, -1});
+  call.head_size = cos.size(2), call.has_row_angles = cos.size(0) > 1;
+  check_sizes(name, "sine", sin, {cos.size(0), call.width, call.head_size});
+  STD_TORCH_CHECK(call.head_size > 0 && call.head_size % 2 == 0, name, ": heads of odd size");
+  STD_TORCH_CHECK(weights.size() == 3 && (biases.empty() || biases.size() == 3), name, ": not three products");
+  check_sizes(name, "weight", weights[0], {-1, call.size});
+  call.heads = weights[0].size(0) / call.head_size, call.kv_heads = weights[1].size(0) / call.head_size;
+  const int64_t sizes_out[] = {call.heads * call.head_size, call.kv_heads * call.head_size, call.kv_heads * call.head_size};
+  std::vector<const void*> bias_pointers, norm_pointers;
+  for (int i = 0; i < 3; ++i) {
+    check_sizes(name, "weight", weights[i], {sizes_out[i], call.size});
+    if (biases.empty()) continue;
+    check_sizes(name, "bias", biases[i], {sizes_out[i]});
+    bias_pointers.push_back(contiguous_data(name, biases[i], dtype));
+  }
+  for (const Tensor& one : head_norms) {
+    check_sizes(name, "norm of the heads", one, {call.head_size});
+    norm_pointers.push_back(contiguous_data(name, one, dtype));
+  }
+  STD_TORCH_CHECK(head_norms.empty() || head_norms.size() == 2, name, ": not two norms of heads");
+  const Products products(name, weights, scales, dtype);
+  const Tensor output =
+      torch::stable::new_empty(input, {call.rows, call.heads + 2 * call.kv_heads, call.width, call.head_size});
+  call.input = input.const_data_ptr(), call.norm = contiguous_data(name, norm, dtype);
+  call.weights = products.weights.data(), call.scales = products.scales_or_null();
+  call.biases = biases.empty() ? nullptr : bias_pointers.data();
+  call.head_norms = head_norms.empty() ? nullptr : norm_pointers.data();
+  call.cos = contiguous_data(name, cos, dtype), call.sin = contiguous_data(name, sin, dtype);
+  call.output = output.mutable_data_ptr(), call.eps = static_cast<float>(eps);
+  call.head_eps = static_cast<float>(head_eps);
+  run_for(dtype, call);
+  return output;
+}
+
+// hidden states (rows, width, D) before the layer, queries (rows, heads, width, head_size), K/V (rows, KV heads, slots,
+// head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; norm
+// (D); weights of the output projection, with its bias (D) or none, of gate, up and down, with scales if int8 -> (rows,
+// width, D).
+Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tensor& given_key, const Tensor& given_value,
+                     const std::optional<Tensor>& given_mask, double scale, const Tensor& norm, double eps,
+                     const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
+                     const std::vector<Tensor>& scales) {
+  const char* name = AttentionMlp::kName;
+  check_sizes(name, "input", given, {-1, -1, -1});
+  const Tensor input = in_order(given), query = in_order(given_query), key = in_order(given_key);
+  const Tensor value = in_order(given_value);
+  const ScalarType dtype = input.scalar_type();
+  AttentionMlp call{};
+  call.rows = input.size(0), call.width = input.size(1), call.size = input.size(2);
+  check_sizes(name, "query", query, {call.rows, -1, call.width, -1});
+  call.heads = query.size(1), call.head_size = query.size(3);
+  check_sizes(name, "key", key, {call.rows, -1, -1, call.head_size});
+  call.kv_heads = key.size(1), call.slots = key.size(2);
+  check_sizes(name, "value", value, {call.rows, call.kv_heads, call.slots, call.head_size});
+  STD_TORCH_CHECK(call.kv_heads > 0 && call.heads % call.kv_heads == 0, name, ": ", call.heads, " heads share ",
+                  call.kv_heads);
+  STD_TORCH_CHECK(call.slots >= call.width, name, ": ", call.slots, " slots");
+  STD_TORCH_CHECK(weights.size() == 4, name, ": not four products");
+  check_sizes(name, "norm", norm, {call.size});
+  check_sizes(name, "weight", weights[0], {call.size, call.heads * call.head_size});
+  check_sizes(name, "weight", weights[1], {-1, call.size});
+  call.inner = weights[1].size(0);
+  check_sizes(name, "weight", weights[2], {call.inner, call.size});
+  check_sizes(name, "weight", weights[3], {call.size, call.inner});
+  std::optional<Tensor> mask;
+  if (given_mask.has_value()) {
+    mask = in_order(*given_mask);
+    check_sizes(name, "mask", *mask, {mask->dim() > 0 && mask->size(0) == 1 ? 1 : call.rows, 1, call.width, call.slots});
+    call.has_row_masks = mask->size(0) > 1;
+    if (mask->scalar_type() == ScalarType::Bool) call.may_attend = static_cast<const bool*>(mask->const_data_ptr());
+    else call.mask = contiguous_data(name, *mask, dtype);
+  }
+  const Products products(name, weights, scales, dtype);
+  const auto bias = contiguous_bias(name, given_bias, call.size);
+  const Tensor output = torch::stable::new_empty(input, input.sizes());
+  call.input = input.const_data_ptr(), call.query = contiguous_data(name, query, dtype);
+  call.key = contiguous_data(name, key, dtype), call.value = contiguous_data(name, value, dtype);
+  call.norm = contiguous_data(name, norm, dtype), call.bias = bias_data(name, bias, input);
+  call.weights = products.weights.data(), call.scales = products.scales_or_null();
+  call.output = output.mutable_data_ptr();
+  call.scale = static_cast<float>(scale), call.eps = static_cast<float>(eps);
+  run_for(dtype, call);
+  return output;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
@@ -194,6 +302,10 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("groupwise_gemm(Tensor input, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float scale) -> Tensor");
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
+  library.def("qkv_rope(Tensor hidden_states, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, Tensor[] scales, "
+              "Tensor[] head_norms, float head_eps, Tensor cos, Tensor sin) -> Tensor");
+  library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, "
+              "Tensor norm, float eps, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
@@ -201,4 +313,6 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("groupwise_gemm", TORCH_BOX(&groupwise_gemm));
   library.impl("decode_attention", TORCH_BOX(&decode_attention));
   library.impl("prefill_attention", TORCH_BOX(&prefill_attention));
+  library.impl("qkv_rope", TORCH_BOX(&qkv_rope));
+  library.impl("attention_mlp", TORCH_BOX(&attention_mlp));
 }

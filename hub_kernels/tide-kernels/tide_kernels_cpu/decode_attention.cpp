@@ -13,19 +13,6 @@ namespace {
 constexpr int64_t kSize = Floats::size();
 constexpr int kWide = 2;  // registers per accumulation step, to hide the latency of fused multiply-add
 
-// Load the `count` remaining values, at most one register, and zeros after them.
-inline Floats load(const Value* values, int64_t count) { return to_floats(values, std::clamp<int64_t>(count, 0, kSize)); }
-
-inline void store(const Floats& sums, Value* values, int64_t count) {
-  float found[kSize];
-  sums.store(found);
-  at::vec::convert(found, values, std::clamp<int64_t>(count, 0, kSize));
-}
-
-inline float total(const Floats& sum) {
-  return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sum);
-}
-
 inline int64_t rounded_up(int64_t slots) { return (slots + Floats::size() - 1) / Floats::size() * Floats::size(); }
 
 // Softmax in place; all zeros if everything is masked. `size` is a multiple of the register size.

@@ -57,6 +57,22 @@ inline Floats to_floats(const Stored* values, int64_t count) {
   return to_floats(some.data());
 }
 
+// Load the `count` remaining values, at most one register, and zeros after them.
+inline Floats load(const Value* values, int64_t count) {
+  return to_floats(values, std::clamp<int64_t>(count, 0, Floats::size()));
+}
+
+// Round a register to `Value` and store the `count` remaining values, at most all of it.
+inline void store(const Floats& found, Value* values, int64_t count) {
+  float some[Floats::size()];
+  found.store(some);
+  at::vec::convert(some, values, std::clamp<int64_t>(count, 0, Floats::size()));
+}
+
+inline float total(const Floats& sum) {
+  return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sum);
+}
+
 // Call `run(i)` for each i < count, on threads of PyTorch's pool; a pool of one's own would compete with it.
 template <class Run>
 inline void on_threads(int64_t count, const Run& run) {

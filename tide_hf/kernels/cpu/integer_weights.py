@@ -24,6 +24,7 @@ class IntegerWeight(WeightLayout):
     """Integers (out, in) in int8 and their scales, one per row, in floating point."""
 
     is_copy, is_traceable = False, True
+    integers: Tensor  # (out, in) int8
     scales: Tensor  # (out,) float32
 
     @staticmethod
@@ -35,11 +36,11 @@ class IntegerWeight(WeightLayout):
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
         product: Any = load_op("skinny_gemm", input.dtype)
-        return product(input, [self._integers], bias, [self.scales])
+        return product(input, [self.integers], bias, [self.scales])
 
     def _convert(self, weights: list[Tensor]) -> None:
         integers, scales = weights
-        self._integers, self.scales = integers.contiguous(), scales.float().flatten().contiguous()
+        self.integers, self.scales = integers.contiguous(), scales.float().flatten().contiguous()
 
 
 def integers_of(linear: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -156,6 +156,7 @@ class PlainWeight(WeightLayout):
     """A weight as the model stores it, read by the skinny GEMM without a copy."""
 
     is_copy = False
+    plain: list[Tensor]  # (out, in) each
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
@@ -164,11 +165,11 @@ class PlainWeight(WeightLayout):
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self._product(input, self._plain, bias, [])
+        return self._product(input, self.plain, bias, [])
 
     def _convert(self, weights: list[Tensor]) -> None:
         self._product: Any = load_op("skinny_gemm", weights[0].dtype)
-        self._plain = [weight.contiguous() for weight in weights]  # keeps the values alive when `.data` is replaced
+        self.plain = [weight.contiguous() for weight in weights]  # keeps the values alive when `.data` is replaced
 
 
 WEIGHT_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)

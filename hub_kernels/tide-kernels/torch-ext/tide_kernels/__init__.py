@@ -2,7 +2,8 @@
 
 Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; each has a reference of the same
 name in plain PyTorch in `tide_hf.kernels.reference`. Any hidden size, any number of rows, strided and empty inputs.
-Builds for CPUs have products and attention for few tokens, in C++. float32, float16 and bfloat16; sums are float32.
+Builds for CPUs have products, attention and decoder layers for few tokens, in C++. float32, float16 and bfloat16; sums
+are float32.
 """
 
 from __future__ import annotations
@@ -10,9 +11,25 @@ from __future__ import annotations
 from ._ops import ops
 
 if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
-    from .cpu import decode_attention, groupwise_gemm, implementations, prefill_attention, skinny_gemm
+    from .cpu import (
+        attention_mlp,
+        decode_attention,
+        groupwise_gemm,
+        implementations,
+        prefill_attention,
+        qkv_rope,
+        skinny_gemm,
+    )
 
-    __all__ = ["decode_attention", "groupwise_gemm", "implementations", "prefill_attention", "skinny_gemm"]
+    __all__ = [
+        "attention_mlp",
+        "decode_attention",
+        "groupwise_gemm",
+        "implementations",
+        "prefill_attention",
+        "qkv_rope",
+        "skinny_gemm",
+    ]
 else:
     from .compaction import exit_compact, exit_scatter
     from .kv_cache import kv_compact

@@ -1,0 +1,109 @@
+"""The kernels of a decoder layer: what PyTorch computes, in every dtype, whatever the sizes, biases and masks are."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from tide_hf.kernels.cpu.cpp_kernels import DTYPES, load_op
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+# Rows, width, D, heads, KV heads, head size, slots, inner size of the MLP.
+SHAPES = [
+    (1, 1, 96, 6, 2, 16, 9, 70),
+    (1, 5, 37, 4, 4, 6, 40, 33),
+    (2, 3, 64, 3, 1, 32, 3, 128),
+    (3, 16, 8, 2, 1, 4, 50, 9),
+]
+EPS = 1e-5
+
+
+def random(*sizes, dtype, scale=1.0):
+    return (scale * torch.randn(sizes)).to(dtype)
+
+
+def products(sizes, dtype, is_integer):
+    """Weights as a kernel takes them, their scales, and as floats."""
+    weights = [random(*size, dtype=dtype, scale=size[1] ** -0.5) for size in sizes]
+    if not is_integer:
+        return weights, [], [weight.double() for weight in weights]
+    scales = [weight.float().abs().amax(dim=1) / 127 for weight in weights]
+    integers = [(weight / scale[:, None]).round().to(torch.int8) for weight, scale in zip(weights, scales, strict=True)]
+    return (
+        integers,
+        scales,
+        [one.double() * scale.double()[:, None] for one, scale in zip(integers, scales, strict=True)],
+    )
+
+
+def rotated(heads, cos, sin):
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def assert_near(found, exact, dtype):
+    assert found.dtype is dtype
+    assert found.is_contiguous()
+    error = (found.double() - exact).abs().max()
+    assert float(error) <= TOLERANCE[dtype] * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_keys_and_values(on_some_cpu, dtype):
+    torch.manual_seed(0)
+    for shape, is_integer, has_more in product(SHAPES, (False, True), (False, True)):
+        rows, width, size, heads, kv_heads, head_size, *_ = shape
+        counts = (heads, kv_heads, kv_heads)
+        states, norm = random(rows, width, size, dtype=dtype), random(size, dtype=dtype)
+        weights, scales, floats = products([(count * head_size, size) for count in counts], dtype, is_integer)
+        biases = [random(count * head_size, dtype=dtype) for count in counts] if has_more else []
+        norms = [random(head_size, dtype=dtype) for _ in range(2)] if has_more else []
+        cos, sin = (random(rows if has_more else 1, width, head_size, dtype=dtype) for _ in range(2))
+        found = load_op("qkv_rope", dtype)(states, norm, EPS, weights, biases, scales, norms, 1e-3, cos, sin)
+        normalised = rms_norm(states.double(), (size,), norm.double(), EPS)
+        given = [bias.double() for bias in biases] or [None] * 3
+        exact = [
+            linear(normalised, weight, bias).unflatten(-1, (count, head_size)).transpose(1, 2)
+            for weight, bias, count in zip(floats, given, counts, strict=True)
+        ]
+        for i, weight in enumerate(norms):
+            exact[i] = rms_norm(exact[i], (head_size,), weight.double(), 1e-3)
+        exact[:2] = (rotated(one, cos.double(), sin.double()) for one in exact[:2])
+        assert_near(found, torch.cat(exact, dim=1), dtype)
+
+
+def masks(rows, width, slots, dtype):
+    causal = torch.ones(width, slots, dtype=torch.bool).tril(slots - width)
+    padded = causal.expand(rows, 1, width, slots).clone()
+    padded[0, :, :, : (slots - width) // 2] = False
+    added = torch.zeros(padded.shape).masked_fill(~padded, -torch.inf).to(dtype)
+    return [None, causal[None, None], padded, added]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_and_mlp(on_some_cpu, dtype):
+    torch.manual_seed(0)
+    for shape, is_integer, has_bias in product(SHAPES, (False, True), (False, True)):
+        rows, width, size, heads, kv_heads, head_size, slots, inner = shape
+        slots = max(slots, width)
+        states, norm = random(rows, width, size, dtype=dtype), random(size, dtype=dtype)
+        query = random(rows, heads, width, head_size, dtype=dtype)
+        key, value = (random(rows, kv_heads, slots, head_size, dtype=dtype) for _ in range(2))
+        sizes = [(size, heads * head_size), (inner, size), (inner, size), (size, inner)]
+        weights, scales, floats = products(sizes, dtype, is_integer)
+        bias = random(size, dtype=dtype) if has_bias else None
+        for mask in masks(rows, width, slots, dtype):
+            found = load_op("attention_mlp", dtype)(
+                states, query, key, value, mask, 0.3, norm, EPS, weights, bias, scales
+            )
+            seen = masks(rows, width, slots, dtype)[1] if mask is None else mask
+            seen = seen if seen.dtype is torch.bool else seen.double()
+            read = (one.double() for one in (query, key, value))
+            attended = scaled_dot_product_attention(*read, attn_mask=seen, scale=0.3, enable_gqa=True)
+            output, gate, up, down = floats
+            exact = linear(attended.transpose(1, 2).flatten(2), output, None if bias is None else bias.double())
+            exact = states.double() + exact
+            normalised = rms_norm(exact, (size,), norm.double(), EPS)
+            exact = exact + linear(silu(linear(normalised, gate)) * linear(normalised, up), down)
+            assert_near(found, exact, dtype)

@@ -1,0 +1,315 @@
+"""Decoder layers of Llama's kind as two C++ kernels each, for passes over few tokens on a CPU.
+
+In such a pass a small model's layer spends as long on starting some forty operations as on its products. Here one
+kernel computes queries, keys and values, the cache stores them as it would for the layer, and another kernel computes
+the rest, from attention to the MLP. Weights are read as the model stores them: plain, or quantised to integers.
+
+Which layers are of this kind their parts tell, and a probe: on random states the kernels have to give what the layer's
+own forward gives. They are used for those numbers of tokens for which that was measured to be faster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..base_model.structure import CACHE, DecoderStructure
+from ..common.errors import first_line
+from ..common.measurements import measured
+from ..common.timing import least_seconds
+from ..kernels.cpu.cpp_kernels import are_ready, load_op
+from ..kernels.cpu.integer_weights import IntegerWeight
+from ..kernels.cpu.weight_layouts import DECODE_ROWS, PlainWeight
+from .gates import ExecuteLayer, Gate, LayerGate, LayerRun, active, input_state
+from .linear_gate import KERNEL_LAYOUTS, IntegerGate, LinearGate, allowed_layouts
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+MASKED_BY_BOOL, MASKED_BY_SUM = ("sdpa", "tide_gqa"), ("eager",)  # attention implementations of transformers
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
+CACHED_TOKENS, PROBED_WIDTH = 64, 3  # numbers of tokens before a probe, and in it
+REPEATS = 3
+
+logger = logging.getLogger(__name__)
+
+
+class Product(NamedTuple):
+    """A linear layer as the kernels read it: weight (out, in), scales (out,) if that is in int8, and bias (out,)."""
+
+    weight: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: its weight (size,) and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+class FusedLayer:
+    """A layer as the kernels read it.
+
+    Args:
+        products: Those of queries, keys, values and attention's output, gate, up and down.
+        norms: Those before attention and before the MLP.
+        head_norms: Those of queries' and keys' heads, or none.
+        head_size: Values per head.
+        scale: Of attention's scores.
+    """
+
+    def __init__(
+        self, products: list[Product], norms: list[Norm], head_norms: list[Norm], head_size: int, scale: float
+    ) -> None:
+        self.dtype, self.size, self.head_size = norms[0].weight.dtype, norms[0].weight.numel(), head_size
+        weights = [product.weight for product in products]
+        scales = [product.scales for product in products if product.scales is not None]
+        biases = [product.bias for product in products[:3] if product.bias is not None]
+        head_eps = head_norms[0].eps if head_norms else 0.0
+        # Numbers of heads of queries, keys and values.
+        self.heads = [weight.shape[0] // head_size for weight in weights[:3]]
+        self.kind = f"{self.dtype}, {[(*weight.shape, weight.dtype) for weight in weights]}, heads of {head_size}"
+        self._before = (*norms[0], weights[:3], biases, scales[:3], [norm.weight for norm in head_norms], head_eps)
+        self._after = (scale, *norms[1], weights[3:], products[3].bias, scales[3:])
+
+    def run(self, layer_idx: int, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Any:
+        """Run the layer on hidden states (rows, width, D); return those behind it."""
+        before: Any = load_op("qkv_rope", self.dtype)
+        after: Any = load_op("attention_mlp", self.dtype)
+        query, key, value = before(state, *self._before, *angles).split(self.heads, dim=1)
+        keys, values = cache.update(key, value, layer_idx)
+        return after(state, query, keys, values, mask, *self._after)
+
+    def suits(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> bool:
+        """Whether the kernels take these arguments of the layer."""
+        if state.dtype is not self.dtype or not state.is_cpu or torch.is_grad_enabled():
+            return False
+        for one in angles:  # with three dimensions, as those of text, and for heads that are rotated as a whole
+            if one.dim() != 3 or one.shape[-1] != self.head_size or one.dtype is not self.dtype:
+                return False
+        return mask is None or (mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype in (torch.bool, self.dtype))
+
+
+def fused_layer(layer: nn.Module) -> FusedLayer | None:
+    """A layer as the kernels read it; `None` if its parts are not those of Llama's kind, or the kernels are not ready.
+
+    The kernels bypass the modules inside, so a hook, an adapter or a replaced forward among them gives `None` as well.
+    """
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if _names(layer) != {"self_attn", "mlp", *NORMS} or attention is None or _names(mlp) != {*MLP, "act_fn"}:
+        return None
+    head_norm_names = HEAD_NORMS if set(HEAD_NORMS) <= _names(attention) else ()
+    if _names(attention) != {*ATTENTION, *head_norm_names}:
+        return None
+    if layer.training or not all(map(_is_untouched, layer.modules())):
+        return None
+    parts = [*(getattr(layer, name) for name in NORMS), *(getattr(attention, name) for name in head_norm_names)]
+    norms = [norm for part in parts if (norm := _norm(part)) is not None]
+    if len(norms) < len(parts) or not are_ready(norms[0].weight.dtype):
+        return None
+    linears = [*(getattr(attention, name) for name in ATTENTION), *(getattr(mlp, name) for name in MLP)]
+    products = [product for linear in linears if (product := _product(linear)) is not None]
+    head_size, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
+    is_readable = len(products) == len(linears) and _agree(products, norms[0].weight.dtype)
+    if not is_readable or type(head_size) is not int or type(scale) is not float:
+        return None
+    return FusedLayer(products, norms[: len(NORMS)], norms[len(NORMS) :], head_size, scale)
+
+
+def _names(module: Any) -> set[str]:
+    """The names of a module's children."""
+    return {name for name, child in module._modules.items() if child is not None} if module is not None else set()
+
+
+def _agree(products: list[Product], dtype: torch.dtype) -> bool:
+    """Whether products have dtypes and biases that one call of a kernel takes."""
+    scaled = [product.scales is not None for product in products]
+    expected = torch.int8 if scaled[0] else dtype
+    alike = len(set(scaled)) == 1 and all(product.weight.dtype is expected for product in products)
+    biased = [product.bias is not None for product in products]
+    return alike and len(set(biased[:3])) == 1 and not any(biased[4:])
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether nothing but this library's gates acts on a module."""
+    forward = module.__dict__.get("forward")
+    is_own = forward is None or (isinstance(forward, Gate) and forward.replaced is None)
+    return is_own and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def _product(linear: nn.Module) -> Product | None:
+    """A linear layer whose weight has a gate; `None` if the kernels cannot read it."""
+    gate = linear.__dict__.get("forward")
+    if not isinstance(gate, LinearGate) or not gate.sources():
+        return None
+    bias = linear._parameters.get("bias")
+    if isinstance(gate, IntegerGate):
+        integers: Any = gate.convert(IntegerWeight)
+        return Product(integers.integers, integers.scales, bias)
+    plain: Any = gate.convert(PlainWeight)
+    return Product(plain.plain[0], None, bias)
+
+
+def _norm(norm: nn.Module) -> Norm | None:
+    """An RMSNorm with a weight and nothing else; `None` for other norms."""
+    weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
+    is_known = type(norm).__name__.endswith("RMSNorm") and len(norm._parameters) == 1
+    return Norm(weight, eps) if is_known and type(weight) is nn.Parameter and type(eps) is float else None
+
+
+class FusedLayers:
+    """The layers of one model that kernels can run, as far as probes have shown it."""
+
+    def __init__(self, structure: DecoderStructure) -> None:
+        self.structure = structure
+        self._equal: dict[tuple[Any, ...], bool] = {}  # by layer and its settings, whether the kernels give its results
+        self._most_tokens: dict[tuple[Any, ...], int] = {}  # up to which the kernels are faster, by shapes and threads
+
+    def for_call(self) -> ExecuteLayer | None:
+        """What runs the layers of one call in place of their forward; `None` if that would be none of them.
+
+        Weights must not be replaced during the call.
+        """
+        found: dict[int, tuple[FusedLayer, int]] = {}
+        for layer_idx, layer in enumerate(self.structure.layers):
+            fused = fused_layer(layer)
+            if fused is not None:
+                found[layer_idx] = fused, self._limit_of(layer_idx, layer, fused)
+        if not any(limit for _, limit in found.values()):
+            return None
+
+        def run(gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            state, cache, mask = input_state(args, kwargs), kwargs.get(CACHE), kwargs.get("attention_mask")
+            fused, limit = found.get(gate.layer_idx, (None, 0))
+            angles = kwargs.get("position_embeddings")
+            suits = state.shape[0] * state.shape[1] <= limit and _is_dynamic(cache, gate.layer_idx)
+            if fused is None or not suits or angles is None or not fused.suits(state, angles, mask):
+                return gate.native(*args, **kwargs)
+            return gate.with_state(None, fused.run(gate.layer_idx, state, angles, mask, cache))
+
+        return run
+
+    def _limit_of(self, layer_idx: int, layer: nn.Module, fused: FusedLayer) -> int:
+        """The largest number of tokens for which the kernels run a layer; 0 if they do not."""
+        key, kind = (layer_idx, id(layer), fused.dtype, _settings(layer)), (torch.get_num_threads(), fused.kind)
+        if key not in self._equal:
+            self._equal[key] = Probe(self.structure, layer_idx, layer, fused).is_equal()
+        if self._equal[key] and kind not in self._most_tokens:
+            self._most_tokens[kind] = Probe(self.structure, layer_idx, layer, fused).most_tokens()
+        return self._most_tokens[kind] if self._equal[key] else 0
+
+
+def _is_dynamic(cache: Any, layer_idx: int) -> bool:
+    """Whether a cache gives a layer its K/V one after the other, in memory that the kernels can read."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    return len(cache.layers) <= layer_idx or type(cache.layers[layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def _settings(layer: nn.Module) -> tuple[Any, ...]:
+    """Settings of a layer's modules that a user may change. An int may count calls."""
+    return tuple(
+        (name, setting, value)
+        for name, module in layer.named_modules()
+        for setting, value in vars(module).items()
+        if isinstance(value, (bool, float, str))
+    )
+
+
+class Probe:
+    """Runs one layer by its own forward and by the kernels, on random states behind some cached tokens."""
+
+    def __init__(self, structure: DecoderStructure, layer_idx: int, layer: nn.Module, fused: FusedLayer) -> None:
+        self.structure, self.layer_idx, self.layer, self.fused = structure, layer_idx, layer, fused
+        config: Any = getattr(layer.self_attn, "config", None)
+        self.attention = getattr(config, "_attn_implementation", None)
+        self.generator = torch.Generator().manual_seed(0)
+        self.cached = [self._random(1, fused.heads[1], CACHED_TOKENS, fused.head_size) for _ in range(2)]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def is_equal(self) -> bool:
+        """Whether the kernels give the results of the layer's own forward, for its output and for its K/V."""
+        name = type(self.layer).__name__
+        if self.attention not in (*MASKED_BY_BOOL, *MASKED_BY_SUM):
+            return False
+        inputs, caches = self._inputs(PROBED_WIDTH), (self._cache(), self._cache())
+        try:
+            found = [run(*inputs, cache) for run, cache in zip((self._native, self._by_kernels), caches, strict=True)]
+        except (TypeError, ValueError, RuntimeError) as error:  # of a layer that takes other arguments
+            logger.info("%s runs without fused kernels: %s", name, first_line(error))
+            return False
+        kept: list[Any] = [cache.layers[self.layer_idx] for cache in caches]
+        pairs = [output - inputs[0] for output in found], [one.keys for one in kept], [one.values for one in kept]
+        if all(_is_close(*pair) for pair in pairs):
+            return True
+        logger.info("%s runs without fused kernels, which give other results", name)
+        return False
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def most_tokens(self) -> int:
+        """The largest number of tokens, among those probed, up to which the kernels are faster."""
+        seconds = measured(f"decoder layer, {self.fused.kind}", 2 * len(DECODE_ROWS), self._measure)
+        faster = 0
+        for tokens, native, by_kernels in zip(DECODE_ROWS, seconds[::2], seconds[1::2], strict=True):
+            if by_kernels > native:
+                break
+            faster = tokens
+        return faster
+
+    def _random(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self.generator).to(self.fused.dtype)
+
+    def _inputs(self, width: int) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        angle = torch.randn(1, width, self.fused.head_size // 2, generator=self.generator).repeat(1, 1, 2)
+        mask = torch.ones(1, 1, width, CACHED_TOKENS + width, dtype=torch.bool).tril(CACHED_TOKENS)
+        if self.attention in MASKED_BY_SUM:
+            mask = torch.zeros(mask.shape, dtype=self.fused.dtype).masked_fill(~mask, -torch.inf)
+        size = self.fused.size
+        return self._random(1, width, size), (angle.cos().to(self.fused.dtype), angle.sin().to(self.fused.dtype)), mask
+
+    def _cache(self) -> DynamicCache:
+        cache = DynamicCache()
+        cache.update(self.cached[0], self.cached[1], self.layer_idx)
+        return cache
+
+    def _run(self, run: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+        return run(*inputs, self._cache())
+
+    def _native(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: DynamicCache) -> Tensor:
+        run = LayerRun(self.structure, cache)
+        with active(run), allowed_layouts(KERNEL_LAYOUTS):
+            output = self.layer(
+                state, attention_mask=mask, position_embeddings=angles, use_cache=True, **{CACHE: cache}
+            )
+        return output[0] if isinstance(output, tuple) else output
+
+    def _by_kernels(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: DynamicCache) -> Tensor:
+        return self.fused.run(self.layer_idx, state, angles, mask, cache)
+
+    def _measure(self) -> list[float]:
+        """For each number of tokens, seconds of the layer's own forward and of the kernels."""
+        found = []
+        for width in DECODE_ROWS:
+            inputs = self._inputs(width)
+            for run in (self._native, self._by_kernels):
+                found.append(least_seconds(partial(self._run, run, inputs), REPEATS))
+        for module in self.layer.modules():
+            if isinstance(gate := module.__dict__.get("forward"), LinearGate):
+                gate.release()  # copies that no call has asked for
+        return found
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    error, largest = (one - other).abs().max(), one.abs().max()
+    return bool(error <= TOLERANCE[one.dtype] * largest)
