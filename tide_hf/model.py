@@ -215,7 +215,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         linears, may_copy = linears_to_gate(structure, pack_weights)
         cls.detach(model)
         open_linear_gates(linears, may_copy)
-        head = attachment.block_head or attachment.draft_head
+        head = attachment.draft_head
         if linears and head is not None:
             open_linear_gates(linears_in(*head.modules()), may_copy, anywhere=True)
         open_gates(structure)

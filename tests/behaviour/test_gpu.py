@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import ATTENTION, SDPA, tiny_model
 from on_steps import COPYING, OPTIONS, WINDOWED, prompts, steps_of, use_steps
@@ -83,13 +83,13 @@ def test_tokens_of_captured_steps_are_the_base_models(family, rows, compiles):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_block_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
+def test_a_draft_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
     model = tiny_model("llama", attention="sdpa").cuda()
     options = {**GREEDY, "return_dict_in_generate": True}
     expected = model.generate(**prompt(rows), **options)
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1), engine="compiled")
+    TIDEModelForCausalLM.attach(model, draft_head_for(model), engine="compiled")
     assert model.tide_warm_up(rows, max_length=64) > 0
-    use_heads(model, 1)
+    use_heads(model, 0)
     found = model.generate(**prompt(rows), **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert found[CACHE].get_seq_length() == expected[CACHE].get_seq_length()

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from block_heads import WITH_BLOCK, block_layer_of, routers_for
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import ATTACH, FEW, NEW, OPTIONS, UNTRACED, WINDOWED, linear_heads, new_tokens, prompts
 from transformers import LogitsProcessor
 
-DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft block", "draft head")
+DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft head")
 DECODING = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}}
 WIDTH = 3  # tokens per draft
 TRACED_BY_DEFAULT = (*(family for family in FEW if family != "falcon"), "llama4_text", "qwen2_5_vl")
@@ -33,7 +32,7 @@ class Case(NamedTuple):
 
     @property
     def has_heads(self):
-        return self.drafter in ("exit heads", "draft block", "draft head")
+        return self.drafter in ("exit heads", "draft head")
 
     @property
     def is_slow(self):
@@ -54,9 +53,8 @@ def cases(engine):
         yield from (("llama", drafter, 1, first), ("llama", drafter, 3, second))
     yield from ((family, "exit heads", 1) for family in ATTENTION)
     yield from ((family, "mixed", 3) for family in (ATTENTION if engine == "eager" else FEW))
-    yield from ((family, "draft block", 1) for family in FEW if family in WITH_BLOCK)
     yield from ((family, "draft head", 1) for family in (*FEW, "mistral") if family != "opt")
-    yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft block", "draft head"))
+    yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft head"))
 
 
 CASES = [
@@ -93,9 +91,7 @@ def expected_tokens(family, attention, rows, decoding):
 def attached(engine, family, attention, has_draft_head):
     """A copy of the base model with routers, and its steps; cases share them."""
     model = copy.deepcopy(base_model(family, attention))
-    has_block = family in WITH_BLOCK and not has_draft_head
-    routers = routers_for(model, block_layer_of(family)) if has_block else linear_heads(model)
-    routers = draft_head_for(model) if has_draft_head else routers
+    routers = draft_head_for(model) if has_draft_head else linear_heads(model)
     return model, ATTACH[engine](model, routers)
 
 
@@ -107,9 +103,7 @@ def check(case):
     replays_before = steps.replays if steps is not None else 0
     made = [None]
     if case.has_heads:
-        routers = model._tide.routers
-        layers = {"draft block": routers.config.block_layer, "draft head": 0}
-        exit_layer = layers.get(case.drafter, routers.exit_layers[-1])
+        exit_layer = 0 if case.drafter == "draft head" else model._tide.routers.exit_layers[-1]
         made = use_heads(model, exit_layer, WIDTH, continuations=new_tokens(expected))
     elif case.drafter == "none":
         use_drafter(model, "right", new_tokens(expected), width=0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_heads import block_layer_of, routers_for
+from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import tiny_model
 from on_steps import LAYERS, NEW, OPTIONS, linear_heads, prompts
@@ -51,10 +51,9 @@ def applied(monkeypatch):
     return shapes
 
 
-def attach_with(kind, model, exit_layer):
-    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
-    steps = attach_packed(model, routers)
-    use_heads(model, exit_layer)
+def attach_with(kind, model):
+    steps = attach_packed(model, draft_head_for(model) if kind == "draft head" else linear_heads(model))
+    use_heads(model, 0 if kind == "draft head" else 3)
     return steps
 
 
@@ -62,13 +61,13 @@ def attach_with(kind, model, exit_layer):
     ("kind", "family"),
     [
         *(("linear", family) for family in ("llama", "gpt2", "falcon")),
-        *(("block", family) for family in ("llama", "bloom", "gemma2")),
+        *(("draft head", family) for family in ("llama", "bloom", "gemma2")),
     ],
 )
 def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
     model = tiny_model(family)
     expected = model.generate(**prompts(), **OPTIONS)
-    steps = attach_with(kind, model, block_layer_of(family))
+    steps = attach_with(kind, model)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert steps.refused is None
     assert applied
@@ -97,7 +96,7 @@ def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
 
 def test_steps_survive_eager_calls_and_are_released(tiny_llama):
     model = tiny_llama(num_hidden_layers=LAYERS)
-    steps = attach_with("linear", model, 3)
+    steps = attach_with("linear", model)
     model.generate(**prompts(), **OPTIONS)
     made, weights = steps.warm_up.num_prepared, [model.model.layers[0].mlp.up_proj.weight]
     key = weight_layouts._key_of(weights, QuantizedWeight)

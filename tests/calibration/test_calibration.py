@@ -183,7 +183,7 @@ def no_work(monkeypatch):
     ("changed", "message"),
     [
         ({"labels": "euclid"}, r"unknown labels: got 'euclid'\. Expected one of 'agreement', 'cosine', 'kl'"),
-        ({"exit_strategy": "magic"}, r"unknown exit_strategy.*'identity', 'linear', 'block', 'eagle3'"),
+        ({"exit_strategy": "magic"}, r"unknown exit_strategy.*'identity', 'linear', 'eagle3'"),
         ({"tolerance": 0}, r"tolerance makes no sense: got .*Expected a number between 0 and 1"),
         ({"max_minutes": 0}, "max_minutes makes no sense: got .*Expected a"),
         ({"batch_size": 2.5}, "batch_size makes no sense: got .*Expected a"),
@@ -232,14 +232,14 @@ def test_a_template_that_refuses_a_message_that_stands_alone(parts, template):
         small(model, tokenizer)
 
 
-def test_an_8_bit_head_that_dequantises_itself_gets_heads_in_closed_form_and_no_block_head(tiny_llama, tiny_tokenizer):
+def test_an_8_bit_head_that_dequantises_itself_gets_heads_in_closed_form_and_no_draft_head(tiny_llama, tiny_tokenizer):
     model = tiny_llama()
     model.lm_head = PackedHead(model.lm_head.weight.detach())
     record = small(model, tiny_tokenizer).config.calibration
     assert {row["method"] for row in record["heads"].values()} == {"ridge"}
     for one in (model, cpu_offload(tiny_llama(), torch.device("cpu"))):
         with pytest.raises(UnsupportedModelError, match=r"cannot be trained here: .*'linear'"):
-            small(one, tiny_tokenizer, texts(20), exit_strategy="block")
+            small(one, tiny_tokenizer, texts(20), exit_strategy="eagle3")
 
 
 @pytest.mark.usefixtures("no_work")

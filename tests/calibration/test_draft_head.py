@@ -1,5 +1,7 @@
 """Training of the draft head: it reads what it reads in a draft, it learns, and it drafts afterwards."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from calibrations import small, texts
@@ -11,10 +13,18 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration.documents import Document
-from tide_hf.calibration.draft_head import DraftHeadTrainer
-from tide_hf.common.errors import UnsupportedModelError
+from tide_hf.calibration.draft_head import FURTHER, DraftHeadTrainer
+from tide_hf.common.errors import (
+    BaseModelMismatchError,
+    CalibrationError,
+    ConfigurationError,
+    RoutersNotFoundError,
+    UnsupportedModelError,
+)
 from tide_hf.speculation.exits import MAX_EXITS
 
+TEXTS = texts(60)
+FURTHER_OPTIONS = {"samples": 30, "draft_vocab_size": 40, "exit_strategy": "eagle3"}
 FAMILIES = ("llama", "mistral", "qwen3_moe", "gemma2")  # plain; its layers slide; routed; its logits are softcapped
 
 
@@ -53,7 +63,7 @@ def test_training_lowers_the_loss(family, monkeypatch):
     documents = [Document(torch.randint(3, 90, (16,)).tolist(), first=1) for _ in range(8)]
     batch = tapped_batch(model, trainer.head, documents)
     trainer.start([batch])
-    losses = [loss for _, loss in trainer.train(lambda: [batch] * 4, 4)]
+    losses = [loss for _, loss in trainer.train(lambda: [batch] * 4, 4, epochs=12)]
     assert losses[-1] < 0.9 * losses[0]
     assert not any(parameter.requires_grad for parameter in trainer.head.parameters())
 
@@ -77,3 +87,71 @@ def test_calibrate_makes_a_draft_head_that_drafts(tiny_llama, tiny_tokenizer, tm
 def test_a_model_whose_embeddings_are_narrower_is_refused(tiny_tokenizer):
     with pytest.raises(UnsupportedModelError, match="a draft head cannot be made"):
         small(tiny_model("opt"), tiny_tokenizer, texts(20), exit_strategy="eagle3")
+
+
+# Training further
+
+
+@pytest.fixture(scope="module")
+def start(tiny_llama, tiny_tokenizer, tmp_path_factory):
+    """The folder of routers with a draft head, from half of the texts."""
+    folder = tmp_path_factory.mktemp("start")
+    small(tiny_llama(), tiny_tokenizer, TEXTS[:30], output_dir=folder, **FURTHER_OPTIONS)
+    return folder
+
+
+def test_start_from_trains_a_draft_head_further(tiny_llama, tiny_tokenizer, start, monkeypatch):
+    before = TIDERouters.from_pretrained(start)
+    weights = {name: value.clone() for name, value in before.state_dict().items()}
+    monkeypatch.setattr(DraftHeadTrainer, "start", lambda *_: pytest.fail("a new draft head"))
+    routers = small(tiny_llama(), tiny_tokenizer, TEXTS[30:], start_from=before, **FURTHER_OPTIONS)
+    figures = routers.config.calibration["draft_head"]
+    assert figures["epochs"] == FURTHER[0]
+    assert figures["documents_before"] == before.config.calibration["num_documents"]
+    assert figures["tune_agreement"] >= figures["tune_agreement_before"]
+    assert torch.equal(routers.draft_head.d2t, weights["draft_head.d2t"])
+    assert not torch.equal(routers.draft_head.fc.weight, weights["draft_head.fc.weight"])
+    assert all(torch.equal(value, weights[name]) for name, value in before.state_dict().items())
+
+
+def test_a_head_that_a_step_before_the_deadline_makes_worse_keeps_its_weights(
+    tiny_llama, tiny_tokenizer, start, monkeypatch
+):
+    monkeypatch.setattr("tide_hf.calibration.draft_head.FURTHER", (2, 1e4))
+    options = FURTHER_OPTIONS | {"max_minutes": 1e-6, "start_from": start}
+    routers = small(tiny_llama(), tiny_tokenizer, TEXTS[30:], **options)
+    figures = routers.config.calibration["draft_head"]
+    assert figures["stopped"]
+    assert "training of the draft head" in routers.config.calibration["cut_short"]
+    assert figures["tune_agreement"] < figures["tune_agreement_before"]
+    before = TIDERouters.from_pretrained(start).draft_head.state_dict()
+    found = routers.draft_head.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in found.items() if name != "confidence")
+
+
+def test_unfinished_work_from_another_start_is_refused(tiny_llama, tiny_tokenizer, start, tmp_path, monkeypatch):
+    monkeypatch.setattr(DraftHeadTrainer, "train", Mock(side_effect=OSError("killed")))
+    options = FURTHER_OPTIONS | {"output_dir": tmp_path}
+    with pytest.raises(OSError, match="killed"):
+        small(tiny_llama(), tiny_tokenizer, TEXTS[30:], start_from=start, **options)
+    other = TIDERouters.from_pretrained(start)
+    other.draft_head.fc.weight.data += 1
+    for another in (None, other):
+        with pytest.raises(CalibrationError, match="start_from"):
+            small(tiny_llama(), tiny_tokenizer, TEXTS[30:], start_from=another, **options)
+
+
+def test_what_start_from_refuses(tiny_llama, tiny_tokenizer, start, tmp_path):
+    model = tiny_llama()
+    linear, embedded = TIDERouters.for_model(model, exit_layers=[2]), draft_head_for(model, has_embedding=True)
+    for routers, strategy, got in (
+        (linear, "eagle3", "routers with no draft head, and exit_strategy='eagle3'"),
+        (start, "linear", "routers with a draft head, and exit_strategy='linear'"),
+        (embedded, "eagle3", "routers with a draft head with embeddings of its own, and exit_strategy='eagle3'"),
+    ):
+        with pytest.raises(ConfigurationError, match=got):
+            small(model, tiny_tokenizer, TEXTS, start_from=routers, **FURTHER_OPTIONS | {"exit_strategy": strategy})
+    with pytest.raises(BaseModelMismatchError):
+        small(tiny_llama(hidden_size=64), tiny_tokenizer, TEXTS, start_from=start, **FURTHER_OPTIONS)
+    with pytest.raises(RoutersNotFoundError):
+        small(model, tiny_tokenizer, TEXTS, start_from=tmp_path, **FURTHER_OPTIONS)

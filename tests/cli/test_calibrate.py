@@ -50,7 +50,13 @@ def test_the_routers_are_those_that_inspect_shows(tiny_model_folder, tmp_path, c
     card = (routers / "README.md").read_text()
     assert f"Command: `{loaded.config.calibration['command']}`" in card
     assert str(tmp_path) not in card.partition("Command:")[2]  # it is published
-    assert sorted(file.name for file in routers.iterdir()) == ["README.md", "config.json", "model.safetensors", "plots"]
+    assert sorted(file.name for file in routers.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "plots",
+        "tide",
+    ]
     assert main(["inspect", str(tiny_model_folder), "--routers", str(routers)]) == 0
     out = capsys.readouterr().out
     expected = ("family       llama", "layers       4", "parameters   53,792", "self_speculative yes")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import _COMMON, FAMILIES, VOCAB, longrope, random_model, tiny_model
 from on_steps import ATTACH
@@ -188,7 +188,7 @@ def test_a_model_that_replaces_the_cache_in_prefill(settings):
     options = {"return_dict_in_generate": True, **SHORT}
     for some in (prompts(1), prompts(2), prompts(1).repeat(2, 1)):  # equal prompts are read once
         expected = model.generate(some, **options)
-        TIDEModelForCausalLM.attach(model, routers_for(model, 1))
+        TIDEModelForCausalLM.attach(model, draft_head_for(model))
         use_drafter(model, "mixed", expected.sequences[:, PROMPT:].tolist())
         found = model.generate(some, **options)
         assert torch.equal(found.sequences, expected.sequences)
@@ -223,12 +223,12 @@ class InnerPass(LogitsProcessor):
 
 
 @pytest.mark.parametrize(("rows", "use_cache"), [(1, False), (2, True)])
-def test_the_block_head_ignores_passes_of_a_logits_processor(rows, use_cache):
+def test_the_draft_head_ignores_passes_of_a_logits_processor(rows, use_cache):
     model = tiny_model("llama")
     options = {**SHORT, "logits_processor": [InnerPass(model, use_cache)]}
     expected = model.generate(prompts(rows), **options)
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1))
-    use_heads(model, 1)
+    TIDEModelForCausalLM.attach(model, draft_head_for(model))
+    use_heads(model, 0)
     assert torch.equal(model.generate(prompts(rows), **options), expected)
     assert model.last_exit_stats.drafted > 0
 

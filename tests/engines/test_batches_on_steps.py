@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_heads import block_layer_of, routers_for
+from draft_heads import draft_head_for
 from drafters import ScriptedDrafter, use_drafter, use_heads
 from families import VOCAB, tiny_model
 from on_steps import (
@@ -60,20 +60,20 @@ def test_a_call_ends_with_its_last_row_and_remaining_rows_run_on_smaller_steps_w
 @pytest.mark.parametrize(
     ("attach", "kind", "family"),
     [
-        (attach_graphs, "block", "llama"),
-        (attach_graphs, "block", "bloom"),
+        (attach_graphs, "draft head", "llama"),
+        (attach_graphs, "draft head", "bloom"),
         (attach_graphs, "linear", "gpt2"),
         pytest.param(attach_graphs, "linear", "opt", marks=pytest.mark.slow),
         (attach_compiled, "linear", "llama"),
-        pytest.param(attach_compiled, "block", "llama", marks=pytest.mark.slow),
+        pytest.param(attach_compiled, "draft head", "llama", marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_rows_runs_on_the_steps_of_others(family, attach, kind):
     """Padded rows, holes that are compacted, rows that end, heads that draft: on buffers of 8, 4, 2 rows and 1."""
     model, batch = tiny_model(family), prompts(8, pads=3)
     options, expected, _ = ending_early(model, batch)
-    exit_layer = block_layer_of(family)
-    routers = routers_for(model, exit_layer) if kind == "block" else linear_heads(model)
+    has_draft_head = kind == "draft head"
+    exit_layer, routers = (0, draft_head_for(model)) if has_draft_head else (1, linear_heads(model))
     routers.config.compaction_threshold = 0.1
     steps = attach(model, routers)
     for rows in (8, 4, 2, 1, 3, 7):

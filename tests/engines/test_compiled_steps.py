@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import ScriptedDrafter, use_drafter, use_heads
 from families import VOCAB, tiny_model
 from on_steps import (
@@ -172,14 +172,12 @@ def test_inference_mode_and_other_calls_share_steps(tiny_llama):
 @pytest.mark.parametrize("attach_to", [attach, attach_captured])
 def test_grouped_query_heads_attend_without_copies_of_kv(tiny_llama, attach_to):
     model = tiny_llama(num_hidden_layers=LAYERS)
-    routers = routers_for(model, 1)
-    attach_to(model, routers)
-    use_heads(model, 1)
+    attach_to(model, draft_head_for(model))
+    use_heads(model, 0)
     with KeyHeads() as heads:
         model.generate(**prompts(), **OPTIONS)
     assert heads.found == {model.config.num_key_value_heads}
-    configs = model.config, routers.block.head.layer.self_attn.config
-    assert {config._attn_implementation for config in configs} == {"sdpa"}
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_logs_are_equal_for_functions_that_compute_the_same():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import use_drafter
 from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import FEW, OPTIONS, linear_heads, prompts
@@ -103,14 +103,12 @@ def test_batches_and_long_prompts_use_gqa_attention(
     model = tiny_llama()
     batch = prompts(rows, pads=rows - 1, length=length)
     expected = model.generate(**batch, **OPTIONS)
-    TIDEModelForCausalLM.attach(model, routers_for(model, 1), use_kernels=use_kernels)
+    TIDEModelForCausalLM.attach(model, draft_head_for(model), use_kernels=use_kernels)
     use_drafter(model, "right", expected[:, length:].tolist())
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert bool(attended) == attends
     assert bool(kernel_calls) == may_use_kernel
     assert model.config._attn_implementation == "sdpa"
-    layer = model._tide.block_head.layer
-    assert {m.config._attn_implementation for m in layer.modules() if "config" in vars(m)} == {"sdpa"}
 
 
 def test_no_call_waits_while_another_thread_compiles():

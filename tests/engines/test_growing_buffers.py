@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import use_heads
 from families import SDPA, slow_but, tiny_model
 from on_steps import LAYERS, OPTIONS, UNTRACED, check_drafts, new_tokens, prompts
@@ -22,8 +22,8 @@ def test_buffers_grow_with_the_answer_and_its_holes(tiny_llama, monkeypatch, row
     model, batch = tiny_llama(num_hidden_layers=LAYERS), prompts(rows, pads=rows - 1)
     options = {**OPTIONS, "max_new_tokens": 90}
     expected = model.generate(**batch, **options)
-    attach(model, routers_for(model, 1))
-    made = use_heads(model, 1, continuations=new_tokens(expected), kind="right" if rows == 1 else "mixed")
+    attach(model, draft_head_for(model))
+    made = use_heads(model, 0, continuations=new_tokens(expected), kind="right" if rows == 1 else "mixed")
     for engine in ("eager", "compiled"):
         assert torch.equal(model.generate(**batch, **options, tide_engine=engine), expected)
     eager, compiled = made

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from families import tiny_model
 from on_steps import OPTIONS, attach_captured, attach_compiled, linear_heads, prompts, use_steps
 from recorded import as_it_is
@@ -22,7 +22,7 @@ from tide_hf.engines.warm_up import PROMPT_LENGTHS, WarmUp
 def as_calibrated(routers, **agreement):
     """Routers with the record of a calibration."""
     record = {"exit_layers": {str(layer): {"agreement": 0.3} for layer in routers.exit_layers}}
-    routers.config.calibration = record | {"block": {"agreement": 0.9, **agreement}}
+    routers.config.calibration = record | {"draft_head": {"agreement": 0.9, **agreement}}
     return routers
 
 
@@ -31,14 +31,14 @@ def test_answers_prepare_no_steps_after_it(attach, tiny_llama):
     model, options = tiny_llama(), {**OPTIONS, "max_new_tokens": 60}
     batches = [prompts(rows, pads=3 if rows > 1 else 0) for rows in range(1, 5)]
     expected = [model.generate(**batch, **options) for batch in batches]
-    routers = as_calibrated(routers_for(model, 1))
+    routers = as_calibrated(draft_head_for(model))
     # The policy drafts with no other head, whose steps would not be prepared.
     routers.config.calibration["exit_layers"].clear()
     steps = attach(model, routers)
     assert model.tide_warm_up((rows for rows in (1, 4, 2)), max_length=200) > 0.0
     made = {(buffers.rows, kind, size) for buffers, kind, size in steps._steps}
     verify = {("verify", width) for width in WIDTHS}
-    assert made == {(rows, *step) for rows in (1, 2, 4) for step in (*verify, ("draft", 1))}
+    assert made == {(rows, *step) for rows in (1, 2, 4) for step in (*verify, ("draft", 0))}
     before = steps.warm_up.num_prepared
     for batch, answer in zip(batches, expected, strict=True):
         assert torch.equal(model.generate(**batch, **options), answer)

@@ -49,7 +49,7 @@ def test_only_the_text_between_known_markers_is_replaced(results, tmp_path, caps
     assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
     assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 0
-    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick", "start_from"}
+    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}
     pages = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
     assert [name for name in smaller if f"<!-- report: {name}-speed -->" not in pages] == []
 
@@ -70,7 +70,7 @@ def test_the_pages_show_the_committed_results(folder):
 
 
 def test_what_the_pages_say_beside_other_engines_was_measured():
-    peers, int8 = (report.read_results(RESULTS / name)["decode"] for name in ("peers", "peers-int8"))
+    peers, int8 = (report.read_results(RESULTS / name)["decode"] for name in ("peers-intel", "peers-int8-intel"))
     rows = [line.replace("*", "").split(" | ") for line in decode.summary_table(peers).splitlines()[2:]]
     speeds = {name.removeprefix("| "): speed for name, speed, _ in rows}
     default, compiled = speeds["with tide_hf"], speeds['with tide_hf, `engine="compiled"`, all drafts']

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import HeadDrafter
 from families import VOCAB
 from packed_weights import set_fastest_layouts
@@ -26,16 +26,16 @@ def _packed_weights_are_the_fastest(monkeypatch):
     set_fastest_layouts(monkeypatch)
 
 
-def test_the_block_head_and_the_draft_vocabulary_are_packed(tiny_llama):
+def test_the_draft_head_and_the_draft_vocabulary_are_packed(tiny_llama):
     model = tiny_llama()
     expected = model.generate(PROMPT, **OPTIONS)
-    routers = routers_for(model, 1)
+    routers = draft_head_for(model)
     routers.draft_vocab = torch.arange(0, VOCAB, 2)
     for one in (copy.deepcopy(model), model):  # which share routers
         TIDEModelForCausalLM.attach(one, routers, pack_weights=True)
-    model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, 1, 3)
+    model._tide.make_drafter = lambda _, texts, engine: HeadDrafter(texts, engine, (0, 2), 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), expected)
-    linears = [part for part in routers.block.head.modules() if type(part) is nn.Linear]
+    linears = [part for part in routers.draft_head.modules() if type(part) is nn.Linear]
     linears.append(model._tide.draft_unembed().head)
     assert all(linear.forward.converted and linear.forward.replaced is None for linear in linears)
     model.tide_release()

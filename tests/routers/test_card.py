@@ -96,7 +96,7 @@ def test_new_records_have_every_table_and_plot(routers_with, tmp_path):
 def test_the_shipped_routers_get_a_card_with_their_layers_in_order(tmp_path):
     text = write_model_card(TIDERouters.from_pretrained(SHIPPED), tmp_path).read_text()
     lines = [line for line in text.splitlines() if " of 30 |" in line]
-    assert [int(line.split()[1]) for line in lines] == [16, 24, 28, 1]  # the block last
+    assert [int(line.split()[1]) for line in lines] == [16, 24, 28]
     assert "None" not in text
 
 
@@ -109,7 +109,7 @@ def test_a_draft_head_gets_its_command_for_vllm(model, routers_with, tmp_path):
     text = write_model_card(routers, tmp_path, repo_id="org/base-tide").read_text()
     options = '{"model": "org/base-tide", "method": "eagle3", "num_speculative_tokens": 3}'
     assert f"```bash\nvllm serve org/base --revision v1 --speculative-config '{options}'\n```" in text
-    assert "vLLM uses the draft head alone: not the exit heads, their routers and thresholds, nor a block head." in text
+    assert "vLLM uses the draft head alone: not the exit heads, their routers and thresholds." in text
     routers.config.base_model_name_or_path = "org/base\n```\n# A title; rm -rf"
     text = write_model_card(routers, tmp_path, repo_id="org/base-tide").read_text()
     assert "\nvllm serve 'org/base ??? # A title; rm -rf' --revision" in text

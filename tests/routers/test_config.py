@@ -38,7 +38,6 @@ RECORD = {
         TOLERANCE | {"exit_threshold": 0.9, "disagreement": 0.01, "interval": [0.0, 0.1]},
     ],
 }
-BLOCK = {"model_type": "llama", "num_hidden_layers": 2}
 
 
 def changed(**fields):
@@ -65,14 +64,7 @@ BAD_RECORDS = [
     {"tolerances": [TOLERANCE | {"depth_fraction": []}]},
     {"tolerances": [TOLERANCE | {"interval": [0.1]}]},
     {"num_documents": -1},
-    {"block": {"agreement": 0.5, "documents_before": 2**64}},
-]
-BAD_BLOCK_FIELDS = [
-    {"model_type": "tide"},
-    {"num_hidden_layers": 10**9},
-    {"num_local_experts": 10**9},
-    {"attn_implementation": "org/kernel"},
-    {"auto_map": {}},
+    {"draft_head": {"agreement": 0.5, "documents_before": 2**64}},
 ]
 
 
@@ -103,10 +95,6 @@ BAD_BLOCK_FIELDS = [
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": "llama"},
         *({"calibration": record} for record in BAD_RECORDS),
-        *({"block_layer": 1, "block_config": config} for config in (None, {}, {"hidden_size": 32})),
-        *({"block_layer": 1, "block_config": BLOCK | field} for field in BAD_BLOCK_FIELDS),
-        {"block_layer": None, "block_config": BLOCK},
-        {"block_layer": 4, "block_config": BLOCK},
         {"some_new_field": 1},
     ],
     ids=lambda fields: repr(fields)[:60],
@@ -122,12 +110,11 @@ def test_values_that_are_refused(fields):
     [
         {"calibration": None},
         {"calibration": RECORD},
-        {"calibration": {"num_documents": 0, "block": {"agreement": 1.0, "documents_before": 2**63}}},
+        {"calibration": {"num_documents": 0, "draft_head": {"agreement": 1.0, "documents_before": 2**63}}},
         {"exit_threshold": 0, "compaction_threshold": 0.0},
         {"base_model_name_or_path": "x" * 1024, "base_model_revision": "v1.0/a-b+c"},
         {"unembed_hash": "f" * 64, "weights_sha256": None},
         {"router_bottleneck_dim": 1, "min_layers": 1},
-        {"block_layer": 1, "block_config": {**BLOCK, "num_hidden_layers": 2**12}},
         {"dtype": "bfloat16", "architectures": ["TIDERouters"], "model_type": "tide"},
     ],
     ids=lambda fields: repr(fields)[:60],
@@ -155,13 +142,6 @@ def test_any_config_is_refused_or_can_be_used_and_shown(path, value):
         facts = router_facts(TIDERouters(config))
         tables_of(facts, 4)
         _router_lines(facts)
-
-
-@pytest.mark.parametrize("block", [{"num_attention_heads": 0}, {"model_type": "vit"}, {"rope_parameters": 3}], ids=str)
-def test_a_block_config_of_no_model_is_refused(block):
-    config = TIDEConfig.from_dict(changed(block_layer=1, block_config={**BLOCK, **block}))
-    with pytest.raises(TIDEError, match=r": got .*Expected .*"), torch.device("meta"):
-        TIDERouters(config)
 
 
 def test_default_exit_layers_follow_the_interval_and_the_minimum():

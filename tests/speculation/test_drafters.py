@@ -107,7 +107,7 @@ REPEATED = [1, 2, 3, 4] * 3
         (CountingEngine(1.0), [REPEATED, REPEATED], [3, 15], False),
         (CountingEngine(1.0), [REPEATED, [1, 2, 3]], [15, 15], False),  # drafts of unequal lengths
     ],
-    ids=["read", "unread", "block head", "no room", "apart"],
+    ids=["read", "unread", "draft head", "no room", "apart"],
 )
 def test_a_head_continues_after_n_grams_while_the_pass_has_room(engine, prompts, limits, continues):
     drafts = drafter(prompts, 0.5, engine, FIVE_AT_ONCE, ngram=0.8, head=0.5).draft([*range(len(prompts))], limits)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_heads import routers_for
+from draft_heads import draft_head_for
 from drafters import use_heads
 from families import ATTENTION, LAYERS, VOCAB, longrope, slow_but, tiny_model
 from hypothesis import given
@@ -89,13 +89,13 @@ def test_groups_leave_the_tokens_and_the_cache_of_one_pass(family, attach):
 
 
 @pytest.mark.usefixtures("passes_are_cheap")
-def test_the_block_head_drafts_for_each_row_as_for_the_row_alone():
+def test_the_draft_head_drafts_for_each_row_as_for_the_row_alone():
     model = tiny_model("llama")
-    routers = routers_for(model, 1)
+    routers = draft_head_for(model)
 
     def drafts(inputs):
         attach_eagerly(model, routers)
-        made = use_heads(model, 1)
+        made = use_heads(model, 0)
         model.generate(**inputs, **{**OPTIONS, "max_new_tokens": 5})
         return [drafted for _text, drafted in made[0].drafted[: len(inputs["input_ids"])]]
 
@@ -193,7 +193,7 @@ def test_equal_prompts_are_read_once(family, attach):
     sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "eos_token_id": None, "top_k": 0}
     torch.manual_seed(0)
     expected = model.generate(**inputs, **sampling)
-    attach(model, routers_for(model, 3 if family == "gemma3_text" else 1))
+    attach(model, draft_head_for(model))
     torch.manual_seed(0)
     shapes, answers = passes_of(model, lambda: model.generate(**inputs, **sampling))
     assert shapes[0] == (2, 12)

@@ -9,6 +9,7 @@ from torch import nn
 from tide_hf import calibrate
 
 OPTIONS = {"samples": 20, "max_length": 8, "exit_layers": [1, 2], "batch_size": 8, "progress": False}
+OPTIONS["exit_strategy"] = "linear"
 WORDS = [
     "the", "river", "runs", "to", "a", "wide", "cold", "sea", "and", "then",
     "it", "comes", "back", "as", "rain", "in", "spring",

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 from accelerate import disk_offload, dispatch_model
-from block_heads import block_layer_of, routers_for
 from calibrations import texts
+from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import LAYERS, tiny_model
 from images import image_prompts, seeing_model
@@ -30,6 +30,7 @@ from tide_hf.logits_process import TIDELogitsProcessor
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
 FIT = {"samples": 24, "max_length": 12, "batch_size": 8, "exit_layers": [1, 2], "progress": False}
+FIT["exit_strategy"] = "linear"
 APPROXIMATE = [("post_hoc", "propagate", 1), ("early_exit", "propagate", 1), ("early_exit", "recompute", 3)]
 APPROXIMATE += [("early_exit", "zero_pad", 3), ("early_exit", "prompt", 3)]  # prompt tokens exit as well
 
@@ -87,11 +88,10 @@ def test_tokens_are_the_base_models(family, rows, options):
 @pytest.mark.parametrize(("family", "head"), [("llama", 0), ("gemma2", 1)])
 def test_a_model_on_two_devices_generates_the_base_models_tokens(family, head):
     """Heads draft on either side of the cut; the LM head is with the embeddings or with the last layer."""
-    plain, layer = tiny_model(family), block_layer_of(family)
+    plain = tiny_model(family)
     expected = answer(plain, prompts(3, pads=2), **GREEDY)
-    linear, block = linear_heads(plain), routers_for(plain, layer)
-    kinds = [(2, linear, 1), (2, linear, 3), (layer - 1, block, layer), (layer + 1, block, layer)]
-    for cut, routers, exit_layer in kinds:
+    linear, draft_head = linear_heads(plain), draft_head_for(plain)
+    for cut, routers, exit_layer in [(2, linear, 1), (2, linear, 3), (1, draft_head, 0), (3, draft_head, 0)]:
         model = spread(tiny_model(family), cut=cut, head=head)
         TIDEModelForCausalLM.attach(model, copy.deepcopy(routers))
         use_heads(model, exit_layer)
@@ -152,13 +152,13 @@ def test_an_eager_round_waits_once_for_the_device():
 
 @pytest.mark.parametrize(
     ("family", "rows", "kind"),
-    [("gemma2", 1, "block"), ("gpt2", 1, "linear"), ("qwen3_moe", 3, "linear"), ("bloom", 3, "block")],
+    [("gemma2", 1, "draft"), ("gpt2", 1, "linear"), ("qwen3_moe", 3, "linear"), ("bloom", 3, "draft")],
 )
 def test_captured_steps_never_wait_for_the_device(family, rows, kind):
     plain, model = two(family)
-    batch, layer, waits = prompts(rows), block_layer_of(family), []
+    batch, waits = prompts(rows), []
     expected = answer(plain, batch, **GREEDY)
-    routers = routers_for(plain, layer) if kind == "block" else linear_heads(plain)
+    routers = draft_head_for(plain) if kind == "draft" else linear_heads(plain)
     TIDEModelForCausalLM.attach(model, routers, engine="compiled")
 
     def counted(run, *args):
@@ -173,7 +173,7 @@ def test_captured_steps_never_wait_for_the_device(family, rows, kind):
         return replay
 
     steps = use_steps(model, CapturedSteps(replay_of, compile_graph=None))
-    use_heads(model, layer if kind == "block" else (1, 3))
+    use_heads(model, 0 if kind == "draft" else (1, 3))
     assert torch.equal(answer(model, there(batch), **GREEDY), expected)
     assert steps.refused is None
     assert steps.replays > 0
@@ -190,7 +190,7 @@ def test_offloaded_weights(tiny_llama, tiny_tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     ("exit_strategy", "labels"),
-    [("identity", "agreement"), ("linear", "cosine"), ("linear", "kl"), ("block", "agreement")],
+    [("identity", "agreement"), ("linear", "cosine"), ("linear", "kl"), ("eagle3", "agreement")],
 )
 def test_calibration_on_two_devices_makes_the_routers_of_a_cpu(tiny_llama, tiny_tokenizer, exit_strategy, labels):
     options = {**FIT, "exit_strategy": exit_strategy, "labels": labels}
@@ -204,11 +204,11 @@ def test_calibration_on_two_devices_makes_the_routers_of_a_cpu(tiny_llama, tiny_
 
 
 def test_calibration_on_text_of_the_models_own_and_from_routers(tiny_llama, tiny_tokenizer):
-    model, options = tiny_llama().to(NAME), {**FIT, "exit_strategy": "block"}
+    model, options = tiny_llama().to(NAME), {**FIT, "exit_strategy": "eagle3"}
     own = calibrate(model, tiny_tokenizer, **options)
     assert own.config.calibration["num_documents"] > 0
     again = calibrate(model.bfloat16(), tiny_tokenizer, texts(60), **options, start_from=own)
-    assert again.config.calibration["block"]["agreement"] >= 0.0
+    assert again.config.calibration["draft_head"]["agreement"] >= 0.0
 
 
 def test_quality_on_two_devices_is_measured_as_on_a_cpu(tiny_llama, tiny_tokenizer):

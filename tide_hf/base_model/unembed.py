@@ -91,18 +91,8 @@ class DraftUnembed:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Map hidden states (..., D) before the final norm to their top-1 tokens (...)."""
         state = self._state(hidden_states)
-        if self._is_fused(state):
-            return self._fused(state)[0]
-        return self._tokens(greedy_tokens(self.head(state)))
-
-    def top1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return top-1 tokens and their log-probabilities over the draft vocabulary, (...) float32."""
-        state = self._state(hidden_states)
-        if self._is_fused(state):
-            return self._fused(state)
-        logits = self.head(state).float()
-        best, top = logits.max(dim=-1)
-        return self._tokens(top), best - logits.logsumexp(dim=-1)
+        top = self._fused(state) if self._is_fused(state) else greedy_tokens(self.head(state))
+        return top if self.token_ids is None else self.token_ids.to(top.device)[top]
 
     def _find_source(self) -> tuple[tuple[int, ...], ...] | None:
         """Identity and version of the head's current weights; `None` if no rows were copied."""
@@ -122,14 +112,10 @@ class DraftUnembed:
         is_plain = type(head) is nn.Linear and is_plain_linear(head) and state.dtype == head.weight.dtype
         return is_plain and self.unembed.ops.run_on(state, head.weight, head.bias)
 
-    def _fused(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _fused(self, state: Tensor) -> Tensor:
         head: Any = self.head
-        rows = state.reshape(-1, state.shape[-1])
-        top, log_probabilities = self.unembed.ops.draft_top1(rows, head.weight, head.bias)
-        return self._tokens(top.view(state.shape[:-1])), log_probabilities.view(state.shape[:-1])
-
-    def _tokens(self, top: Tensor) -> Tensor:
-        return top if self.token_ids is None else self.token_ids.to(top.device)[top]
+        top, _ = self.unembed.ops.draft_top1(state.reshape(-1, state.shape[-1]), head.weight, head.bias)
+        return top.view(state.shape[:-1])
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

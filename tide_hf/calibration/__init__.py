@@ -1,10 +1,10 @@
 """Calibration: fit exit heads, routers and an exit threshold for a frozen model. [`calibrate`] runs all steps.
 
 `text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
-`states` computes and stores hidden states. `heads` fits exit heads, `draft_head` and `block_head` train heads that
-draft with a layer of their own (by what `training` has), `routers` trains the routers. `threshold` selects exit layers
-and certifies exit thresholds, that of a draft head on its `draft_exits`; `record` builds the calibration record.
-`arguments` checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
+`states` computes and stores hidden states. `heads` fits exit heads, `draft_head` trains a head that drafts with a layer
+of its own (by what `training` has), `routers` trains the routers. `threshold` selects exit layers and certifies exit
+thresholds, that of a draft head on its `draft_exits`; `record` builds the calibration record. `arguments` checks
+arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from ..routers.card import write_model_card
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
 from .arguments import Settings, check_arguments, check_for_model, check_positions, check_precision
-from .block_head import block_start, place_block
-from .draft_head import draft_head_shape
+from .draft_head import draft_head_shape, head_to_train_further
 from .heads import frequent_tokens
 from .pipeline import Pipeline
 from .record import calibration_record, layer_figures, print_report, tolerance_rows
@@ -48,10 +47,10 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase,
     dataset: str | os.PathLike[str] | Iterable[object] | None = None,
     *,
-    samples: int = 600,
-    max_length: int = 64,
+    samples: int = 2000,
+    max_length: int = 128,
     labels: str = "agreement",
-    exit_strategy: str = "linear",
+    exit_strategy: str = "eagle3",
     exit_layers: Sequence[int] | None = None,
     start_from: TIDERouters | str | os.PathLike[str] | None = None,
     tolerance: float = 0.02,
@@ -59,7 +58,7 @@ def calibrate(
     draft_vocab_size: int | None = 8192,
     translator_rank: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
-    max_minutes: float | None = None,
+    max_minutes: float | None = 15,
     batch_size: int = 64,
     seed: int = 0,
     notes: Mapping[str, Any] | None = None,
@@ -94,14 +93,15 @@ def calibrate(
         labels: What routers predict. `"agreement"`: that the exit head's top token is the full model's; `"cosine"`:
             that the hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`: that the exit
             head's distribution is close to the full model's. The threshold is always certified on agreement.
-        exit_strategy: Kind of exit head: `"identity"` or `"linear"`; or linear heads, and a head that drafts with a
-            decoder layer of its own (slower to train): `"eagle3"` (see [`routers.draft_head.DraftHead`]), for any
-            family, or `"block"` (see [`routers.block_head.BlockHead`]).
+        exit_strategy: `"eagle3"`: linear exit heads, and a head that drafts with a decoder layer of its own (see
+            [`routers.draft_head.DraftHead`]), which takes most of the time; or exit heads alone, `"linear"` or
+            `"identity"`.
         exit_layers: Numbers of executed layers after which a token may exit; by default every fourth layer is tried
             and the useful layers are kept (see [`threshold.useful_exit_layers`]).
-        start_from: Routers for this model, or their folder or Hub repository. Their block head is trained further,
+        start_from: Routers for this model, or their folder or Hub repository. Their draft head is trained further,
             which takes less text and time than training a new one; if the result is worse, the old weights are kept.
-            Exit heads and routers are new. Figures are optimistic on text that the block head was trained on before.
+            Exit heads and routers are new. Figures are optimistic on text that the head was trained on before: draw
+            other prompts with another `seed`.
         tolerance: Largest expected share of a document's tokens for which `early_exit` differs from the full model.
         confidence: Probability with which `tolerance` holds.
         draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None`: all tokens.
@@ -109,8 +109,9 @@ def calibrate(
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
             works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
             for each exit layer and the last layer.
-        max_minutes: Time budget. To stay within it, less text is generated and heads are trained for a shorter time;
-            other stages are not shortened. The record lists what was cut short. Results then depend on machine speed.
+        max_minutes: Time budget; `None` for none. To stay within it, less text is generated and heads are trained for a
+            shorter time; other stages are not shortened. The record lists what was cut short. Results then depend on
+            machine speed.
         batch_size: Documents per forward pass.
         seed: Random seed. On a CPU the same seed gives the same routers.
         notes: Further JSON-serialisable entries of the record, such as the `"command"` that the card shows. They do
@@ -125,10 +126,10 @@ def calibrate(
         CalibrationError: The data cannot be found, reached or used, states are NaN or infinite, the disk is full, or
             `output_dir` holds another calibration's unfinished work.
         BaseModelMismatchError: `start_from` belongs to another model.
-        ConfigurationError: An argument is invalid, or `start_from` has no block head.
+        ConfigurationError: An argument is invalid, or `start_from` has no draft head that can be trained.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         RoutersNotFoundError: There are no routers at `start_from`.
-        UnsupportedModelError: The model is not supported, is tensor-parallel (`tp_plan`), or cannot have a block head.
+        UnsupportedModelError: The model is not supported, is tensor-parallel (`tp_plan`), or cannot have a draft head.
     """
     heads = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
     sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
@@ -144,11 +145,11 @@ def calibrate(
         check_precision(model, structure)
         check_parity(model, structure)
         check_for_model(structure, settings)
-        start = block_start(start_from, model, exit_strategy) if start_from is not None else None
+        start = head_to_train_further(start_from, model, exit_strategy) if start_from is not None else None
         routers = _fresh_routers(model, structure, settings, start)
         text = load_documents(dataset, tokenizer, settings)
         check_positions(model, text.longest(max_length), max_length)
-        start_hash = weights_hash(start.block) if start is not None else None  # type: ignore[arg-type]
+        start_hash = weights_hash(start.draft_head) if start is not None else None  # type: ignore[arg-type]
         settings = replace(settings, exit_layers=routers.exit_layers, start_from=start_hash)
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
             work.claim(_fingerprint(model, routers, settings, text), processes)
@@ -157,8 +158,8 @@ def calibrate(
             record = dict(notes or {}) | _run(pipeline, text, exit_layers is None, tolerance, confidence)
             if start is not None:
                 before = start.config.calibration or {}
-                earlier = before.get("block", {}).get("documents_before", 0)
-                record["block"]["documents_before"] = before.get("num_documents", 0) + earlier
+                earlier = before.get("draft_head", {}).get("documents_before", 0)
+                record["draft_head"]["documents_before"] = before.get("num_documents", 0) + earlier
             record |= {"max_minutes": max_minutes, "seconds": round(perf_counter() - started, 1)}
             routers.config.calibration = record
             if output_dir is not None and processes.is_main:
@@ -177,10 +178,8 @@ def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confide
         store = pipeline.read_states(documents)
         read, chosen = store.count_tokens("fit", structure.vocab_size)
         draft_vocab = frequent_tokens(read + chosen, settings.draft_vocab_size or structure.vocab_size)
-        block, draft_head = pipeline.train_block(store, draft_vocab), pipeline.train_draft_head(store, draft_vocab)
+        draft_head = pipeline.train_draft_head(store, draft_vocab)
         figures: dict[str, Any] = {"heads": pipeline.fit_heads(store), "routers": pipeline.train_routers(store)}
-        if block is not None:
-            figures["block"] = block
         if draft_head is not None:
             figures["draft_head"] = draft_head | _certify_head(pipeline, tolerance, confidence)
         kept = pipeline.routers.exit_layers
@@ -218,7 +217,7 @@ def _certify_head(pipeline: Pipeline, tolerance: float, confidence: float) -> di
 def _fresh_routers(
     model: PreTrainedModel, structure: DecoderStructure, settings: Settings, start: TIDERouters | None
 ) -> TIDERouters:
-    """Untrained routers on the model's output device, with the block head of `start` if given."""
+    """Untrained routers on the model's output device, with the draft head of `start` if given."""
     layers, size = settings.exit_layers, settings.draft_vocab_size
     if layers is None:
         layers = default_exit_layers(structure.num_layers, TIDEConfig.checkpoint_interval, min_layers=1)
@@ -228,17 +227,14 @@ def _fresh_routers(
         "translator_rank": settings.translator_rank,
         "draft_vocab_size": None if size is None else min(size, structure.vocab_size),
     }
-    if settings.exit_strategy == "block":
-        layer, block_config = place_block(model, structure)
-        if start is not None:
-            layer, block_config = start.config.block_layer, start.config.block_config
-        config |= {"exit_strategy": "linear", "block_layer": layer, "block_config": block_config}
-    if settings.exit_strategy == "eagle3":
+    if start is not None:
+        config |= {"exit_strategy": "linear", "draft_head": start.config.draft_head}
+    elif settings.exit_strategy == "eagle3":
         shape = draft_head_shape(model, structure, config["draft_vocab_size"] or structure.vocab_size)
         config |= {"exit_strategy": "linear", "draft_head": shape}
     routers = TIDERouters.for_model(model, **config)
     if start is not None:
-        routers.block.load_state_dict(start.block.state_dict())  # type: ignore[union-attr]
+        routers.draft_head.load_state_dict(start.draft_head.state_dict())  # type: ignore[union-attr]
     return routers.to(output_device(structure))
 
 

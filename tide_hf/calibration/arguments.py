@@ -33,7 +33,7 @@ class Settings:
     exit_layers: Sequence[int] | None
     translator_rank: int | None
     draft_vocab_size: int | None
-    start_from: str | None = None  # hash of the block head that is trained further
+    start_from: str | None = None  # hash of the draft head that is trained further
 
 
 def check_arguments(
@@ -77,7 +77,7 @@ def check_for_model(structure: DecoderStructure, settings: Settings) -> None:
     if rank is not None and rank > structure.hidden_size:
         expected = f"at most {structure.hidden_size}, the hidden size"
         raise _unusable("translator_rank", rank, expected, "Leave it out for full rank.")
-    if settings.exit_strategy in ("block", "eagle3") and not can_distil(structure):
+    if settings.exit_strategy == "eagle3" and not can_distil(structure):
         raise UnsupportedModelError(
             "a head with a decoder layer cannot be trained here",
             got="an output head or final norm in 8 or 4 bits, or offloaded",

@@ -7,8 +7,10 @@ text up to the start of its draft, and to those of its own earlier steps.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,24 +23,27 @@ from transformers import PreTrainedModel
 
 from ..base_model.structure import DecoderStructure, output_device
 from ..base_model.unembed import Unembed
-from ..common.errors import UnsupportedModelError
+from ..common.errors import ConfigurationError, UnsupportedModelError
 from ..routers.draft_head import DraftHead, rotate
 from ..routers.exit_points import logit_of
+from ..routers.routers import TIDERouters
 from ..speculation.exits import MAX_EXITS
 from .documents import TokenBatch
 from .draft_exits import UNKNOWN, DraftExits
 from .heads import FrequentUnembed, round_weights
 from .routers import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
-from .training import mixed_precision, train_epochs
+from .training import mixed_precision, seeded, train_epochs
 
 STEPS = 3
-SINGLE_STEP = 0.2  # share of the training on the first step alone, which costs a third of the time
+SINGLE_STEP = 0.65  # share of the training on the first step alone, which costs a third of the time
 STEP_WEIGHT = 0.8  # of each step's loss, relative to that of the step before
 LEARNING_RATE, FLOOR = 1.5e-3, 0.03
 MAX_GRADIENT = 1.0
 FUSED = ("cpu", "cuda")  # devices for which PyTorch has a fused AdamW
-EPOCHS = 12  # unless the time budget ends first
+# Number of epochs, unless the time budget ends first, and factor on the learning rate.
+FRESH = 12, 1.0  # for a new head
+FURTHER = 6, 0.5  # for a trained one; the lower rate keeps it from forgetting
 TOKENS_PER_STEP = 1200  # padding included
 REGRESSION_BATCHES = 80
 HEAD_DIM = 64  # of heads for base models whose config names no attention heads
@@ -88,6 +93,25 @@ def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_
         **dict.fromkeys(("attention_bias", "mlp_bias", "qk_norm", "norm_before_residual", "norm_before_fc"), False),
         **dict.fromkeys(("fc_norm", "norm_output", "has_embedding"), False),
     }
+
+
+def head_to_train_further(
+    start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
+) -> TIDERouters:
+    """The routers whose draft head is trained further, loaded if `start_from` is a folder or Hub repository."""
+    routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
+    routers.check_base_model(model)
+    head = routers.draft_head
+    if head is None or head.config.has_embedding or exit_strategy != "eagle3":
+        kind = "no draft head" if head is None else "a draft head"
+        embedding = " with embeddings of its own" if head is not None and head.config.has_embedding else ""
+        raise ConfigurationError(
+            "start_from works with draft heads that read the base model's embeddings, since no others are trained",
+            got=f"routers with {kind}{embedding}, and {exit_strategy=}",
+            expected="routers with a draft head that calibrate() made, and exit_strategy='eagle3'",
+            do="Pass both, or leave start_from out to train a new draft head.",
+        )
+    return routers
 
 
 class DraftHeadTrainer:
@@ -155,22 +179,28 @@ class DraftHeadTrainer:
         return self.head.layers[0].self_attn
 
     def train(
-        self, batches: Callable[[], Iterable[TappedBatch]], num_batches: int, *, deadline: float = math.inf
+        self,
+        batches: Callable[[], Iterable[TappedBatch]],
+        num_batches: int,
+        epochs: int,
+        rate: float = 1.0,
+        *,
+        deadline: float = math.inf,
     ) -> Iterator[tuple[int, float]]:
-        """Train for `EPOCHS`, or until `deadline` (in `perf_counter` seconds).
+        """Train for `epochs`, or until `deadline` (in `perf_counter` seconds); `rate` scales the learning rate.
 
         Yields (training steps so far, mean loss of the head's first step) of each epoch; see [`train_epochs`].
         """
         fused = next(self.head.parameters()).device.type in FUSED  # saves a twelfth of a step on a CPU
         optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
+            self.head.parameters(), lr=rate * LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
         )
         self.head.requires_grad_(True)
 
         def step(batch: TappedBatch, progress: float) -> float:
             return self._step(batch, optimizer, 1 if progress < SINGLE_STEP else STEPS)
 
-        yield from train_epochs(optimizer, step, batches, num_batches, EPOCHS, floor=FLOOR, deadline=deadline)
+        yield from train_epochs(optimizer, step, batches, num_batches, epochs, floor=FLOOR, deadline=deadline)
         self.head.requires_grad_(False)
 
     def unroll(self, batch: TappedBatch, steps: int) -> list[Tensor]:
@@ -253,17 +283,35 @@ class DraftHeadStage:
     store: StateStore
     seed: int
 
-    def make(self, deadline: float) -> dict[str, Any]:
-        """Train until `deadline` (in `perf_counter` seconds) at the latest; return facts about the training."""
-        head, seeds = self.trainer.head, itertools.count(self.seed)
-        self.trainer.start(itertools.islice(self._batches("fit", self.seed), REGRESSION_BATCHES))
-        documents, shards = self.store.splits["fit"], self.store.shards("fit")
+    def make(self, deadline: float, *, is_fresh: bool) -> dict[str, Any]:
+        """Train until `deadline` (in `perf_counter` seconds) at the latest; return facts about the training.
+
+        A head that is not fresh keeps its old weights if the new ones agree less often on the tune split.
+        """
+        epochs, rate = FRESH if is_fresh else FURTHER
+        head, facts = self.trainer.head, {}
+        before = copy.deepcopy(head.state_dict())
+        if is_fresh:
+            with seeded(self.seed, output_device(self.trainer.unembed.structure)):
+                self.trainer.start(itertools.islice(self._batches("fit", self.seed), REGRESSION_BATCHES))
+        else:
+            facts["tune_agreement_before"] = self._agreement("tune")
+        documents, shards, seeds = self.store.splits["fit"], self.store.shards("fit"), itertools.count(self.seed)
         num_batches = sum(len(_grouped(documents[row].tokens for row in shard.rows)) for shard in shards)
-        trained = list(self.trainer.train(lambda: self._batches("fit", next(seeds)), num_batches, deadline=deadline))
+        tokens, curve = sum(len(document.tokens) for document in documents), []
+        for steps, loss in self.trainer.train(
+            lambda: self._batches("fit", next(seeds)), num_batches, epochs, rate, deadline=deadline
+        ):
+            seen = round(tokens * steps / num_batches)
+            curve.append({"tokens": seen, "loss": loss, "agreement": self._agreement("tune")})
         round_weights(head)
+        if not is_fresh:
+            facts["tune_agreement"] = self._agreement("tune")
+            if facts["tune_agreement"] < facts["tune_agreement_before"]:
+                head.load_state_dict(before)
         self.scale_confidence()
-        steps, loss = trained[-1]
-        return {"epochs": len(trained), "steps": steps, "stopped": steps < EPOCHS * num_batches, "loss": loss}
+        stopped = steps < epochs * num_batches
+        return {"epochs": len(curve), "steps": steps, "stopped": stopped, "curve": curve, **facts}
 
     def figures(self, exits: DraftExits) -> dict[str, Any]:
         """Figures of the head and its confidence, ready for JSON, from its exits on the certify split."""
@@ -316,18 +364,27 @@ class DraftHeadStage:
         best, drafted = head.lm_head(head.norm(output)).log_softmax(dim=-1).max(dim=-1)
         return best, self.trainer.tokens.to(drafted.device)[drafted]
 
-    @torch.no_grad()
     def scale_confidence(self) -> None:
         """Fit the head's confidence to first drafts on the tune split, by Platt scaling."""
+        log_probabilities, agrees = self._first_drafts("tune")
+        scaling = platt_scaling(logit_of(log_probabilities), agrees)
+        with torch.no_grad():
+            self.trainer.head.confidence.copy_(torch.tensor(scaling).bfloat16())
+
+    def _agreement(self, split: str) -> float:
+        return float(self._first_drafts(split)[1].double().mean())
+
+    @torch.no_grad()
+    def _first_drafts(self, split: str) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (N,) of the head's first drafts, and whether the full model agrees (N,)."""
         found, agrees = [], []
-        for batch in self._batches("tune"):
+        for batch in self._batches(split):
             (output,) = self.trainer.unroll(batch, 1)
             counted = batch.counted[:, 1:].to(output.device)
             log_probabilities, drafted = self._drafts(output[counted])
             found.append(log_probabilities.cpu())
             agrees.append((drafted == batch.top[:, 1:][counted]).cpu())
-        scaling = platt_scaling(logit_of(torch.cat(found)), torch.cat(agrees))
-        self.trainer.head.confidence.copy_(torch.tensor(scaling).bfloat16())
+        return torch.cat(found), torch.cat(agrees)
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[TappedBatch]:
         """Whole documents, as many as `TOKENS_PER_STEP` allows; shuffled if there is a seed."""

@@ -16,7 +16,6 @@ from ..base_model.unembed import DraftUnembed, Unembed
 from ..common.progress import Steps
 from ..routers.routers import TIDERouters
 from .arguments import Settings
-from .block_head import BlockStage, BlockTrainer
 from .documents import Document, split_documents
 from .draft_exits import DraftExits
 from .draft_head import DraftHeadStage, DraftHeadTrainer
@@ -27,15 +26,15 @@ from .text import Text, write_documents
 from .threshold import Decisions
 from .work_folder import Processes, WorkFolder
 
-WRITING_SHARE = 0.4  # share of the time budget for generating text
+WRITING_SHARE = 0.3  # share of the time budget for generating text
 SAFETY = 2.0  # safety factor on the estimated time of the stages after distillation
 FIT_CAPACITY = 24_000  # maximum number of positions to train a router on, to bound memory
 DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
-BLOCK, DRAFT_HEAD, DRAFT_EXITS = "block/head", "draft/head", "draft/exits"
-HEAD_SHARE = 0.7  # share of the remaining time for training the head that drafts
+DRAFT_HEAD, DRAFT_EXITS = "draft/head", "draft/exits"
+HEAD_SHARE = 0.85  # share of the remaining time for training the head that drafts
 
 
 @dataclass
@@ -100,9 +99,9 @@ class Pipeline:
 
     def _layers_to_read(self) -> list[int]:
         """The layers after which hidden states are stored, besides the last one."""
-        head, block_layer = self.routers.draft_head, self.routers.config.block_layer
+        head = self.routers.draft_head
         taps = head.config.tap_layers if head is not None else ()
-        return sorted({*self.routers.exit_layers, *taps, block_layer} - {None, self.structure.num_layers})
+        return sorted({*self.routers.exit_layers, *taps} - {self.structure.num_layers})
 
     def fit_heads(self, store: StateStore) -> dict[str, dict[str, Any]]:
         """Stage (d): fit the exit heads in closed form, then distil them; return facts about each fit."""
@@ -130,34 +129,21 @@ class Pipeline:
 
         return self._fit_each_layer("Training routers", "router", train)
 
-    def train_block(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
-        """Stage (c): train the block head, if there is one, on the draft vocabulary `tokens`; return its figures."""
-        point, block_layer = self.routers.block, self.routers.config.block_layer
-        if point is None:
-            return None
-
-        def train(_: int) -> None:
-            trainer = BlockTrainer(self.model, self.unembed, point, block_layer, tokens)
-            stage = BlockStage(trainer, store, self.settings.seed)
-            facts = stage.make(self._share_of_rest(HEAD_SHARE), is_fresh=self.settings.start_from is None)
-            self.work.write(BLOCK, point.state_dict(), facts | stage.figures())
-
-        self._run_units("Training the block head", [BLOCK], train)
-        point.load_state_dict(self.work.read(BLOCK))
-        facts = self.work.facts(BLOCK)
-        if facts["stopped"]:
-            self.cut_short.append("training of the block head")
-        return facts
-
     def train_draft_head(self, store: StateStore, tokens: torch.Tensor) -> dict[str, Any] | None:
-        """Stage (c): the draft head, if there is one, with the draft vocabulary `tokens`; returns its figures."""
+        """Stage (c): train the draft head, if there is one; return its figures.
+
+        `tokens` is the draft vocabulary of a new head; one that is trained further keeps its own.
+        """
         head = self.routers.draft_head
         if head is None:
             return None
 
         def train(_: int) -> None:
-            stage = DraftHeadStage(DraftHeadTrainer(self.model, self.unembed, head, tokens), store, self.settings.seed)
-            facts, exits = stage.make(self._share_of_rest(HEAD_SHARE)), stage.exits("certify")
+            is_fresh = self.settings.start_from is None
+            trainer = DraftHeadTrainer(self.model, self.unembed, head, tokens if is_fresh else head.tokens)
+            stage = DraftHeadStage(trainer, store, self.settings.seed)
+            facts = stage.make(self._share_of_rest(HEAD_SHARE), is_fresh=is_fresh)
+            exits = stage.exits("certify")
             self.work.write(DRAFT_EXITS, vars(exits))
             self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures(exits))
 

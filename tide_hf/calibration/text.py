@@ -35,11 +35,12 @@ from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token,
 from ..engines.gqa_attention import gqa_attention
 from .arguments import Settings
 from .documents import Document, describe_source, read_documents
+from .training import seeded
 
 TOP_K = 50
 SPARE_SLOTS = 64  # in a buffer of K/V, when it grows
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Share of prompts that the model writes. At 0.5, the block head drafted better in chats but worse on tasks.
+# Share of prompts that the model writes. At 0.5, a head drafted better in chats but worse on tasks.
 OWN_SHARE = 0.25
 LONGEST_OWN_PROMPT = 48  # tokens; longer prompts are truncated
 PLACEHOLDER = "\ue000"  # a private-use character, which no chat template contains
@@ -255,9 +256,7 @@ def write_documents(
     A document is prompt and answer; only positions that predict the answer, or the token after it, are counted.
     """
     pad, ends = pad_token(tokenizer), eos_token_ids(model.generation_config.eos_token_id)
-    device = input_device(model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(batch.seed)
+    with seeded(batch.seed, input_device(model)):
         prompts = list(batch.prompts)
         if batch.turn is not None:
             prompts += write_prompts(model, batch.turn, batch.num_own, ends)

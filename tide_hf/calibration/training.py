@@ -1,9 +1,10 @@
-"""What trainers of heads with a decoder layer share: precision, learning rates, and the loop over epochs."""
+"""What stages of a calibration need to draw random numbers, and to train: precision, and the loop over epochs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from time import perf_counter
 from typing import TypeVar
@@ -17,6 +18,14 @@ MIN_SPEEDUP = 1.5  # speed-up over float32 from which on bfloat16 is worth its r
 WARMUP_STEPS = 20
 
 Batch = TypeVar("Batch")
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw random numbers on the CPU and on `device` from `seed`; those of the caller stay as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:

@@ -81,21 +81,21 @@ threshold_list = _list_of(threshold, "thresholds such as 0.9,0.8")
 # Options that are passed on to a function if the user gives them: type or choices, the function's default, and help.
 CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "dataset": (str, None, "what to calibrate on (default: text that the model itself writes)"),
-    "samples": (positive, 600, "number of documents"),
-    "max_length": (positive, 64, "tokens after which a document, or a self-written answer, is cut"),
+    "samples": (positive, 2000, "number of documents"),
+    "max_length": (positive, 128, "tokens after which a document, or a self-written answer, is cut"),
     "labels": (LABELS, "agreement", "what a router predicts"),
-    "exit_strategy": (STRATEGIES, "linear", "kind of exit head"),
+    "exit_strategy": (STRATEGIES, "eagle3", "eagle3: linear exit heads and a draft head; or exit heads alone"),
     "exit_layers": (
         layer_list,
         None,
         "numbers of executed layers after which a token may exit, such as 8,16 (default: every fourth layer is tried, "
         "and the useful ones are kept)",
     ),
-    "start_from": (str, None, "routers whose block head is trained further, instead of a new one"),
+    "start_from": (str, None, "routers whose draft head is trained further, instead of a new one"),
     "tolerance": (share, 0.02, "largest share of tokens that may differ from the full model's in early_exit"),
     "confidence": (share, 0.95, "probability with which the tolerance is met"),
     "draft_vocab_size": (positive, 8192, "number of most frequent tokens that heads draft from"),
-    "max_minutes": (amount, None, "time limit in minutes (default: none)"),
+    "max_minutes": (amount, 15, "time limit in minutes"),
     "batch_size": (positive, 64, "documents per forward pass"),
     "seed": (int, 0, "random seed"),
 }

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure
 from ..kernels.ops import PLAIN, Ops
 from ..routers.draft_head import DraftHead
-from ..routers.exit_points import BlockPoint, ExitPoint
+from ..routers.exit_points import ExitPoint
 
 # Runs a layer, given its gate and arguments.
 ExecuteLayer = Callable[["LayerGate", tuple[Any, ...], dict[str, Any]], Any]
@@ -192,47 +190,17 @@ class LayerRun:
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer and count it."""
         self.layers_executed += input_state(args, kwargs).shape[0]
-        return self.run_whole(gate, args, kwargs)
-
-    def run_whole(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer without counting it."""
         if self.execute_layer is None or self.tokens_for_mlp() is not None:
             return gate.native(*args, **kwargs)
         return self.execute_layer(gate, args, kwargs)
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """The arguments of a layer's call: hidden states, masks, positions, the cache."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def state(self) -> Tensor:
-        """(rows, width, D) hidden states."""
-        return input_state(self.args, self.kwargs)
-
-    def with_state(self, state: Tensor) -> LayerCall:
-        """The same call with other hidden states."""
-        if self.args:
-            return LayerCall((state, *self.args[1:]), self.kwargs)
-        return LayerCall((), {**self.kwargs, "hidden_states": state})
-
-    def on(self, device: torch.device) -> LayerCall:
-        """The same call with all tensors on one device; a model may be spread over several devices."""
-        values = (value if isinstance(value, tuple) else (value,) for value in (*self.args, *self.kwargs.values()))
-        if all(part.device == device for value in values for part in value if isinstance(part, Tensor)):
-            return self
-        return LayerCall(send_to_device(self.args, device), send_to_device(self.kwargs, device))
-
-
 class _DepthReached(BaseException):
-    """Ends a forward pass at the first layer that is not needed; holds that layer's call."""
+    """Ends a forward pass at the first layer that is not needed; holds the hidden states that it would read."""
 
-    def __init__(self, call: LayerCall) -> None:
+    def __init__(self, hidden_states: Tensor) -> None:
         super().__init__()
-        self.call = call
+        self.hidden_states = hidden_states
 
 
 class FixedDepthRun(LayerRun):
@@ -245,15 +213,15 @@ class FixedDepthRun(LayerRun):
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layers up to the exit layer, then end the pass."""
         if gate.layer_idx == self.exit_layer:
-            raise _DepthReached(LayerCall(args, kwargs))
+            raise _DepthReached(input_state(args, kwargs))
         return self.execute(gate, args, kwargs)
 
-    def call_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> LayerCall:
-        """Call `forward`, which runs the model up to the exit layer; return the call of the next layer, unexecuted."""
+    def state_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the model by `forward` up to the exit layer; return the last token's hidden states there, (rows, D)."""
         try:
             forward(*args, **kwargs)
         except _DepthReached as reached:
-            return reached.call
+            return reached.hidden_states[:, -1]
         raise AssertionError("the model ended a pass before the exit layer")  # a bug in tide_hf, not a user error
 
 
@@ -262,7 +230,7 @@ def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-Point = TypeVar("Point", ExitPoint, BlockPoint, DraftHead)
+Point = TypeVar("Point", ExitPoint, DraftHead)
 
 
 def on_device(point: Point, state: Tensor) -> Point:

@@ -23,11 +23,11 @@ MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not 
 
 @dataclass
 class HeadState:
-    """State of a head with K/V of its own on a returned cache, with which a call that continues from it can draft."""
+    """State of the head on a returned cache, with which a call that continues from it can draft."""
 
-    identity: str  # of the draft head or block head
+    identity: str  # of the head
     kv: DynamicLayer  # its K/V
-    prev_hidden_state: Tensor | None  # as in `HeadRun` or `BlockRun`
+    prev_hidden_state: Tensor | None  # as in `HeadRun`
 
 
 def head_state_of(cache: Any, identity: str) -> HeadState | None:

@@ -257,7 +257,7 @@ def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool =
 
 
 def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
-    """The installed gates of the decoder, its head and `others`, such as a block head."""
+    """The installed gates of the decoder, its head and `others`, such as a draft head."""
     for module in _modules(structure, *others):
         gate = module.__dict__.get("forward")
         if isinstance(gate, LinearGate):

@@ -14,7 +14,6 @@ from ..base_model.inputs import next_token_types
 from ..base_model.structure import CACHE, has_windows, last_position, may_replace_cache
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
-from ..depth.block_drafting import BlockRun, block_run
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
 from ..depth.kv_cache import CacheSlots, crop, last_slot, start_recording, stop_recording
@@ -57,8 +56,7 @@ class EagerEngine:
         # The head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
         routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
         is_lazy = fills_head_lazily and self.input_ids.shape[0] == 1
-        block = block_run(text_config, structure, cache, attachment.unembed, routers, lazy=is_lazy)
-        self.head = block or head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
+        self.head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
         self.run = self.head or LayerRun(structure, cache)
         if name == EAGER:
             self.run.execute_layer = attachment.execute_layer()
@@ -181,21 +179,16 @@ class EagerEngine:
 
     def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
-        attachment, head, cache = self.attachment, self.head, self._slots.cache
+        attachment, cache = self.attachment, self._slots.cache
         if self._draft_unembed is None:
             self._draft_unembed = attachment.draft_unembed()
         run = FixedDepthRun(attachment.structure, cache, exit_layer)
         run.execute_layer = self.run.execute_layer
         with active(run):
-            call = run.call_after(self._forward, inputs, start=len(self._fed))
+            state = run.state_after(self._forward, inputs, start=len(self._fed))
         self._draft_layers += run.layers_executed
         if cache.offloading:  # it has prefetched the next layer, not the first
             cache.prefetch(0, cache.only_non_sliding)
-        if isinstance(head, BlockRun) and exit_layer == head.exit_layer:
-            self._head_steps += 1
-            top, log_probabilities = self._draft_unembed.top1(head.draft(call))
-            return top, head.point.score(log_probabilities)
-        state = call.state[:, -1]
         point = on_device(attachment.exit_point(exit_layer), state)
         scores = attachment.unembed.route(point.router, state)
         return self._draft_unembed(point.head(state)), scores
@@ -296,7 +289,7 @@ class EagerEngine:
         is_long = length >= LONG_PROMPT and may_use_kernels and are_ready(self.model.dtype)
         if self.name != EAGER or not (rows > 1 or is_long):
             return nullcontext()
-        return gqa_attention(self.model, self.attachment.block_head, may_use_kernels=may_use_kernels)
+        return gqa_attention(self.model, may_use_kernels=may_use_kernels)
 
 
 def _last_positions(positions: Tensor, rows: int) -> Tensor:

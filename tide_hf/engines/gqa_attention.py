@@ -24,7 +24,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
-from ..routers.block_head import BlockHead
 
 NAME = "tide_gqa"
 OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change scores, or where K/V are
@@ -52,7 +51,6 @@ def filled_up_to(end: Tensor) -> Iterator[None]:
 @contextmanager
 def gqa_attention(
     model: PreTrainedModel,
-    block: BlockHead | None = None,
     *,
     may_use_kernels: bool = True,
     cpu_only: bool = True,
@@ -71,7 +69,7 @@ def gqa_attention(
         _users[model] = users + 1, configs
     token = _may_use_kernels.set(may_use_kernels)
     try:
-        _set(model, block, configs, NAME)
+        _set(configs, NAME)
         yield
     finally:
         _may_use_kernels.reset(token)
@@ -80,7 +78,7 @@ def gqa_attention(
             if users > 1:
                 _users[model] = users - 1, configs
             else:
-                _set(model, block, configs, "sdpa")
+                _set(configs, "sdpa")
 
 
 def _sdpa_configs(model: PreTrainedModel) -> list[Any]:
@@ -93,11 +91,9 @@ def _sdpa_configs(model: PreTrainedModel) -> list[Any]:
     return [config for config in configs if config._attn_implementation == "sdpa"]
 
 
-def _set(model: PreTrainedModel, block: BlockHead | None, configs: list[Any], name: str) -> None:
+def _set(configs: list[Any], name: str) -> None:
     for config in configs:
         config._attn_implementation = {"": name}  # this config alone, not its sub-configs
-    if block is not None:
-        block.use_attention_of(model.config.get_text_config())
 
 
 def attend(

@@ -134,9 +134,14 @@ def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
         ("agreement", f"Agreement with the full model at exit layer {layer}", row["agreement"])
         for layer, row in rows_by_layer(record)
     ]
+    head = record.get("draft_head") or {}
+    if "agreement" in head:
+        figures.append(
+            ("agreement", "Agreement of the draft head's first drafts with the full model", head["agreement"])
+        )
     choices = {
         "exit_threshold": record["threshold"],
-        "draft_exit_threshold": record.get("draft_head", {}).get("threshold"),
+        "draft_exit_threshold": head.get("threshold"),
     }
     for name, choice in choices.items():
         for row in choice["table"] if choice else ():

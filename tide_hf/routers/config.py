@@ -28,8 +28,6 @@ INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_versio
 # Arguments of `from_pretrained` that apply to both repositories, the base model's and the routers'.
 FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 WHERE = (*FOR_BOTH, "revision", "subfolder")  # arguments of `from_pretrained` that locate files
-MAX_BLOCK_COUNT = 2**12  # maximum number of layers or experts in block_config
-CODE_FIELDS = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")  # may name code
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -51,9 +49,6 @@ class TIDEConfig(PreTrainedConfig):
         min_layers (`int`): Smallest default exit layer; ignored if `exit_layers` is given.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
-        block_layer (`int`, *optional*): Number of layers after which the block head (see [`block_head.BlockHead`])
-            drafts; `None` without a block head. `early_exit` and `post_hoc` do not use the block head.
-        block_config (`dict`, *optional*): Config of the block head's decoder layer: the base model's text config.
         draft_head (`dict`, *optional*): Shape of the draft head (see [`draft_head.DraftHeadConfig`]); `None` if there
             is none. It needs no `exit_layers`. `post_hoc` does not use it.
         draft_vocab_size (`int`, *optional*): Number of most frequent tokens that drafts choose from; `None`: all.
@@ -84,8 +79,6 @@ class TIDEConfig(PreTrainedConfig):
     min_layers: int = 8
     exit_strategy: str = "identity"
     translator_rank: int | None = None
-    block_layer: int | None = None
-    block_config: dict[str, Any] | None = None
     draft_head: dict[str, Any] | None = None
     draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
@@ -120,9 +113,6 @@ class TIDEConfig(PreTrainedConfig):
             self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
         if self.draft_head is not None:
             check_draft_head(self.draft_head, self.num_hidden_layers, self.hidden_size, self.vocab_size)
-        if self.block_layer is not None or self.block_config is not None:
-            check_exit_layers([self.block_layer], self.num_hidden_layers)
-            check_block_config(self.block_config)
 
     @property
     def exits_with_head(self) -> bool:
@@ -266,18 +256,6 @@ def invalid(name: str, value: object, expected: str, do: str = "") -> Configurat
     return ConfigurationError(f"invalid {name}", got=short(value), expected=expected, do=do)
 
 
-def check_block_config(config: Any) -> None:
-    """Refuse a block config that is not a plausible base model config, since transformers builds a layer from it."""
-    do = "Make routers with tide_hf.calibrate(exit_strategy='block')."
-    if not (isinstance(config, dict) and isinstance(config.get("model_type"), str) and config["model_type"] != "tide"):
-        raise invalid("block_config", config, "the text config of the base model, with its model_type", do)
-    for name, value in config.items():
-        is_count = ("layer" in name or "expert" in name) and isinstance(value, int)
-        if name in CODE_FIELDS or (is_count and abs(value) > MAX_BLOCK_COUNT):
-            expected = f"counts up to {MAX_BLOCK_COUNT}, and no names of code or kernels"
-            raise invalid(f"{name} in block_config", value, expected, do)
-
-
 def check_draft_head(config: Any, num_layers: int, hidden_size: int, vocab_size: int) -> None:
     """Refuse the shape of a draft head that is none, or does not fit the base model's."""
     do = "Load the head again, or make another with tide_hf.calibrate()."
@@ -408,13 +386,19 @@ TOLERANCE = _fields(
 )
 TOLERANCES = (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures")
 CHOICE = (_fields(_numbers("tolerance", "confidence", "chosen"), {}), "tolerance, confidence and chosen")
-OTHERS = {"documents_before": _is_count, "coverage": COVERAGE, "threshold": CHOICE[0], "tolerances": TOLERANCES[0]}
+CURVE = _list(_fields({"tokens": _is_count, "agreement": _is_share}, {}))
+OTHERS = {
+    "documents_before": _is_count,
+    "curve": CURVE,
+    "coverage": COVERAGE,
+    "threshold": CHOICE[0],
+    "tolerances": TOLERANCES[0],
+}
 LAYER = _fields({"agreement": _is_share}, LAYER_FIGURES | OTHERS)
 # A check for each part of a calibration record, and a description of valid values. Older records lack some parts.
 RECORD_RULES: dict[str, tuple[Check, str]] = {
     "exit_layers": (_map("[1-9][0-9]{0,3}", LAYER), "by exit layer an agreement from 0 to 1, and numbers"),
-    "block": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
-    "draft_head": (LAYER, "an agreement from 0 to 1, and numbers for the other figures"),
+    "draft_head": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
     "num_documents": (_is_count, "a whole number of documents"),
     "threshold": CHOICE,
     "tolerances": TOLERANCES,

@@ -148,6 +148,11 @@ class DraftHead(nn.Module):
         self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))
         self.identity = uuid4().hex
 
+    @property
+    def tokens(self) -> Tensor:
+        """(draft_vocab_size,) token ids of the draft vocabulary, int64."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
     def fuse(self, tapped: Tensor) -> Tensor:
         """Fuse the hidden states at the tap layers, (..., taps * target_hidden_size), to (..., D)."""
         if self.input_norm is not None:
@@ -213,7 +218,7 @@ class DraftHead(nn.Module):
 
     def whole_vocab(self, logits: Tensor, vocab_size: int) -> Tensor:
         """(rows, draft_vocab_size) logits -> (rows, vocab_size), -inf outside the draft vocabulary."""
-        tokens = torch.arange(len(self.d2t), device=logits.device) + self.d2t.to(logits.device)
+        tokens = self.tokens.to(logits.device)
         return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy(1, tokens, logits)
 
     def score(self, log_probabilities: Tensor) -> Tensor:

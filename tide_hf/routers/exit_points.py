@@ -1,13 +1,10 @@
-"""Modules of an exit layer (router and exit head), and the block head with its calibrated confidence."""
+"""Modules of an exit layer: router and exit head."""
 
 from __future__ import annotations
-
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
-from .block_head import BlockHead
 from .config import TIDEConfig
 
 
@@ -62,25 +59,6 @@ class ExitPoint(nn.Module):
         super().__init__()
         self.router = ExitRouter(config.hidden_size, config.router_bottleneck_dim)
         self.head = ExitHead(config.hidden_size, config.exit_strategy, config.translator_rank)
-
-
-class BlockPoint(nn.Module):
-    """A block head with calibrated confidence.
-
-    The probability of the drafted token predicts its acceptance far better than a router on the state does. Platt
-    scaling, with two parameters, calibrates this probability.
-    """
-
-    def __init__(self, config: TIDEConfig) -> None:
-        super().__init__()
-        self.head = BlockHead(config.hidden_size, config.block_config or {}, config.num_hidden_layers)
-        self.confidence = nn.Parameter(torch.tensor([1.0, 0.0]))  # scale and shift of the logit
-        self.identity = uuid4().hex  # shared by copies, which have the same weights
-
-    def score(self, log_probabilities: Tensor) -> Tensor:
-        """(...) log-probabilities of drafted tokens -> (...) probabilities that the full model agrees."""
-        scale, shift = self.confidence.float()
-        return torch.sigmoid(scale * logit_of(log_probabilities.to(scale.device)) + shift)
 
 
 def logit_of(log_probabilities: Tensor) -> Tensor:

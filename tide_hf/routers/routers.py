@@ -16,10 +16,9 @@ from ..base_model.unembed import hash_distance, unembed_hash
 from ..base_model.wrappers import base_inside
 from ..common.errors import BaseModelMismatchError, UnsupportedModelError
 from ..common.hub_access import hub_options
-from .block_head import BlockHead
 from .config import WHERE, TIDEConfig, bad_file, read_config
 from .draft_head import DraftHead, DraftHeadConfig
-from .exit_points import BlockPoint, ExitPoint
+from .exit_points import ExitPoint
 from .files import read_router_pt, read_weights, routers_not_found, translated_errors, write_routers
 
 MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; another model's head differs in half
@@ -32,7 +31,6 @@ class TIDERouters(PreTrainedModel):
 
     Attributes:
         draft_head: The draft head; `None` where there is none.
-        block: The block head, which drafts after `config.block_layer` layers, and its confidence; `None` without one.
         draft_vocab: (draft_vocab_size,) int64 token ids of the draft vocabulary; `None`: all tokens.
     """
 
@@ -45,7 +43,6 @@ class TIDERouters(PreTrainedModel):
     def __init__(self, config: TIDEConfig) -> None:
         super().__init__(config)
         self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
-        self.block = BlockPoint(config) if config.block_layer is not None else None
         self.draft_head = None
         if config.draft_head is not None:
             self.draft_head = DraftHead(DraftHeadConfig.from_dict(config.draft_head), config.vocab_size)
@@ -57,11 +54,6 @@ class TIDERouters(PreTrainedModel):
     def exit_layers(self) -> list[int]:
         """The exit layers, ascending."""
         return list(self.config.exit_layers)
-
-    @property
-    def block_head(self) -> BlockHead | None:
-        """The block head, if there is one."""
-        return self.block.head if self.block is not None else None
 
     def __getitem__(self, exit_layer: int) -> ExitPoint:
         return self.exits[str(exit_layer)]  # type: ignore[return-value]
@@ -75,7 +67,7 @@ class TIDERouters(PreTrainedModel):
         Heads get the model's dtype, since the model's final norm reads their output; routers compute in float32.
         """
         self.to(device)
-        for point in (*self.exits.values(), *([self.block] if self.block is not None else [])):
+        for point in self.exits.values():
             point.float()
             point.head.to(dtype)
         if self.draft_head is not None:
@@ -185,8 +177,7 @@ class TIDERouters(PreTrainedModel):
         """The token ids among the tensors, by the name of the tensor that holds them."""
         found = {} if self.draft_vocab is None else {"draft_vocab": self.draft_vocab}
         if self.draft_head is not None:
-            d2t = self.draft_head.d2t
-            found["d2t"] = d2t + torch.arange(len(d2t), device=d2t.device)
+            found["d2t"] = self.draft_head.tokens
         return found
 
     def save_pretrained(

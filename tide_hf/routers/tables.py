@@ -22,15 +22,14 @@ COVERAGE_NOTE = (
     "Coverage: share of tokens that would exit if the layer stood alone and at least so many of those that exit had to "
     "agree. The threshold for it is chosen on these same documents, so new text does a little worse."
 )
-BLOCK_NOTE = (
-    "The block head only drafts (self_speculative). Agreement: its top token, given the true states before, is the "
-    "full model's; along a draft it reads its own guesses and agrees less often. AUC and calibration error are of the "
-    "probability that it gives to that token, as a prediction of that. Documents before: those that earlier "
-    "calibrations trained it on."
-)
 HEAD_NOTE = (
     "The draft head drafts (self_speculative), and tokens exit with it (early_exit). Agreement: its first token after "
-    "a full-depth pass is the full model's. AUC and calibration error are of its score as a prediction of that."
+    "a full-depth pass is the full model's. AUC and calibration error are of its score as a prediction of that. "
+    "Documents before: those that earlier calibrations trained it on."
+)
+CURVE_NOTE = (
+    "Tokens: those that training has read so far, again in each epoch. Agreement is that of the head's first drafts on "
+    "the tune split."
 )
 TOLERANCE_NOTE = (
     "Each bound holds by itself, so choose the tolerance before looking. The interval is for the measured "
@@ -58,13 +57,6 @@ HEAD_COLUMNS = {
     "confidence_auc": ("confidence AUC", ".3f"),
     "expected_calibration_error": ("calibration error", ".3f"),
     "epochs": ("epochs", ","),
-}
-BLOCK_COLUMNS = {
-    "agreement": ("agreement", ".1%"),
-    "confidence_auc": ("confidence AUC", ".3f"),
-    "expected_calibration_error": ("calibration error", ".3f"),
-    "parameters": ("parameters", ","),
-    "epochs": ("epochs", ","),
     "documents_before": ("documents before", ","),
 }
 
@@ -85,13 +77,12 @@ class TextTable:
 def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTable, str]]:
     """Return the title, table and note of each table for which the record has figures."""
     layers = [(f"{layer} of {num_layers}", row) for layer, row in rows_by_layer(record)]
-    block = [(f"{row['layer']} of {num_layers}", row) for row in [record.get("block")] if row is not None]
     head = record.get("draft_head") or {}
     heads = [(f"{head['parameters']:,}", head)] if "parameters" in head else []
     tables = [
         ("Exit layers", _figures_table("exit layer", layers, LAYER_COLUMNS), LAYER_NOTE),
-        ("Block head", _figures_table("after layer", block, BLOCK_COLUMNS), BLOCK_NOTE),
         ("Draft head", _figures_table("parameters", heads, HEAD_COLUMNS), HEAD_NOTE),
+        ("Training of the draft head", _curve_table(head), CURVE_NOTE),
         ("Coverage", _coverage_table(record), COVERAGE_NOTE),
         ("Tolerances", _tolerance_table(record), TOLERANCE_NOTE),
         ("Tolerances of the draft head", _tolerance_table(head), HEAD_TOLERANCE_NOTE),
@@ -111,6 +102,13 @@ def _figures_table(first: str, rows: list[tuple[str, Any]], columns: dict[str, t
     }
     cells = [[name, *(shown(row.get(figure), form) for figure, (_, form) in known.items())] for name, row in rows]
     return TextTable([first, *(heading for heading, _ in known.values())], cells)
+
+
+def _curve_table(head: dict[str, Any]) -> TextTable:
+    """One row per epoch."""
+    curve = enumerate(head.get("curve") or [], start=1)
+    rows = [[str(epoch), f"{point['tokens']:,}", shown(point["agreement"], ".1%")] for epoch, point in curve]
+    return TextTable(["epoch", "tokens", "agreement"], rows)
 
 
 def _coverage_table(record: dict[str, Any]) -> TextTable:

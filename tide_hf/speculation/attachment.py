@@ -27,7 +27,6 @@ from ..depth.linear_gate import (
 )
 from ..kernels.cpu.cpp_kernels import are_ready
 from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS, measure_layouts
-from ..routers.block_head import BlockHead
 from ..routers.config import TIDEConfig
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
@@ -128,7 +127,7 @@ class Attachment:
 
     def gates(self) -> list[LinearGate]:
         """The gates of linear layers."""
-        return list(linear_gates(self.structure, self.block_head, self.draft_head))
+        return list(linear_gates(self.structure, self.draft_head))
 
     def measure_layouts(self) -> None:
         """Measure which weight layouts decode the fastest on this machine, so that no call has to wait for it."""
@@ -154,11 +153,6 @@ class Attachment:
     def draft_head(self) -> DraftHead | None:
         """The draft head, if there is one."""
         return self.routers.draft_head if self.routers is not None else None
-
-    @property
-    def block_head(self) -> BlockHead | None:
-        """The block head, if there is one."""
-        return self.routers.block_head if self.routers is not None else None
 
     def draft_unembed(self) -> DraftUnembed:
         """The unembedding for drafts; its copy of the draft vocabulary's rows is renewed when the head changes."""
@@ -254,8 +248,6 @@ def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]
     record = config.calibration or {}
     measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
     priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
-    if engine.head_layer is not None and config.draft_head is not None:
+    if engine.head_layer is not None:
         priors[engine.head_layer] = float(record.get("draft_head", {}).get("agreement", UNKNOWN_AGREEMENT))
-    elif engine.head_layer is not None and "block" in record:
-        priors[engine.head_layer] = float(record["block"]["agreement"])
     return priors

@@ -64,7 +64,7 @@ class DraftEngine(Protocol):
 
     @property
     def head_layer(self) -> int | None:
-        """Exit layer of the head with K/V of its own: that of a block head, 0 for a draft head, `None` if none drafts.
+        """The draft head's exit layer, 0; `None` if it does not draft.
 
         It cannot continue another source's draft.
         """

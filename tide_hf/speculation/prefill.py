@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..base_model.inputs import is_absent
 from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_limits
 from ..base_model.wrappers import has_adapters_by_row
-from ..depth.block_drafting import BlockRun
 from ..depth.gates import LayerRun
 from ..depth.head_drafting import HeadRun
 from ..depth.kv_cache import crop_layers
@@ -112,11 +111,11 @@ def prefill(
             outputs = model._prefill(input_ids[group.distinct, columns], generation_config, kwargs)
         caches.append(cache)
         logits.append(outputs.logits[group.index, -1:])
-        if isinstance(run, BlockRun | HeadRun) and run.prev_hidden_state is not None:
+        if isinstance(run, HeadRun) and run.prev_hidden_state is not None:
             prev_hidden_states.append(run.prev_hidden_state[group.index])
     _fill(whole, caches, groups, length)
     order = torch.tensor([row for group in groups for row in group.rows]).argsort().tolist()
-    if isinstance(run, BlockRun | HeadRun):
+    if isinstance(run, HeadRun):
         run.prev_hidden_state = torch.cat(prev_hidden_states)[order]
     return whole, torch.cat(logits)[order]
 

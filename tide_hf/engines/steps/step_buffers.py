@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from ...base_model.structure import CACHE, DecoderStructure, last_position
 from ...base_model.unembed import DraftUnembed, Unembed, greedy_tokens
-from ...depth.block_drafting import BlockRun
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
 from ...routers.routers import TIDERouters
@@ -43,7 +42,7 @@ class ModelParts:
 
     @property
     def head_size(self) -> int:
-        """Width of the hidden states that the head with K/V of its own reads of the token before."""
+        """Width of the hidden states that the draft head reads of the token before."""
         head = self.routers.draft_head if self.routers is not None else None
         return self.structure.hidden_size if head is None else head.config.hidden_size
 
@@ -58,7 +57,7 @@ class StepBuffers:
         capacity: Slots per sequence.
         position_shape: Dimensions of the model's positions before (rows, width): one for mRoPE, `()` for plain
             positions; `None` if the model takes no positions.
-        has_head: Whether a head with K/V of its own drafts; these are then the last layer of the cache.
+        has_head: Whether the draft head drafts; its K/V are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
         shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
@@ -96,12 +95,10 @@ class StepBuffers:
         self.start, self.fed, positions, self.last_accepted, ids = self._device_inputs.split(sizes)
         self.positions = positions.view(*leading, rows)
         self.ids = ids.view(rows, WIDEST)
-        self.head: BlockRun | HeadRun | None = self._head_run() if has_head else None
+        self.head: HeadRun | None = self._head_run() if has_head else None
 
-    def _head_run(self) -> BlockRun | HeadRun | None:
+    def _head_run(self) -> HeadRun | None:
         parts, routers = self.parts, self.parts.routers
-        if routers is not None and routers.block is not None:
-            return BlockRun(parts.structure, self.cache, parts.unembed, routers.block, routers.config.block_layer)
         if routers is None or routers.draft_head is None:
             return None
         kv: Any = self.cache.layers[parts.structure.num_layers]
@@ -180,7 +177,7 @@ class StepBuffers:
     def draft(self, exit_layer: int) -> tuple[int, None]:
         """Draft one token for each row and append it to the row's tokens; return layers executed."""
         head, executed = self.head, 0
-        if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
+        if head is not None and exit_layer == head.exit_layer:
             top = self._draft_with_head(head)
         else:
             top, executed = self._draft_from(exit_layer)
@@ -202,26 +199,14 @@ class StepBuffers:
         """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and layers executed."""
         run = FixedDepthRun(self.parts.structure, self.cache, exit_layer)
         run.execute_layer = self.parts.execute_layer
-        if self.head is not None:
-            self.head.execute_layer = self.parts.execute_layer
         ids = self.ids.index_select(1, self.fed)
         with active(run):
-            call = run.call_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
-        if isinstance(self.head, BlockRun) and exit_layer == self.head.exit_layer:
-            self.head.draft_hidden_state = self.draft_hidden_state
-            state = self.head.draft(call)
-            self.draft_hidden_state.copy_(self.head.draft_hidden_state)
-            if self.scores is None:
-                top = self.parts.draft_unembed(state)
-            else:
-                top, log_probabilities = self.parts.draft_unembed.top1(state)
-                self.scores.copy_(self.head.point.score(log_probabilities))
-        else:
-            routers: Any = self.parts.routers
-            point, state = routers[exit_layer], call.state[:, -1]
-            top = self.parts.draft_unembed(point.head(state))
-            if self.scores is not None:
-                self.scores.copy_(self.parts.unembed.route(point.router, state))
+            state = run.state_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
+        routers: Any = self.parts.routers
+        point = routers[exit_layer]
+        top = self.parts.draft_unembed(point.head(state))
+        if self.scores is not None:
+            self.scores.copy_(self.parts.unembed.route(point.router, state))
         return top, run.layers_executed
 
     def feed(self, tokens: list[int]) -> None:

@@ -218,13 +218,12 @@ class CompiledSteps(StepStore):
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         parts, graphs = buffers.parts, self.compiler.graphs
-        block = parts.routers.block_head if parts.routers is not None else None
         draft_head = parts.routers.draft_head if parts.routers is not None else None
-        gates = list(linear_gates(parts.structure, block, draft_head, parts.draft_unembed.head))
+        gates = list(linear_gates(parts.structure, draft_head, parts.draft_unembed.head))
         if not self._converted:  # checked before the first step only, whose weight copies then take memory
             graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
-        with gqa_attention(parts.model, block), allowed_layouts(layouts):
+        with gqa_attention(parts.model), allowed_layouts(layouts):
             replay = self.compiler.compile(function, buffers.state())
         self._converted = {(gate, layout): found for gate in gates for layout, found in gate.converted.items()}
         return replay

@@ -33,7 +33,7 @@ from .cpp_kernels import load_op
 
 MAX_QUANTIZED_ROWS = 8  # of the quantised GEMM's input
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
-# Weights per scale. One scale per row makes the block head agree with the model 0.6% less often; groups, no less often.
+# Weights per scale. One scale per row makes a head that drafts agree 0.6% less often; groups, no less often.
 GROUP_SIZE = 64
 MAX_QUANTIZED, ZERO_POINT = 63, 64
 MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
