@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import tiny_model
-from on_steps import OPTIONS, linear_heads, new_tokens, prompts
+from on_steps import OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
+from packed_weights import attach_packed
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.depth.fused_layers import FusedLayer, Probe, fused_layer
+from tide_hf.engines.steps.step_buffers import WIDTHS
 from tide_hf.kernels.cpu import cpp_kernels
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels, load_op
 from tide_hf.kernels.cpu.weight_layouts import DECODE_ROWS
@@ -54,6 +57,23 @@ def test_tokens_are_the_base_models(family, rows, attention, widths):
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert len(widths) > fused_passes
     assert model.last_exit_stats.layers_executed > stats.layers_executed  # drafts run layers as well
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", [family for family in FUSED if family not in WINDOWED])
+def test_tokens_of_compiled_steps_are_the_base_models(family, rows, widths):
+    model, batch = tiny_model(family, attention="sdpa"), prompts(rows, pads=2 if rows > 1 else 0)
+    expected = model.generate(**batch, **OPTIONS)
+    steps = attach_packed(model, draft_head_for(model))
+    widths.clear()
+    for drafter in (
+        lambda: use_drafter(model, "mixed", new_tokens(expected), width=3),
+        lambda: use_heads(model, 0, continuations=new_tokens(expected), kind="mixed"),
+    ):
+        drafter()
+        assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    assert steps.refused is None
+    assert {1, 4} <= set(widths) <= set(WIDTHS)
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -46,7 +46,7 @@ def samples():
             torch.randn(1, 4, 8),
             torch.randn(1, 4, 8),
         ),
-        "attention_mlp": (states, heads, heads, heads, None, 0.5, torch.ones(6), 1e-5, list(REST), None, []),
+        "attention_mlp": (states, heads, heads, heads, None, None, 0.5, torch.ones(6), 1e-5, list(REST), None, []),
     }
 
 
@@ -101,10 +101,12 @@ def test_opcheck(name):
         ("attention_mlp", {3: torch.randn(1, 2, 5, 8)}, "the value is of the wrong size"),
         ("attention_mlp", {4: torch.zeros(1, 1, 4, 5)}, "the mask is of the wrong size"),
         ("attention_mlp", {4: torch.zeros(1, 1, 4, 4, dtype=torch.float64)}, "not contiguous, or of another dtype"),
-        ("attention_mlp", {8: list(REST[:3])}, "not four products"),
-        ("attention_mlp", {8: [*REST[:3], torch.randn(6, 8)]}, "the weight is of the wrong size"),
-        ("attention_mlp", {9: torch.ones(7)}, "bias of the wrong size"),
-        ("attention_mlp", {10: [torch.ones(6)]}, "scales for some of the weights"),
+        ("attention_mlp", {5: torch.tensor(5)}, "5 slots"),
+        ("attention_mlp", {5: torch.tensor(4.0)}, "`end` is not one int64"),
+        ("attention_mlp", {9: list(REST[:3])}, "not four products"),
+        ("attention_mlp", {9: [*REST[:3], torch.randn(6, 8)]}, "the weight is of the wrong size"),
+        ("attention_mlp", {10: torch.ones(7)}, "bias of the wrong size"),
+        ("attention_mlp", {11: [torch.ones(6)]}, "scales for some of the weights"),
     ],
 )
 def test_what_an_op_would_read_wrongly_is_refused(name, change, message):

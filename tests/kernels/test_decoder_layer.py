@@ -94,9 +94,13 @@ def test_attention_and_mlp(on_some_cpu, dtype):
         weights, scales, floats = products(sizes, dtype, is_integer)
         bias = random(size, dtype=dtype) if has_bias else None
         for mask in masks(rows, width, slots, dtype):
-            found = load_op("attention_mlp", dtype)(
-                states, query, key, value, mask, 0.3, norm, EPS, weights, bias, scales
-            )
+            rest = 0.3, norm, EPS, weights, bias, scales
+            found = load_op("attention_mlp", dtype)(states, query, key, value, mask, None, *rest)
+            if mask is not None:  # slots behind the filled ones hold anything
+                wide = [torch.nn.functional.pad(one, (0, 0, 0, 7), value=torch.nan) for one in (key, value)]
+                padded = torch.nn.functional.pad(mask, (0, 7), value=1)
+                again = load_op("attention_mlp", dtype)(states, query, *wide, padded, torch.tensor(slots), *rest)
+                assert torch.equal(again, found)
             seen = masks(rows, width, slots, dtype)[1] if mask is None else mask
             seen = seen if seen.dtype is torch.bool else seen.double()
             read = (one.double() for one in (query, key, value))

@@ -81,13 +81,24 @@ class FusedLayer:
         self._before = (*norms[0], weights[:3], biases, scales[:3], [norm.weight for norm in head_norms], head_eps)
         self._after = (scale, *norms[1], weights[3:], products[3].bias, scales[3:])
 
-    def run(self, layer_idx: int, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Any:
-        """Run the layer on hidden states (rows, width, D); return those behind it."""
+    def run(
+        self,
+        layer_idx: int,
+        state: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Any,
+        end: Tensor | None = None,
+    ) -> Any:
+        """Run the layer on hidden states (rows, width, D); return those behind it.
+
+        `end`, a () int64 tensor, is the number of filled slots of a static cache.
+        """
         before: Any = load_op("qkv_rope", self.dtype)
         after: Any = load_op("attention_mlp", self.dtype)
         query, key, value = before(state, *self._before, *angles).split(self.heads, dim=1)
         keys, values = cache.update(key, value, layer_idx)
-        return after(state, query, keys, values, mask, *self._after)
+        return after(state, query, keys, values, mask, end, *self._after)
 
     def suits(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> bool:
         """Whether the kernels take these arguments of the layer."""
@@ -179,24 +190,30 @@ class FusedLayers:
 
         Weights must not be replaced during the call.
         """
-        found: dict[int, tuple[FusedLayer, int]] = {}
-        for layer_idx, layer in enumerate(self.structure.layers):
-            fused = fused_layer(layer)
-            if fused is not None:
-                found[layer_idx] = fused, self._limit_of(layer_idx, layer, fused)
-        if not any(limit for _, limit in found.values()):
+        found = self._with_limits()
+        if not found:
             return None
 
         def run(gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            state, cache, mask = input_state(args, kwargs), kwargs.get(CACHE), kwargs.get("attention_mask")
+            state = input_state(args, kwargs)
             fused, limit = found.get(gate.layer_idx, (None, 0))
-            angles = kwargs.get("position_embeddings")
-            suits = state.shape[0] * state.shape[1] <= limit and _is_dynamic(cache, gate.layer_idx)
-            if fused is None or not suits or angles is None or not fused.suits(state, angles, mask):
-                return gate.native(*args, **kwargs)
-            return gate.with_state(None, fused.run(gate.layer_idx, state, angles, mask, cache))
+            suits = state.shape[0] * state.shape[1] <= limit and _is_dynamic(kwargs.get(CACHE), gate.layer_idx)
+            return run_layer(fused if suits else None, gate, args, kwargs)
 
         return run
+
+    def for_tokens(self, tokens: int) -> dict[int, FusedLayer]:
+        """The layers, by index, that the kernels run in passes over a number of tokens."""
+        return {layer_idx: fused for layer_idx, (fused, limit) in self._with_limits().items() if tokens <= limit}
+
+    def _with_limits(self) -> dict[int, tuple[FusedLayer, int]]:
+        """The layers that the kernels run, by index, and up to how many tokens."""
+        found = {}
+        for layer_idx, layer in enumerate(self.structure.layers):
+            fused = fused_layer(layer)
+            if fused is not None and (limit := self._limit_of(layer_idx, layer, fused)) > 0:
+                found[layer_idx] = fused, limit
+        return found
 
     def _limit_of(self, layer_idx: int, layer: nn.Module, fused: FusedLayer) -> int:
         """The largest number of tokens for which the kernels run a layer; 0 if they do not."""
@@ -206,6 +223,20 @@ class FusedLayers:
         if self._equal[key] and kind not in self._most_tokens:
             self._most_tokens[kind] = Probe(self.structure, layer_idx, layer, fused).most_tokens()
         return self._most_tokens[kind] if self._equal[key] else 0
+
+
+def run_layer(
+    fused: FusedLayer | None,
+    gate: LayerGate,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    end: Tensor | None = None,
+) -> Any:
+    """Run a layer by the kernels if they take its arguments, else by its own forward; see `FusedLayer.run`."""
+    state, angles, mask = input_state(args, kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+    if fused is None or angles is None or not fused.suits(state, angles, mask) or (end is not None and mask is None):
+        return gate.native(*args, **kwargs)
+    return gate.with_state(None, fused.run(gate.layer_idx, state, angles, mask, kwargs[CACHE], end))
 
 
 def _is_dynamic(cache: Any, layer_idx: int) -> bool:

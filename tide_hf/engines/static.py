@@ -316,7 +316,9 @@ class StaticEngine:
 
     def _parts(self) -> ModelParts:
         tide = self.eager.attachment
-        return ModelParts(self.eager.model, tide.structure, tide.unembed, tide.draft_unembed(), tide.routers)
+        return ModelParts(
+            self.eager.model, tide.structure, tide.unembed, tide.draft_unembed(), tide.routers, tide.fused_layers
+        )
 
     @contextmanager
     def _compiled_layers(self, prompts: CompiledPrefill) -> Iterator[None]:

@@ -70,12 +70,12 @@ class Attachment:
     # The acceptance rate of each source in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
-    _fused_layers: FusedLayers = field(init=False, repr=False)
+    fused_layers: FusedLayers = field(init=False, repr=False)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings
 
     def __post_init__(self) -> None:
-        self._fused_layers = FusedLayers(self.structure)
+        self.fused_layers = FusedLayers(self.structure)
 
     @property
     def config(self) -> TIDEConfig:
@@ -138,7 +138,7 @@ class Attachment:
 
     def execute_layer(self) -> ExecuteLayer | None:
         """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedLayers`]."""
-        return None if self.use_kernels is False else self._fused_layers.for_call()
+        return None if self.use_kernels is False else self.fused_layers.for_call()
 
     def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
         """The weight layouts that eager calls may read; those of kernels only if the kernels are compiled already."""

@@ -60,14 +60,14 @@ struct QkvRope {
 
 struct AttentionMlp {
   static constexpr const char* kName = "attention_mlp";  // of the op
-  const void *input, *query, *key, *value;  // (rows, width, size), (rows, heads, width, head_size), K/V (rows, kv_heads, slots, head_size)
-  const bool* may_attend;                   // (width, slots), per row if has_row_masks; or null
+  const void *input, *query, *key, *value;  // (rows, width, size), (rows, heads, width, head_size), K/V (rows, kv_heads, all_slots, head_size)
+  const bool* may_attend;                   // (width, all_slots), per row if has_row_masks; or null
   const void* mask;                         // the same, added to the scores; or null. Without both, attention is causal
   const void *norm, *bias;                  // (size) each; that of the output projection, or null
   const void* const* weights;               // output (size, heads * head_size), gate and up (inner, size), down (size, inner)
   const float* const* scales;               // as in SkinnyGemm
   void* output;                             // as `input`
-  int64_t rows, width, size, inner, heads, kv_heads, head_size, slots, threads;
+  int64_t rows, width, size, inner, heads, kv_heads, head_size, slots, all_slots, threads;
   bool has_row_masks;
   float scale, eps;
 };

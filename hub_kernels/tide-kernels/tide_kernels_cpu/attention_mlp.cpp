@@ -8,21 +8,22 @@
 
 namespace {
 
-// The mask that is added to the scores, (masks, group * width, slots): a group's query heads are further queries.
+// The mask that is added to the scores, (masks, group * width, all_slots): a group's query heads are further queries.
+// Slots from `slots` on are not read.
 void expand_mask(const AttentionMlp& call, std::vector<Value>& into) {
-  const int64_t width = call.width, slots = call.slots, group = call.heads / call.kv_heads;
+  const int64_t width = call.width, slots = call.slots, all = call.all_slots, group = call.heads / call.kv_heads;
   const int64_t masks = call.has_row_masks ? call.rows : 1;
   const Value kMasked(-std::numeric_limits<float>::infinity());
-  into.assign(masks * group * width * slots, Value(0.0f));
+  into.assign(masks * group * width * all, Value(0.0f));
   for (int64_t i = 0; i < masks * group * width; ++i) {
     const int64_t place = i % width, given = i / (group * width) * width + place;
-    Value* to = into.data() + i * slots;
+    Value* to = into.data() + i * all;
     if (call.may_attend != nullptr) {
-      const bool* from = call.may_attend + given * slots;
+      const bool* from = call.may_attend + given * all;
       for (int64_t s = 0; s < slots; ++s)
         if (!from[s]) to[s] = kMasked;
     } else if (call.mask != nullptr) {
-      const Value* from = static_cast<const Value*>(call.mask) + given * slots;
+      const Value* from = static_cast<const Value*>(call.mask) + given * all;
       std::copy(from, from + slots, to);
     } else {
       std::fill(to + slots - width + place + 1, to + slots, kMasked);
@@ -59,7 +60,7 @@ void run<Value>(const AttentionMlp& call) {
   attention.query = call.query, attention.key = call.key, attention.value = call.value, attention.mask = mask.data();
   attention.output = attended.data(), attention.rows = call.rows, attention.heads = call.kv_heads;
   attention.queries = group * width, attention.size = call.head_size, attention.scale = call.scale;
-  attention.slots = attention.all_slots = call.slots, attention.threads = call.threads;
+  attention.slots = call.slots, attention.all_slots = call.all_slots, attention.threads = call.threads;
   attention.has_row_masks = call.has_row_masks;
   run<Value>(attention);
   const Value* heads = attended.data();

@@ -82,6 +82,11 @@ const void* bias_data(const char* name, const std::optional<Tensor>& bias, const
   return bias.has_value() ? contiguous_data(name, *bias, like.scalar_type()) : nullptr;
 }
 
+int64_t filled_slots(const char* name, const Tensor& end) {
+  STD_TORCH_CHECK(end.scalar_type() == ScalarType::Long && end.numel() == 1, name, ": `end` is not one int64");
+  return *static_cast<const int64_t*>(end.const_data_ptr());
+}
+
 Tensor empty_rows(const Tensor& input, int64_t size_out) {
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = size_out;
@@ -152,8 +157,7 @@ Tensor decode_attention(const Tensor& given, const Tensor& key, const Tensor& va
   call.key = contiguous_data(name, key, query.scalar_type()), call.value = contiguous_data(name, value, query.scalar_type());
   call.mask = contiguous_data(name, mask, query.scalar_type()), call.has_row_masks = mask.size(0) > 1;
   call.rows = rows, call.heads = heads, call.queries = queries, call.size = size;
-  STD_TORCH_CHECK(end.scalar_type() == ScalarType::Long && end.numel() == 1, name, ": `end` is not one int64");
-  call.slots = *static_cast<const int64_t*>(end.const_data_ptr()), call.all_slots = key.size(2);
+  call.slots = filled_slots(name, end), call.all_slots = key.size(2);
   STD_TORCH_CHECK(call.slots >= 1 && call.slots <= call.all_slots, name, ": ", call.slots, " slots");
   call.scale = static_cast<float>(scale);
   run_for(query.scalar_type(), call);
@@ -245,12 +249,12 @@ Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::
 }
 
 // hidden states (rows, width, D) before the layer, queries (rows, heads, width, head_size), K/V (rows, KV heads, slots,
-// head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; norm
-// (D); weights of the output projection, with its bias (D) or none, of gate, up and down, with scales if int8 -> (rows,
+// head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; `end`:
+// slots from there on are not read; norm (D); weights of the output projection, with its bias (D) or none, of gate, up and down, with scales if int8 -> (rows,
 // width, D).
 Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tensor& given_key, const Tensor& given_value,
-                     const std::optional<Tensor>& given_mask, double scale, const Tensor& norm, double eps,
-                     const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
+                     const std::optional<Tensor>& given_mask, const std::optional<Tensor>& end, double scale,
+                     const Tensor& norm, double eps, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
                      const std::vector<Tensor>& scales) {
   const char* name = AttentionMlp::kName;
   check_sizes(name, "input", given, {-1, -1, -1});
@@ -262,11 +266,12 @@ Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tenso
   check_sizes(name, "query", query, {call.rows, -1, call.width, -1});
   call.heads = query.size(1), call.head_size = query.size(3);
   check_sizes(name, "key", key, {call.rows, -1, -1, call.head_size});
-  call.kv_heads = key.size(1), call.slots = key.size(2);
-  check_sizes(name, "value", value, {call.rows, call.kv_heads, call.slots, call.head_size});
+  call.kv_heads = key.size(1), call.all_slots = key.size(2);
+  check_sizes(name, "value", value, {call.rows, call.kv_heads, call.all_slots, call.head_size});
   STD_TORCH_CHECK(call.kv_heads > 0 && call.heads % call.kv_heads == 0, name, ": ", call.heads, " heads share ",
                   call.kv_heads);
-  STD_TORCH_CHECK(call.slots >= call.width, name, ": ", call.slots, " slots");
+  call.slots = end.has_value() ? filled_slots(name, *end) : call.all_slots;
+  STD_TORCH_CHECK(call.slots >= call.width && call.slots <= call.all_slots, name, ": ", call.slots, " slots");
   STD_TORCH_CHECK(weights.size() == 4, name, ": not four products");
   check_sizes(name, "norm", norm, {call.size});
   check_sizes(name, "weight", weights[0], {call.size, call.heads * call.head_size});
@@ -277,7 +282,7 @@ Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tenso
   std::optional<Tensor> mask;
   if (given_mask.has_value()) {
     mask = in_order(*given_mask);
-    check_sizes(name, "mask", *mask, {mask->dim() > 0 && mask->size(0) == 1 ? 1 : call.rows, 1, call.width, call.slots});
+    check_sizes(name, "mask", *mask, {mask->dim() > 0 && mask->size(0) == 1 ? 1 : call.rows, 1, call.width, call.all_slots});
     call.has_row_masks = mask->size(0) > 1;
     if (mask->scalar_type() == ScalarType::Bool) call.may_attend = static_cast<const bool*>(mask->const_data_ptr());
     else call.mask = contiguous_data(name, *mask, dtype);
@@ -304,7 +309,7 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
   library.def("qkv_rope(Tensor hidden_states, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, Tensor[] scales, "
               "Tensor[] head_norms, float head_eps, Tensor cos, Tensor sin) -> Tensor");
-  library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, "
+  library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? end, float scale, "
               "Tensor norm, float eps, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
 }
 

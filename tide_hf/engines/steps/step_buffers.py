@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from ...base_model.structure import CACHE, DecoderStructure, last_position
 from ...base_model.unembed import DraftUnembed, Unembed, greedy_tokens
+from ...depth.fused_layers import FusedLayers
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
 from ...routers.routers import TIDERouters
@@ -38,6 +39,7 @@ class ModelParts:
     unembed: Unembed
     draft_unembed: DraftUnembed
     routers: TIDERouters | None
+    fused_layers: FusedLayers | None = None
     execute_layer: Any = None  # see `LayerRun`
 
     @property

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...common.errors import first_line
+from ...depth.fused_layers import FusedLayer, run_layer
 from ...depth.gates import LayerGate
 from ...kernels.compile_cache import compiling
 from ..gqa_attention import filled_up_to
@@ -105,6 +106,7 @@ class StepCompiler:
     def __init__(self, compile_graph: CompileGraph) -> None:
         self._compile = compile_graph
         self.graphs = LayerGraphs(compile_graph)
+        self.fused: dict[int, FusedLayer] = {}  # the layers that two kernels run in the next step, by index
         self._regions: list[Region | None] | None = None  # set while a step is recorded
         self._to_insert: Iterator[Region | None] | None = None  # set while the step is traced
 
@@ -116,9 +118,11 @@ class StepCompiler:
                 return gate.native(*args, **kwargs)
             inputs = _inputs_of_step(LayerArguments(args, kwargs), gate)
             return gate.with_state(None, torch.ops.tide_hf.layer(inputs, region.number))
-        output = gate.native(*args, **kwargs)  # before tracing, so that weights are converted to their layouts
+        fused, arguments = self.fused.get(gate.layer_idx), LayerArguments(args, kwargs)
+        end = _end_of(arguments, gate) if fused is not None else None
+        output = run_layer(fused, gate, args, kwargs, end)  # before tracing, so that weights are in their layouts
         if self._regions is not None:
-            self._regions.append(self._region_of(gate, LayerArguments(args, kwargs), gate.state_of(output)))
+            self._regions.append(self._region_of(gate, arguments, gate.state_of(output)))
         return output
 
     def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
@@ -170,13 +174,14 @@ class StepCompiler:
     def _region_of(self, gate: LayerGate, arguments: LayerArguments, like: Tensor) -> Region | None:
         if arguments.cache is None:
             return None
-        stored = arguments.cache.layers[gate.layer_idx]
+        stored, fused = arguments.cache.layers[gate.layer_idx], self.fused.get(gate.layer_idx)
 
         def layer(*tensors: Tensor) -> tuple[Tensor]:
             *rest, slots, start = tensors
             args, kwargs = arguments.rebuilt(rest, _TracedStaticCache(stored.keys, stored.values, slots, start))
-            with filled_up_to(slots[-1] + 1):
-                output = gate.native(*args, **kwargs)
+            end = slots[-1] + 1
+            with filled_up_to(end):
+                output = run_layer(fused, gate, args, kwargs, end)
             return (gate.state_of(output).contiguous(),)
 
         return Region(self.graphs.graph_of(layer, _inputs_of_step(arguments, gate)), like)
@@ -186,6 +191,12 @@ def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
     """The inputs of a layer that change from pass to pass: its tensor arguments, and the position in the cache."""
     position = arguments.cache.layers[gate.layer_idx].position
     return [*arguments.tensors, position.slots, position.start]
+
+
+def _end_of(arguments: LayerArguments, gate: LayerGate) -> Tensor:
+    """The number of slots that are filled behind a pass, () int64."""
+    end: Tensor = arguments.cache.layers[gate.layer_idx].position.slots[-1] + 1
+    return end
 
 
 class _TracedStaticCache:
