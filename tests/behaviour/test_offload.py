@@ -154,6 +154,7 @@ def test_saving_an_attached_model_writes_its_weights(offload, tmp_path):
 def test_an_offloaded_model_can_be_calibrated_and_inspected(tiny_llama, tiny_tokenizer, tmp_path):
     dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
     options = {"dataset": dataset, "max_length": 8, "exit_layers": [1], "progress": False}
+    options["exit_strategy"] = "linear"
     expected = calibrate(tiny_llama(), tiny_tokenizer, **options)
     model = to_disk(tiny_llama(), tmp_path)
     routers = calibrate(model, tiny_tokenizer, **options)

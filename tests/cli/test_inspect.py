@@ -55,7 +55,7 @@ def test_the_threshold_of_a_draft_head_is_shown(tiny_model_folder, tmp_path, cap
 
 
 def test_older_calibration_records_are_shown(tiny_model_folder, tmp_path, capsys):
-    shipped = json.loads((Path(shipped_routers(DEFAULT_MODEL)) / "config.json").read_text())["calibration"]
+    shipped = json.loads((Path(shipped_routers(DEFAULT_MODEL)) / "config.json").read_text())["tide"]["calibration"]
     shipped["threshold"]["chosen"] = 0.9
     for row in shipped["exit_layers"].values():
         row.pop("coverage", None)

@@ -6,7 +6,7 @@ from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import tiny_model
 from on_steps import OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
-from packed_weights import attach_packed
+from packed_weights import attach_packed, set_fastest_layouts
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
@@ -94,6 +94,13 @@ def test_layers_that_look_alike_but_compute_otherwise_run_by_their_own_forward(w
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert not widths
     assert "runs without fused kernels, which give other results" in caplog.text
+
+
+def test_attaching_copies_no_weights(tiny_llama, monkeypatch):
+    set_fastest_layouts(monkeypatch)  # copies
+    model = TIDEModelForCausalLM.attach(tiny_llama())
+    assert model._tide.execute_layer() is not None
+    assert not any(layout.is_copy for gate in model._tide.gates() for layout in gate.converted)
 
 
 @pytest.mark.parametrize("options", [{"use_kernels": False}, {"pack_weights": False}])

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth import linear_gate
+from tide_hf.depth.fused_layers import FusedLayers
 from tide_hf.engines.steps.fused_linears import FUSED, LINEAR, call_kernels, fuse_linears
 from tide_hf.kernels.cpu.cpp_kernels import load_op
 from tide_hf.kernels.cpu.weight_layouts import (
@@ -27,8 +28,9 @@ ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one pro
 
 @pytest.fixture(autouse=True)
 def _prepacked_weights_are_fastest(monkeypatch):
-    """On any machine."""
+    """On any machine, and no layer runs as two kernels."""
     set_fastest_layouts(monkeypatch)
+    monkeypatch.setattr(FusedLayers, "for_tokens", lambda *_: {})
 
 
 @pytest.mark.parametrize(

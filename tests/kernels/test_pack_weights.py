@@ -13,6 +13,7 @@ from torch import nn
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.depth import linear_gate
+from tide_hf.depth.fused_layers import FusedLayers
 from tide_hf.depth.linear_gate import linear_gates
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -22,8 +23,9 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def _packed_weights_are_the_fastest(monkeypatch):
-    """Whatever this machine is."""
+    """Whatever this machine is, and no layer runs as two kernels."""
     set_fastest_layouts(monkeypatch)
+    monkeypatch.setattr(FusedLayers, "for_call", lambda _: None)
 
 
 def test_the_draft_head_and_the_draft_vocabulary_are_packed(tiny_llama):

@@ -145,7 +145,7 @@ def test_records_that_no_calibration_makes_get_no_card(routers_with, tmp_path, c
 
 
 def test_an_older_record_gives_the_plots_that_it_can(tmp_path, monkeypatch):
-    record = json.loads((SHIPPED / "config.json").read_text())["calibration"]
+    record = json.loads((SHIPPED / "config.json").read_text())["tide"]["calibration"]
     del record["threshold"]
     for row in record["exit_layers"].values():
         row.pop("reliability", None)

@@ -275,7 +275,10 @@ class Probe:
             return False
         inputs, caches = self._inputs(PROBED_WIDTH), (self._cache(), self._cache())
         try:
-            found = [run(*inputs, cache) for run, cache in zip((self._native, self._by_kernels), caches, strict=True)]
+            with allowed_layouts(()):  # a copy of the weights would stay
+                found = [
+                    run(*inputs, cache) for run, cache in zip((self._native, self._by_kernels), caches, strict=True)
+                ]
         except (TypeError, ValueError, RuntimeError) as error:  # of a layer that takes other arguments
             logger.info("%s runs without fused kernels: %s", name, first_line(error))
             return False
@@ -318,8 +321,7 @@ class Probe:
         return run(*inputs, self._cache())
 
     def _native(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: DynamicCache) -> Tensor:
-        run = LayerRun(self.structure, cache)
-        with active(run), allowed_layouts(KERNEL_LAYOUTS):
+        with active(LayerRun(self.structure, cache)):
             output = self.layer(
                 state, attention_mask=mask, position_embeddings=angles, use_cache=True, **{CACHE: cache}
             )
@@ -334,7 +336,8 @@ class Probe:
         for width in DECODE_ROWS:
             inputs = self._inputs(width)
             for run in (self._native, self._by_kernels):
-                found.append(least_seconds(partial(self._run, run, inputs), REPEATS))
+                with allowed_layouts(KERNEL_LAYOUTS):
+                    found.append(least_seconds(partial(self._run, run, inputs), REPEATS))
         for module in self.layer.modules():
             if isinstance(gate := module.__dict__.get("forward"), LinearGate):
                 gate.release()  # copies that no call has asked for
