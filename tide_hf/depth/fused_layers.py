@@ -4,8 +4,9 @@ In such a pass a small model's layer spends as long on starting some forty opera
 kernel computes queries, keys and values, the cache stores them as it would for the layer, and another kernel computes
 the rest, from attention to the MLP. Weights are read as the model stores them: plain, or quantised to integers.
 
-Which layers are of this kind their parts tell, and a probe: on random states the kernels have to give what the layer's
-own forward gives. They are used for those numbers of tokens for which that was measured to be faster.
+A layer is of this kind if its modules have the names and types of Llama's, and if the kernels give the same as the
+layer's own forward on random states, in a probe. The kernels run passes of up to as many tokens as they were measured
+to be faster for.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class FusedLayer:
     """A layer as the kernels read it.
 
     Args:
-        products: Those of queries, keys, values and attention's output, gate, up and down.
-        norms: Those before attention and before the MLP.
-        head_norms: Those of queries' and keys' heads, or none.
+        products: The linear layers, in the order q, k, v, o, gate, up, down.
+        norms: The RMSNorms before attention and before the MLP.
+        head_norms: The RMSNorms of the query heads and of the key heads; empty for models without.
         head_size: Values per head.
-        scale: Of attention's scores.
+        scale: Factor of the attention scores.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class FusedLayer:
         cache: Any,
         end: Tensor | None = None,
     ) -> Any:
-        """Run the layer on hidden states (rows, width, D); return those behind it.
+        """Run the layer on hidden states `state` (rows, width, D); return its output, of the same shape.
 
-        `end`, a () int64 tensor, is the number of filled slots of a static cache.
+        `angles` are the cosines and sines of the rotary embedding, (rows or 1, width, head_size) each; `mask` is
+        (rows or 1, 1, width, slots). For a static cache `end`, () int64, is the number of its filled slots.
         """
         before: Any = load_op("qkv_rope", self.dtype)
         after: Any = load_op("attention_mlp", self.dtype)
@@ -104,7 +106,7 @@ class FusedLayer:
         """Whether the kernels take these arguments of the layer."""
         if state.dtype is not self.dtype or not state.is_cpu or torch.is_grad_enabled():
             return False
-        for one in angles:  # with three dimensions, as those of text, and for heads that are rotated as a whole
+        for one in angles:  # those of images have four dimensions; those of partly rotated heads are shorter
             if one.dim() != 3 or one.shape[-1] != self.head_size or one.dtype is not self.dtype:
                 return False
         return mask is None or (mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype in (torch.bool, self.dtype))
@@ -234,20 +236,21 @@ def run_layer(
 ) -> Any:
     """Run a layer by the kernels if they take its arguments, else by its own forward; see `FusedLayer.run`."""
     state, angles, mask = input_state(args, kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
-    if fused is None or angles is None or not fused.suits(state, angles, mask) or (end is not None and mask is None):
+    lacks_mask = end is not None and mask is None  # the layer then attends to all slots
+    if fused is None or angles is None or lacks_mask or not fused.suits(state, angles, mask):
         return gate.native(*args, **kwargs)
     return gate.with_state(None, fused.run(gate.layer_idx, state, angles, mask, kwargs[CACHE], end))
 
 
 def _is_dynamic(cache: Any, layer_idx: int) -> bool:
-    """Whether a cache gives a layer its K/V one after the other, in memory that the kernels can read."""
+    """Whether a layer's K/V in the cache are in memory, and grow by concatenation."""
     if type(cache) is not DynamicCache or cache.offloading:
         return False
     return len(cache.layers) <= layer_idx or type(cache.layers[layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:
-    """Settings of a layer's modules that a user may change. An int may count calls."""
+    """Settings of a layer's modules, which a user may change; without ints, since some count calls."""
     return tuple(
         (name, setting, value)
         for name, module in layer.named_modules()

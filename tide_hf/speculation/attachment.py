@@ -134,7 +134,7 @@ class Attachment:
         gates = self.gates()
         for dtype in weight_dtypes(gates):
             measure_layouts(dtype, self._eager_layouts(gates))
-        self.execute_layer()
+        self.execute_layer()  # probes and times the layers, which it remembers
 
     def execute_layer(self) -> ExecuteLayer | None:
         """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedLayers`]."""

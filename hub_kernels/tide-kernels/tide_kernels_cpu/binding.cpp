@@ -52,7 +52,7 @@ const void* contiguous_data(const char* name, const Tensor& tensor, ScalarType d
   return tensor.const_data_ptr();
 }
 
-// Pointers to the weights of products and, if these are int8, to their scales; -1 stands for any size.
+// Pointers to the weights of products and, if these are int8, to their scales. The tensors have to outlive it.
 struct Products {
   std::vector<const void*> weights;
   std::vector<const float*> scales;
@@ -249,13 +249,13 @@ Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::
 }
 
 // hidden states (rows, width, D) before the layer, queries (rows, heads, width, head_size), K/V (rows, KV heads, slots,
-// head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; `end`:
-// slots from there on are not read; norm (D); weights of the output projection, with its bias (D) or none, of gate, up and down, with scales if int8 -> (rows,
-// width, D).
+// head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; slots
+// from `end` on are not read; norm (D); weights of o, gate, up and down, with scales if int8; bias of o (D), or none
+// -> (rows, width, D).
 Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tensor& given_key, const Tensor& given_value,
                      const std::optional<Tensor>& given_mask, const std::optional<Tensor>& end, double scale,
-                     const Tensor& norm, double eps, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
-                     const std::vector<Tensor>& scales) {
+                     const Tensor& norm, double eps, const std::vector<Tensor>& weights,
+                     const std::optional<Tensor>& given_bias, const std::vector<Tensor>& scales) {
   const char* name = AttentionMlp::kName;
   check_sizes(name, "input", given, {-1, -1, -1});
   const Tensor input = in_order(given), query = in_order(given_query), key = in_order(given_key);
@@ -309,8 +309,8 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
   library.def("qkv_rope(Tensor hidden_states, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, Tensor[] scales, "
               "Tensor[] head_norms, float head_eps, Tensor cos, Tensor sin) -> Tensor");
-  library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? end, float scale, "
-              "Tensor norm, float eps, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
+  library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? end, "
+              "float scale, Tensor norm, float eps, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {

@@ -118,7 +118,10 @@ class StepCompiler:
                 return gate.native(*args, **kwargs)
             inputs = _inputs_of_step(LayerArguments(args, kwargs), gate)
             return gate.with_state(None, torch.ops.tide_hf.layer(inputs, region.number))
-        fused, arguments = self.fused.get(gate.layer_idx), LayerArguments(args, kwargs)
+        fused = self.fused.get(gate.layer_idx)
+        if fused is None and self._regions is None:
+            return gate.native(*args, **kwargs)
+        arguments = LayerArguments(args, kwargs)
         end = _end_of(arguments, gate) if fused is not None else None
         output = run_layer(fused, gate, args, kwargs, end)  # before tracing, so that weights are in their layouts
         if self._regions is not None:
@@ -194,7 +197,7 @@ def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
 
 
 def _end_of(arguments: LayerArguments, gate: LayerGate) -> Tensor:
-    """The number of slots that are filled behind a pass, () int64."""
+    """How many slots of the static cache are filled once a pass has stored its K/V, () int64."""
     end: Tensor = arguments.cache.layers[gate.layer_idx].position.slots[-1] + 1
     return end
 
