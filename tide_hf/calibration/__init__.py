@@ -59,7 +59,7 @@ def calibrate(
     translator_rank: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     max_minutes: float | None = 15,
-    batch_size: int = 64,
+    batch_size: int = 128,
     seed: int = 0,
     notes: Mapping[str, Any] | None = None,
     progress: bool = True,

@@ -59,7 +59,7 @@ class TappedBatch(TokenBatch):
 
     tapped: Tensor  # (rows, length, taps * D) at the tap layers
     final: Tensor  # (rows, length, D) after the last layer
-    top: Tensor  # (rows, length) the full model's token after each position
+    top: Tensor  # (rows, length) the full model's token after each counted position
 
 
 def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_vocab_size: int) -> dict[str, Any]:
@@ -237,14 +237,16 @@ class DraftHeadTrainer:
 
     def _step(self, batch: TappedBatch, optimizer: torch.optim.Optimizer, steps: int) -> float:
         total: Any = 0.0
-        with torch.no_grad():
-            teacher = self.teacher(batch.final)
+        is_counted = batch.counted.to(batch.final.device)
+        number = (is_counted.flatten().cumsum(0) - 1).view_as(is_counted)  # of each counted position
         with mixed_precision(batch.final.device):
+            with torch.no_grad():
+                teacher = self.teacher(batch.final[is_counted])
             losses = []
             for step, output in enumerate(self.unroll(batch, steps)):
-                counted = batch.counted[:, 1 + step :].to(output.device)
+                counted = is_counted[:, 1 + step :].to(output.device)
                 student = self.head.lm_head(self.head.norm(output[:, : counted.shape[1]][counted])).float()
-                target = teacher[:, 1 + step :][counted]
+                target = teacher[number[:, 1 + step :][counted]]
                 losses.append(nn.functional.kl_div(student.log_softmax(-1), target, log_target=True, reduction="sum"))
                 total = total + STEP_WEIGHT**step * losses[-1] / max(1, len(target))
         optimizer.zero_grad()

@@ -45,7 +45,7 @@ class StateBatch:
 
     hidden_states: dict[int, Tensor]  # by exit layer, (N, hidden_size), before the final norm
     final_states: Tensor  # (N, hidden_size), output of the last layer, before the final norm
-    top_tokens: Tensor  # (N,) the full model's greedy next tokens
+    top_tokens: Tensor  # (N,) the full model's greedy next tokens; 0 where not counted
     tokens: Tensor  # (N,) input tokens
     counted: Tensor  # (N,) bool, False in prompts
     document_ids: Tensor  # (N,) index of each position's document in its split
@@ -109,13 +109,15 @@ class StateReader:
         is_token = batch.attention_mask.bool()
         states = {depth: state.to(device)[is_token.to(device)] for depth, state in captured.items()}
         _check_finite(states)
-        final_states = states.pop(self.structure.num_layers)
+        final_states, counted = states.pop(self.structure.num_layers), batch.counted[is_token].to(device)
+        top = torch.zeros(len(counted), dtype=torch.long, device=device)
+        top[counted] = top_tokens(self.unembed, final_states[counted]).to(device)
         return StateBatch(
             states,
             final_states,
-            top_tokens(self.unembed, final_states).to(device),
+            top,
             tokens=batch.input_ids[is_token].to(device),
-            counted=batch.counted[is_token].to(device),
+            counted=counted,
             document_ids=torch.tensor(rows)[:, None].expand_as(is_token)[is_token].to(device),
         )
 

@@ -96,7 +96,7 @@ CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "confidence": (share, 0.95, "probability with which the tolerance is met"),
     "draft_vocab_size": (positive, 8192, "number of most frequent tokens that heads draft from"),
     "max_minutes": (amount, 15, "time limit in minutes"),
-    "batch_size": (positive, 64, "documents per forward pass"),
+    "batch_size": (positive, 128, "documents per forward pass"),
     "seed": (int, 0, "random seed"),
 }
 EVALUATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
