@@ -1,171 +1,123 @@
-"""What a token costs on a GPU: `python -m examples.benchmarks.gpu`, in one run of under ten minutes.
+"""All that needs a GPU, in one run of under ten minutes: `python -m examples.benchmarks.gpu OUTPUT`.
 
-Eager `generate`, `generate` with transformers' compiled static cache, our plain decoding and our lossless mode on
-captured steps, one sequence and eight; exits forced at a quarter, half, three quarters and all of the depth; routers
-that never exit; and prompts of which nothing, half or nine tenths leaves at half the depth. The models are a random one
-of Llama 3.1 8B's shape in bfloat16, and SmolLM2-135M with its weights. What fails is noted, and the rest goes on; what
-there is no time for is left out. The results are written after every line.
+Correctness comes first, then launches, then times. Each step is a process of its own with a time limit, since one
+illegal access would end all that follows it in a process. A step that fails or is cut off leaves what it has found; the
+rest goes on. OUTPUT gets each step's log and results, `summary.json`, written after every step, and
+`everything.tar.gz`. On a machine without a GPU, `--rehearse` runs every step on small shapes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CalledProcessError
 from time import perf_counter
 from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tide_hf import TIDEModelForCausalLM
-from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
-from tide_hf.evaluation.benchmark import synchronize
-from tide_hf.hub.load import shipped_routers
-from tide_hf.hub.provenance import provenance
+from tide_hf.hub.provenance import commit
 
-from .common import RESULTS, write_record
-from .gpu_lines import Bench, bytes_read, lines
+from .common import FOLDER, write_record
+from .gpu_lines import DEPTHS
+from .gpu_speed import LLAMA
 
-LLAMA = "llama-8b-shaped, random"
-SHAPE = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
+ROOT = FOLDER.parent.parent
+TAIL = 2000  # characters of a step's log in the summary
+FAMILIES = "llama or gemma2 or gpt2 or falcon or mistral or qwen3_moe"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # or each request is tried again for seconds
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    "PYTHONPATH": str(ROOT),
 }
-SHARE = 0.7  # of the time that is left, for a model that others follow: the larger ones come first
-LINE_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    OSError,
-    CalledProcessError,
-)  # of kernels that do not compile as well
 
 
-def measure(bench: Bench, deadline: float, bandwidth: float) -> Iterator[tuple[dict[str, Any], str]]:
-    """All lines of one model.
+@dataclass(frozen=True)
+class Step:
+    """One process: its name, its time limit, and its arguments after `python -m`. `{output}` stands for the folder."""
 
-    Args:
-        bench: The model.
-        deadline: Of `perf_counter`, after which no line begins.
-        bandwidth: Bytes per second that the device's memory can do.
-
-    Yields:
-        After each line all that there is so far, and the line's result in words.
-    """
-    found: dict[str, Any] = {"lines": {}, "weight_bytes": bytes_read(bench.model)}
-    for name, line in lines(bench):
-        if not any(word in name for word in bench.options.lines):
-            continue
-        result = {"left_out": "no time left"} if perf_counter() > deadline else measured(bench, line, bandwidth)
-        found["lines"][name] = result
-        told = next((result[key] for key in ("ms_per_token", "ms", "error", "left_out") if key in result), "")
-        yield found, f"{name}: {told}"
+    name: str
+    seconds: int
+    command: Sequence[str]
 
 
-def measured(bench: Bench, line: Callable[[], dict[str, Any]], bandwidth: float) -> dict[str, Any]:
-    """One line, or what it failed with; nothing stays attached."""
-    try:
-        result = line()
-    except LINE_ERRORS as error:
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
-    finally:
-        if isinstance(bench.model, TIDEModelForCausalLM):
-            bench.model.tide_release()
-            TIDEModelForCausalLM.detach(bench.model)
-    if "bytes_read" in result:
-        result["limit_ms"] = 1000 * result["bytes_read"] / bandwidth
-        result["share_of_bandwidth_limit"] = result["limit_ms"] / result["ms_per_token"]
-    return result
+def pytest_step(name: str, seconds: int, *arguments: str) -> Step:
+    """A step that runs tests, apart from the project's own options, which are for other versions of the packages."""
+    plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+    return Step(name, seconds, ("pytest", *plain, *arguments))
 
 
-def load(name: str, dtype: torch.dtype, device: str, routers: str | None = None) -> tuple[Any, Any]:
-    """A model and its routers: those that come with this library, or `routers`."""
-    if name == LLAMA:
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=dtype)
-        return model.eval(), None
-    if name == DEFAULT_MODEL:
-        model, _ = load_demo_model(dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.to(device).eval(), shipped_routers(model) or routers
+def steps(rehearse: bool) -> list[Step]:
+    """What runs, in this order: what later steps build on, and what is most worth knowing, first."""
+    here = "examples.benchmarks"
+    small = ("--rehearse",) if rehearse else ()
+    speed = (f"{here}.gpu_speed", "--models", LLAMA, *(("--tokens", "6", "--prompt", "8", *small) if rehearse else ()))
+    depths = [f"at {depth:.0%} depth" for depth in DEPTHS]
+    wanted = "captured_steps or capture_that_fails or launch or draft_head"
+    workers = ("-n", "0") if rehearse else ("-n", "6")
+    return [
+        Step("facts", 30, (f"{here}.gpu_probe", "facts", "--output", "{output}/facts.json", *small)),
+        Step("smoke", 90, (f"{here}.gpu_probe", "smoke", "--output", "{output}/smoke.json", *small)),
+        pytest_step("tests", 110, *workers, "tests/behaviour/test_gpu.py", "-k", f"({FAMILIES}) or ({wanted})"),
+        Step("attention", 40, (f"{here}.gpu_probe", "attention", "--output", "{output}/attention.json", *small)),
+        Step("speed", 200, (*speed, "--lines", "our", "eager generate", "replays", "--output", "{output}/speed.json")),
+        Step("exits", 60, (*speed, "--lines", *depths, "--output", "{output}/exits.json")),
+        Step("static-cache", 100, (*speed, "--lines", "static-cache generate", "--output", "{output}/static.json")),
+    ]
 
 
-def copy_bandwidth(device: str, size: int) -> float:
-    """Bytes per second, read and written, of a copy on the device."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(6):
-        synchronize(source.device)
-        start = perf_counter()
-        target.copy_(source)
-        synchronize(source.device)
-        seconds.append(perf_counter() - start)
-    return 2 * size / min(seconds)
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[LLAMA, DEFAULT_MODEL], help="names or folders")
-    parser.add_argument("--routers", help="of models that are given as folders")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=98, help="new tokens")
-    parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt that is read early")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--lines", nargs="+", default=[""], help="parts of lines' names, where not all are wanted")
-    parser.add_argument("--minutes", type=float, default=7.5, help="no line begins after so many")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line, measure, and write after every line."""
-    options = parse(arguments)
-    start, device = perf_counter(), "cuda" if torch.cuda.is_available() else "cpu"
-    console = Console(stderr=True)
-    bandwidth = copy_bandwidth(device, 2**30 if device == "cuda" else 2**24)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    record: dict[str, Any] = {"copy_bandwidth": bandwidth, "options": settings, "models": {}}
-
-    def write(name: str, found: dict[str, Any], said: str) -> None:
-        record["models"][name] = found
-        record["seconds"] = perf_counter() - start
-        write_record(record, options.output)
-        console.print(f"{record['seconds']:6.1f} s  {name}: {said}", highlight=False, markup=False, soft_wrap=True)
-
-    for name in options.models:
+def run(step: Step, output: Path, seconds: float) -> dict[str, Any]:
+    """Run a step for at most `seconds`; its log goes to `output`. Returns its exit status and the end of its log."""
+    command = [sys.executable, "-m", *(part.replace("{output}", str(output)) for part in step.command)]
+    start, log = perf_counter(), output / f"{step.name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=file, stderr=file, start_new_session=True
+        )
         try:
-            model, routers = load(name, getattr(torch, options.dtype), device, options.routers)
-        except LINE_ERRORS as error:
-            write(name, {"error": str(error)[:2000]}, f"cannot be loaded: {error}")
-            continue
-        facts = {"provenance": provenance(model) | {"cuda": torch.version.cuda}}
-        bench = Bench(model, routers, options, "compiled" if device == "cuda" else "eager")
-        left = start + 60 * options.minutes - perf_counter()
-        deadline = perf_counter() + left * (1.0 if name == options.models[-1] else SHARE)
-        for found, said in measure(bench, deadline, bandwidth):
-            write(name, facts | found, said)
-        del model, bench
-        if device == "cuda":
-            torch.cuda.empty_cache()
+            status: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+            process.wait()
+            status = f"cut off after {seconds:.0f} s"
+    return {"status": status, "seconds": perf_counter() - start, "log": log.read_text(errors="replace")[-TAIL:]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, and run the steps; return the number of those that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder for results and logs")
+    parser.add_argument("--commit", help="what is measured, where there is no git")
+    parser.add_argument("--seconds", type=float, default=530, help="limit of the whole run (default: %(default)s)")
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these, say those that failed before")
+    parser.add_argument("--rehearse", action="store_true", help="small shapes, for a machine without a GPU")
+    options = parser.parse_args(arguments)
+    start, output = perf_counter(), options.output.absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    summary: dict[str, Any] = {"commit": options.commit or commit(), "steps": {}}
+    console = Console(stderr=True)
+    chosen = [step for step in steps(options.rehearse) if options.steps is None or step.name in options.steps]
+    for step in chosen:
+        left = options.seconds - (perf_counter() - start)
+        found = run(step, output, min(step.seconds, left)) if left > 0 else {"status": "no time left"}
+        summary["steps"][step.name] = found
+        summary["seconds"] = perf_counter() - start
+        write_record(summary, output / "summary.json")
+        console.print(f"{summary['seconds']:6.1f} s  {step.name}: {found['status']}", highlight=False)
+    archive = output / "everything.tar.gz"
+    with tarfile.open(f"{archive}.new", "w:gz") as tar:
+        for file in sorted(output.glob("*.json")) + sorted(output.glob("*.log")):
+            tar.add(file, file.name)
+    shutil.move(f"{archive}.new", archive)
+    return sum(found["status"] != 0 for found in summary["steps"].values())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures of one model; `gpu` runs it."""
+"""What the GPU benchmark measures of one model; `gpu_speed` runs it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import mean, median
+from subprocess import CalledProcessError
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,18 @@ BATCH = 8
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
 ROUTER_INTERVAL = 4
 PROMPT_EXITS = (0.0, 0.5, 0.9)
+LINE_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    OSError,
+    CalledProcessError,
+)  # of kernels that do not compile as well
+CALLS = 20  # of a step that is timed by itself
+PREFIX = 2000  # characters of an error that are kept
 WARM_UPS = 4  # the policy tries other widths in later calls, and each is captured
 
 
@@ -161,6 +174,36 @@ def lossless_eagerly(bench: Bench) -> dict[str, Any]:
     return _without_bytes(bench.per_token())
 
 
+def replays(bench: Bench) -> dict[str, Any]:
+    """Milliseconds of each step that a warm-up prepares, replayed by itself: verify passes by width, draft steps."""
+    bench.attach(bench.routers, engine=bench.engine)
+    bench.model.tide_warm_up(max_length=bench.options.prompt + bench.options.tokens)
+    steps = bench.model._tide.engines["compiled"].steps[bench.model.device.type]
+    times = {
+        f"{kind} {size}, {buffers.rows} x {buffers.capacity}": milliseconds(step.replay.run, bench.model.device)
+        for (buffers, kind, size), step in steps._steps.items()
+    }
+    return {"replays_ms": times} | _steps(bench)
+
+
+def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Median time of a call, by the clock of the device that runs it."""
+    return median(_timed(function, device) for _ in range(CALLS))
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = perf_counter()
+        function()
+        return 1000 * (perf_counter() - start)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    function()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
+
+
 def exits_at(bench: Bench, depth: float, strategy: str = "recompute") -> dict[str, Any]:
     """All tokens leave at one depth. With `recompute` no deeper layer runs; `propagate` fills in its K/V."""
     layer = round(depth * bench.num_layers)
@@ -201,6 +244,7 @@ def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "eager generate", lambda: eager(bench)
     yield "our plain decoding", lambda: plain(bench)
     yield "our lossless mode", lambda: lossless(bench)
+    yield "replays of steps", lambda: replays(bench)
     yield f"eager generate, batch {BATCH}", lambda: eager(bench, BATCH)
     yield f"our plain decoding, batch {BATCH}", lambda: plain(bench, BATCH)
     yield f"our lossless mode, batch {BATCH}", lambda: lossless(bench, BATCH)

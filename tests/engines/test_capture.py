@@ -194,3 +194,11 @@ def test_experts_run_as_in_generate(monkeypatch, rows, engine):
     assert set(used[1:]) == {"grouped_mm" if (rows, engine) == (3, "eager") else "batched_mm"}
     assert steps.refused is None
     assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_attention_in_a_capture_is_not_cudnns(tiny_llama):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with capturable_forward(tiny_llama(), 1):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

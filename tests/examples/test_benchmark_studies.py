@@ -10,7 +10,7 @@ import torch
 from draft_heads import draft_head_for
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import disagreement, gpu, gpu_lines, precision, second_model
+from examples.benchmarks import disagreement, gpu_lines, gpu_speed, precision, second_model
 from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.text import draw_prompts
@@ -20,7 +20,7 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
     output = tmp_path / "gpu.json"
     options = {"--prompt": 8, "--tokens": 6, "--prefill": 32, "--repeats": 1, "--dtype": "float32", "--output": output}
     arguments = [str(part) for pair in options.items() for part in pair]
-    gpu.main(["--models", str(tiny_model_folder), *arguments])
+    gpu_speed.main(["--models", str(tiny_model_folder), *arguments])
     (found,) = json.loads(output.read_text())["models"].values()
     assert not [line for line in found["lines"].values() if "error" in line or "left_out" in line]
     for name in ("our plain decoding", "our lossless mode", "compiled static-cache generate"):
@@ -29,7 +29,7 @@ def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
     for share in gpu_lines.PROMPT_EXITS:
         left = found["lines"][f"prompt of which {share:.0%} leaves at half depth"]["share_measured"]
         assert abs(left - share) < 0.1
-    gpu.main(["--models", str(tmp_path / "none"), str(tiny_model_folder), *arguments, "--minutes", "0"])
+    gpu_speed.main(["--models", str(tmp_path / "none"), str(tiny_model_folder), *arguments, "--minutes", "0"])
     lost, found = json.loads(output.read_text())["models"].values()
     assert lost["error"]
     assert all(line == {"left_out": "no time left"} for line in found["lines"].values())

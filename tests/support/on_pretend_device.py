@@ -14,10 +14,11 @@ from calibrations import texts
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import LAYERS, tiny_model
+from h100_code import CodeForH100
 from images import image_prompts, seeing_model
 from on_steps import FEW, linear_heads, new_tokens, prompts, use_steps
 from pretend_device import NAME, times_waited
-from recorded import Recorder
+from recorded import Recorder, as_it_is
 from transformers import TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
@@ -235,3 +236,55 @@ def test_the_published_selection_runs_as_a_logits_processor():
         with TIDELogitsProcessor(model, routers) as processor:
             found.append(answer(model, batch, logits_processor=[processor], **GREEDY))
     assert torch.equal(*found)
+
+
+def on_steps_for_an_h100(family, dtype=torch.float32):
+    """A model whose steps are compiled as for an H100 and run as traced, after a check of its tokens; and its steps."""
+    plain, model = (one.to(dtype) for one in two(family, attention="sdpa"))
+    expected = answer(plain, prompts(), **GREEDY)
+    TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, CodeForH100()))
+    use_drafter(model, "mixed", new_tokens(expected), width=3)
+    assert torch.equal(answer(model, there(prompts()), **GREEDY), expected)
+    assert steps.refused is None
+    return model, steps
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.bfloat16), ("llama", torch.float32), ("qwen2", torch.float32), ("gpt2", torch.float32)],
+)
+def test_a_layer_on_an_h100_launches_few_kernels(family, dtype):
+    _, steps = on_steps_for_an_h100(family, dtype)
+    layers = [code for code in steps.compiler.graphs._compile.found if code.is_layer]
+    assert layers
+    for code in layers:
+        # This device has no fused attention, which takes two products and at most three kernels.
+        assert code.products - 2 <= 4
+        assert code.kernels - 3 <= 9
+
+
+def test_products_with_one_input_are_joined_and_their_weights_are_not_copied():
+    model, steps = on_steps_for_an_h100("llama")
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        (storage,) = {linear.weight.untyped_storage().data_ptr() for linear in linears}
+        assert linears[0].weight.data_ptr() == storage
+        assert linears[0].weight.untyped_storage().nbytes() == sum(linear.weight.nbytes for linear in linears)
+    before = steps.warm_up.num_prepared
+    tokens = answer(model, there(prompts()), **GREEDY)
+    assert steps.warm_up.num_prepared == before  # moved weights are no change
+    with torch.no_grad():
+        mlp.up_proj.weight.neg_()
+    changed = answer(model, there(prompts()), **GREEDY)
+    assert not torch.equal(changed, tokens)
+    assert torch.equal(answer(TIDEModelForCausalLM.detach(model), there(prompts()), **GREEDY), changed)
+
+
+def test_a_model_with_joined_weights_is_saved_like_any_other(tmp_path):
+    model, _ = on_steps_for_an_h100("llama")
+    expected = answer(model, there(prompts()), **GREEDY)
+    model.save_pretrained(tmp_path)
+    again = TIDEModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(answer(again, prompts(), **GREEDY), expected)
+    assert torch.equal(answer(copy.deepcopy(model), there(prompts()), **GREEDY), expected)

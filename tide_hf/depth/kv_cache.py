@@ -268,6 +268,8 @@ class CacheSlots:
         crop_layers(self.cache.layers, num_tokens)
 
     def _move(self, order: Tensor, total: int) -> None:
+        if self.cache.offloading and order.is_cuda:  # a layer may still be on its way to the GPU
+            torch.cuda.current_stream(order.device).wait_stream(self.cache.prefetch_stream)
         for layer in self.cache.layers:
             _gather_slots(layer, order, total, self.ops)
 

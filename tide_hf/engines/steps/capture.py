@@ -18,6 +18,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
@@ -30,6 +31,8 @@ aten = torch.ops.aten
 HOST_READS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero, aten.equal, aten.bincount)
 UNIQUE = (aten._unique2, aten.unique_consecutive, aten.unique_dim)
 INDEXING = (aten.index, aten.index_put, aten.index_put_)
+# Without cuDNN, which PyTorch prefers on Hopper, and which builds a plan for every new shape.
+ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 # Older versions of transformers make masks for eager attention from a number on the host, which capture forbids.
@@ -197,6 +200,7 @@ def capturable_forward(model: Any, tokens: int) -> Iterator[None]:
         if tokens <= WIDEST or model.dtype != torch.bfloat16:
             changes.enter_context(model._optimize_model_for_decode())
         changes.enter_context(gqa_attention(model, may_use_kernels=False, cpu_only=False))
+        changes.enter_context(sdpa_kernel(ATTENTION_BACKENDS))
         yield
 
 

@@ -1,17 +1,19 @@
 """Graph passes over linear layers.
 
 Layers that read the same input, such as QKV, are fused into one product: fewer kernel launches and larger reads. Layers
-whose weights are plain or quantised call their kernel directly, without the Python op that looks up layouts.
+whose weights are plain or quantised call their kernel directly, without the Python op that looks up layouts. On a GPU
+the products are PyTorch's own, and fused ones read weights that lie next to each other in memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from ...kernels.cpu.cpp_kernels import load_op
@@ -25,6 +27,7 @@ from ...kernels.cpu.weight_layouts import (
 )
 
 LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear.default
+aten = torch.ops.aten
 
 
 class LinearWeights(NamedTuple):
@@ -77,19 +80,13 @@ def _fuse(graph: fx.Graph, linears: list[Any]) -> None:
     first, arguments = linears[0], [list(column) for column in zip(*(linear.args for linear in linears), strict=False)]
     (state, *_), weights, biases = arguments[:3]
     with graph.inserting_before(first):
-        bias = None if biases[0] is None else graph.call_function(torch.ops.aten.cat.default, (biases,))
+        bias = None if biases[0] is None else graph.call_function(aten.cat.default, (biases,))
         if first.target is LINEAR:
             whole = graph.call_function(FUSED, (state, weights, bias, _layout_of(first)))
         else:
             integers, scales = list(chain(*weights)), list(chain(*arguments[3]))
             whole = graph.call_function(first.target, (state, integers, bias, scales))
-        end = 0
-        for linear in linears:
-            start, end = end, end + linear.meta["val"].shape[-1]
-            part = graph.call_function(torch.ops.aten.slice.Tensor, (whole, -1, start, end))
-            linear.replace_all_uses_with(part)
-    for linear in linears:
-        graph.erase_node(linear)
+        _split(graph, whole, linears)
 
 
 def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearWeights]:
@@ -134,3 +131,91 @@ def quantized_tensors(quantized: list[WeightLayout]) -> list[Tensor]:
     """The values of the graph inputs that [`call_kernels`] adds for quantised weights."""
     layouts = [layout for layout in quantized if isinstance(layout, QuantizedWeight)]
     return [tensor for layout in layouts for tensor in (layout.packed, layout.scales)]
+
+
+def join_products(graph: fx.GraphModule, constants: list[Tensor]) -> list[list[int]]:
+    """Fuse PyTorch's own products on a GPU that read the same input; return the weights of each, as indices.
+
+    The graph is changed in place: the joined weights of each fused product become an input after all others.
+    """
+    indices = _indices_of_constants(graph, constants)
+    found: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        weight = _weight_of(node)
+        if weight in indices and _may_join(constants[indices[weight]]):
+            state = node.args[-2]
+            found[_before_views(state), tuple(state.meta["val"].shape), node.target].append(node)
+    products = []
+    for nodes in found.values():
+        of_nodes = [indices[_weight_of(node)] for node in nodes]
+        weights = [constants[i] for i in of_nodes]
+        if len(nodes) > 1 and (_are_joined(weights) or all(map(_is_alone, weights))):
+            products.append(of_nodes)
+            _join(graph.graph, nodes, _add_input(graph.graph, f"joined_{len(products)}"))
+    graph.recompile()
+    return products
+
+
+def _weight_of(product: fx.Node) -> Any:
+    """The node of the weight (out, in) that a node multiplies by; `None` if it is no such product."""
+    transposed: Any = product.args[-1] if product.target in (aten.mm.default, aten.addmm.default) else None
+    return transposed.args[0] if isinstance(transposed, fx.Node) and transposed.target is aten.t.default else None
+
+
+def _before_views(state: Any) -> Any:
+    while state.target is aten.view.default:
+        state = state.args[0]
+    return state
+
+
+def _may_join(weight: Tensor) -> bool:
+    """Whether a weight is on a GPU, and could become a view of another tensor."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous() and not weight.is_inference()
+    return is_plain and weight.device.type != "cpu"
+
+
+def _is_alone(weight: Tensor) -> bool:
+    """Whether nothing else is in a weight's memory, which would stay when the weight moves."""
+    return weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def _are_joined(weights: Sequence[Tensor]) -> bool:
+    """Whether weights lie next to each other in one storage."""
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    is_one = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return is_one and all(weight.data_ptr() == end for weight, end in zip(weights[1:], ends, strict=False))
+
+
+def _join(graph: fx.Graph, products: list[Any], joined: fx.Node) -> None:
+    first = products[0]
+    with graph.inserting_before(first):
+        factors = [first.args[-2], graph.call_function(aten.t.default, (joined,))]
+        if first.target is aten.addmm.default:
+            factors.insert(0, graph.call_function(aten.cat.default, ([node.args[0] for node in products],)))
+        _split(graph, graph.call_function(first.target, tuple(factors)), products)
+
+
+def _split(graph: fx.Graph, whole: fx.Node, linears: list[Any]) -> None:
+    """Replace linear layers by slices of one that is fused, at the graph's point of insertion."""
+    end = 0
+    for linear in linears:
+        start, end = end, end + linear.meta["val"].shape[-1]
+        part = graph.call_function(aten.slice.Tensor, (whole, -1, start, end))
+        linear.replace_all_uses_with(part)
+    for linear in linears:
+        graph.erase_node(linear)
+
+
+def joined_weights(products: list[list[int]], constants: list[Tensor]) -> list[Tensor]:
+    """The values of the graph inputs that [`join_products`] adds."""
+    return [joined([constants[i] for i in indices]) for indices in products]
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Weights (out, in) of one width, one below the other in one tensor. They become views of it, so none is copied."""
+    first, width = weights[0], weights[0].shape[1]
+    if not _are_joined(weights):
+        whole = torch.cat([weight.detach() for weight in weights])
+        for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+    return first.detach().as_strided((sum(map(len, weights)), width), (width, 1))

@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.compile_cache import compiling
-from .fused_linears import LinearWeights, call_kernels, fuse_linears, layouts_of, quantized_tensors
+from .fused_linears import (
+    LinearWeights,
+    call_kernels,
+    fuse_linears,
+    join_products,
+    joined_weights,
+    layouts_of,
+    quantized_tensors,
+)
 
 VALUES_PER_THREAD = 16384  # with fewer, another thread costs more than it saves
 
@@ -178,12 +186,13 @@ def _describe(tensor: Tensor) -> str:
 
 
 class _Compiled(NamedTuple):
-    """A compiled graph of a layer, which takes inputs, constants and tensors of quantised weights."""
+    """A compiled graph of a layer, which takes inputs, constants, tensors of quantised weights and joined weights."""
 
     function: Callable[..., Any]  # returns a tuple
     sizes: Sizes | None  # input sizes that the graph serves; `None` for static shapes
     fused: list[LinearWeights]  # fused products, whose weights are among the constants
     quantized: list[LinearWeights]  # quantised products, whose weights are there too
+    joined: list[list[int]]  # the weights of each product that is fused on a GPU, by index among the constants
 
 
 class LayerGraph:
@@ -193,7 +202,8 @@ class LayerGraph:
         self._function, self.sizes = compiled.function, compiled.sizes
         quantized = layouts_of(compiled.quantized, constants)
         self._layouts = layouts_of(compiled.fused, constants), quantized  # kept alive
-        self._constants = [*(tensor.detach() for tensor in constants), *quantized_tensors(quantized)]
+        joined = joined_weights(compiled.joined, constants)  # moves weights, so before they are detached
+        self._constants = [*(tensor.detach() for tensor in constants), *quantized_tensors(quantized), *joined]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the layer."""
@@ -233,11 +243,14 @@ class LayerGraphs:
         graph, constants = lift_constants(traced(function, *inputs, dynamic=dynamic))
         fused = fuse_linears(graph, constants, self.has_room and not dynamic)
         quantized = call_kernels(graph, constants)
-        taken = [*inputs, *constants, *quantized_tensors(layouts_of(quantized, constants))]
+        joined = join_products(graph, constants) if not quantized else []
+        tensors = quantized_tensors(layouts_of(quantized, constants))
+        taken = [*inputs, *constants, *tensors, *joined_weights(joined, constants)]
         kind = (dynamic, graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
         if kind not in self._compiled:
             compiled_function = self._compile(graph, taken)  # compiling may add guards on sizes
-            self._compiled[kind] = _Compiled(compiled_function, Sizes(graph) if dynamic else None, fused, quantized)
+            sizes = Sizes(graph) if dynamic else None
+            self._compiled[kind] = _Compiled(compiled_function, sizes, fused, quantized, joined)
         compiled = self._compiled[kind]
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):

@@ -257,6 +257,14 @@ class CapturedSteps(StepStore):
         super().release()
         self._pool: Any = None  # memory pool that the graphs share
 
+    def _prepare(self, buffers: StepBuffers, kind: str, size: int) -> Step:
+        """See `StepStore._prepare`; weights may move to lie next to each other, after which earlier graphs are void."""
+        step, parts = super()._prepare(buffers, kind, size), self._parts
+        if parts is not None and (fingerprint := fingerprint_of(parts)) != self._fingerprint:
+            self._steps.clear()
+            self._fingerprint = fingerprint
+        return step
+
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         compiled = None
         with capturable_forward(buffers.parts.model, tokens):
