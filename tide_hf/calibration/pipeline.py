@@ -26,7 +26,7 @@ from .text import Text, write_documents
 from .threshold import Decisions
 from .work_folder import Processes, WorkFolder
 
-WRITING_SHARE = 0.3  # share of the time budget for generating text
+WRITING_SHARE = 0.35  # share of the time budget for generating text
 SAFETY = 2.0  # safety factor on the estimated time of the stages after distillation
 FIT_CAPACITY = 24_000  # maximum number of positions to train a router on, to bound memory
 DISTIL_CAPACITY = 48_000
@@ -34,7 +34,7 @@ TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
 DRAFT_HEAD, DRAFT_EXITS = "draft/head", "draft/exits"
-HEAD_SHARE = 0.85  # share of the remaining time for training the head that drafts
+HEAD_SHARE = 0.7  # share of the remaining time for training the head that drafts
 
 
 @dataclass
