@@ -14,7 +14,6 @@ from calibrations import texts
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import LAYERS, tiny_model
-from h100_code import CodeForH100
 from images import image_prompts, seeing_model
 from on_steps import FEW, linear_heads, new_tokens, prompts, use_steps
 from pretend_device import NAME, times_waited
@@ -240,10 +239,11 @@ def test_the_published_selection_runs_as_a_logits_processor():
 
 def on_steps_for_an_h100(family, dtype=torch.float32):
     """A model whose steps are compiled as for an H100 and run as traced, after a check of its tokens; and its steps."""
+    code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
     plain, model = (one.to(dtype) for one in two(family, attention="sdpa"))
     expected = answer(plain, prompts(), **GREEDY)
     TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
-    steps = use_steps(model, CapturedSteps(as_it_is, CodeForH100()))
+    steps = use_steps(model, CapturedSteps(as_it_is, code.CodeForH100()))
     use_drafter(model, "mixed", new_tokens(expected), width=3)
     assert torch.equal(answer(model, there(prompts()), **GREEDY), expected)
     assert steps.refused is None

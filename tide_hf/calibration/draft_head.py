@@ -13,6 +13,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,7 +334,8 @@ class DraftHeadStage:
         """What `early_exit` would do on the documents of a split."""
         parts, num_documents = [], 0
         for batch in self._batches(split):
-            lowest, agrees = self._runs(batch)
+            with self._as_in_drafting():
+                lowest, agrees = self._runs(batch)
             counted = batch.counted.to(lowest.device)
             documents = num_documents + torch.arange(len(counted), device=counted.device)[:, None].expand_as(counted)
             num_documents += len(counted)
@@ -360,10 +362,15 @@ class DraftHeadStage:
             before = torch.where(goes_on, lowest[:, : width - 1, step], UNKNOWN)
         return lowest, agrees
 
+    def _as_in_drafting(self) -> AbstractContextManager[Any]:
+        """The precision in which an engine computes drafts: the model's, unless bfloat16 would take longer."""
+        is_bfloat16 = self.trainer.model.dtype == torch.bfloat16
+        return mixed_precision(output_device(self.trainer.unembed.structure)) if is_bfloat16 else nullcontext()
+
     def _drafts(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (...) of drafted tokens, and these tokens (...), of the head's outputs (..., D)."""
         head = self.trainer.head
-        best, drafted = head.lm_head(head.norm(output)).log_softmax(dim=-1).max(dim=-1)
+        best, drafted = head.lm_head(head.norm(output)).float().log_softmax(dim=-1).max(dim=-1)
         return best, self.trainer.tokens.to(drafted.device)[drafted]
 
     def scale_confidence(self) -> None:
@@ -381,9 +388,10 @@ class DraftHeadStage:
         """Log-probabilities (N,) of the head's first drafts, and whether the full model agrees (N,)."""
         found, agrees = [], []
         for batch in self._batches(split):
-            (output,) = self.trainer.unroll(batch, 1)
-            counted = batch.counted[:, 1:].to(output.device)
-            log_probabilities, drafted = self._drafts(output[counted])
+            with self._as_in_drafting():
+                (output,) = self.trainer.unroll(batch, 1)
+                counted = batch.counted[:, 1:].to(output.device)
+                log_probabilities, drafted = self._drafts(output[counted])
             found.append(log_probabilities.cpu())
             agrees.append((drafted == batch.top[:, 1:][counted]).cpu())
         return torch.cat(found), torch.cat(agrees)

@@ -149,7 +149,7 @@ def join_products(graph: fx.GraphModule, constants: list[Tensor]) -> list[list[i
     for nodes in found.values():
         of_nodes = [indices[_weight_of(node)] for node in nodes]
         weights = [constants[i] for i in of_nodes]
-        if len(nodes) > 1 and (_are_joined(weights) or all(map(_is_alone, weights))):
+        if 1 < len(nodes) == len(set(of_nodes)) and (_are_joined(weights) or all(map(_is_alone, weights))):
             products.append(of_nodes)
             _join(graph.graph, nodes, _add_input(graph.graph, f"joined_{len(products)}"))
     graph.recompile()
