@@ -198,7 +198,8 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, An
     calibration = (
         certified(model, tokenizer, routers, options.certify) if options.certify else routers.config.calibration
     )
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers)
+    # Without a memory of answers, which would draft the prompts that are timed several times.
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, remembered_tokens=0)
     seed = calibration["seed"]
     new = own_prompts(model, tokenizer, seed, round(OWN_SHARE * options.prompts))
     others = unseen_prompts(calibration["num_documents"], seed, options.prompts - len(new))
