@@ -48,10 +48,14 @@ def test_the_gpu_benchmark_reports_how_near_a_tie_different_tokens_are(tiny_llam
 
 def test_the_pages_show_the_committed_disagreements():
     record = json.loads((FOLDER / "results" / "disagreement.json").read_text())
-    assert f"\n\n{disagreement.table(record)}\n" in (FOLDER / "MEASURED.md").read_text()
-    for row in record["tolerances"]:  # the README says so
-        for found in row["measured"].values():
-            assert max(found["mean_of_prompts"], found["differ"] / found["tokens"]) <= row["tolerance"]
+    page = (FOLDER / "MEASURED.md").read_text()
+    for table in (disagreement.table(record), disagreement.timing_table(record)):
+        assert f"\n\n{table}\n" in page
+    for row in record["tolerances"]:  # the promise, for prompts of the calibration's kind
+        found = row["measured"]["new draws"]
+        assert max(found["mean_of_prompts"], found["differ"] / found["tokens"]) <= row["tolerance"]
+        modes = row["timed"]  # the page says which is slower
+        assert modes["early_exit"]["ms_per_token"] > modes["self_speculative"]["ms_per_token"]
 
 
 @pytest.fixture
