@@ -14,6 +14,7 @@ pytest.importorskip("triton.backends.nvidia")
 NEWEST, OLDEST = 120, 75
 CAPABILITIES = (OLDEST, 80, 90, 100, NEWEST)
 MOST_REGISTERS = 128  # of a thread: with more, few blocks share a multiprocessor
+MOST_STACK = 16  # bytes of a thread, which Triton 3.6 takes for one kernel
 
 
 def compiled_for(folder, capability, *dtypes):
@@ -31,7 +32,8 @@ def compiled_for(folder, capability, *dtypes):
 def check(found):
     for one in found:
         assert "refused" not in one, one
-        assert one["local"] == one["stack"] == 0, one  # nothing spills
+        assert one["local"] == 0, one
+        assert one["stack"] <= MOST_STACK, one  # next to nothing spills
         assert one["registers"] <= MOST_REGISTERS, one
         if one["kernel"] == "_kv_compact_kernel":  # reads that run ahead of its barriers would be of moved slots
             assert not one["asynchronous_copies"], one
@@ -61,4 +63,4 @@ def test_kernels_for_each_generation(tmp_path, capability):
 @pytest.mark.slow
 def test_bfloat16_spills_where_tide_refuses_it(tmp_path):
     found = compiled_for(tmp_path, OLDEST, "bfloat16")
-    assert any(one.get("stack") for one in found)
+    assert any(one.get("stack", 0) > MOST_STACK for one in found)
