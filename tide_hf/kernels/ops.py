@@ -25,7 +25,6 @@ USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1")
 MIN_CAPABILITY = (7, 5)  # Turing
-BFLOAT16_CAPABILITY = (8, 0)  # before, there is no bfloat16 in hardware, and a kernel made for it spills registers
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +32,15 @@ logger = logging.getLogger(__name__)
 class Ops:
     """The kernels of one model, or `None` for plain PyTorch, and the reason for that choice."""
 
-    def __init__(
-        self,
-        kernels: ModuleType | None,
-        reason: str,
-        request: tuple[Any, ...] = (),
-        dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES,
-    ) -> None:
+    def __init__(self, kernels: ModuleType | None, reason: str, request: tuple[Any, ...] = ()) -> None:
         self.kernels = kernels
         self.reason = reason
-        self.dtypes = dtypes  # that the kernels support on the model's device
         self.variant = None if kernels is None else variant_of(kernels)
         self._request = request  # arguments with which an unpickled copy of the model loads its own kernels
 
     def run_on(self, *tensors: Tensor | None) -> bool:
         """Whether the kernels support these tensors: all on one GPU, the first in a supported dtype."""
-        if self.kernels is None or tensors[0] is None or tensors[0].dtype not in self.dtypes:
+        if self.kernels is None or tensors[0] is None or tensors[0].dtype not in KERNEL_DTYPES:
             return False
         device = tensors[0].device
         fits = all(tensor is None or tensor.device == device for tensor in tensors)
@@ -107,7 +99,7 @@ def load_kernels(
         return _on_cpu(request, dtype, must_build=use_kernels is True)
     found: ModuleType | str = _obstacle(device) or fetch(repo, revision, device.type)
     if isinstance(found, ModuleType):
-        ops = Ops(found, "", request, _dtypes_on(device))
+        ops = Ops(found, "", request)
         ops.reason = f"{repo}, build {ops.variant}"
         _log_once(f"fused kernels: {ops.reason}, on {device}")
         return ops
@@ -134,7 +126,7 @@ def _refusal(got: str, expected: str) -> KernelError:
 
 def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Describe the ops of a model on `device` in `dtype`, ready for JSON."""
-    fits = dtype in ops.dtypes
+    fits = dtype in KERNEL_DTYPES
     variant, reason, backends = ops.variant, ops.reason, ops.implementations()
     if device.type == "cpu" and ops.kernels is None and (kernels := ready_kernels(dtype)) is not None:
         variant, reason, backends = variant_of(kernels), "", kernels.implementations()
@@ -142,7 +134,7 @@ def kernel_facts(ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": str(dtype).removeprefix("torch."),
         "variant": variant if fits else None,
-        "reason": reason if fits else f"there are no kernels for {dtype} on this device",
+        "reason": reason if fits else f"there are no kernels for {dtype}",
         "ops": backends if fits else dict.fromkeys(OPS, "torch"),
     }
 
@@ -160,13 +152,6 @@ def _obstacle(device: torch.device) -> str | None:
         name, needed = torch.cuda.get_device_name(device), ".".join(map(str, MIN_CAPABILITY))
         return f"{name} has compute capability {'.'.join(map(str, capability))}, and they need {needed} or later"
     return None
-
-
-def _dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes that the kernels support on `device`."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < BFLOAT16_CAPABILITY:
-        return tuple(dtype for dtype in KERNEL_DTYPES if dtype != torch.bfloat16)
-    return KERNEL_DTYPES
 
 
 @cache

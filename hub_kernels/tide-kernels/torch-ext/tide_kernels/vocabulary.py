@@ -79,12 +79,18 @@ def _top1_kernel(best, best_token, weight_sum, top, log_probability, num_blocks,
     tl.store(log_probability + row, -tl.log(total))
 
 
+def multiplies_halves(hidden_states: Tensor) -> bool:
+    """Whether to multiply float16 or bfloat16. Triton does so on GPUs from Ampere on; before, it spills registers."""
+    is_older = hidden_states.is_cuda and torch.cuda.get_device_capability(hidden_states.device) < (8, 0)
+    return hidden_states.dtype != torch.float32 and not is_older
+
+
 def _draft_top1_triton(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     (num_rows, size), vocab_size = hidden_states.shape, head_weight.shape[0]
     top, log_probability = _draft_top1_fake(hidden_states)
     if num_rows == 0:
         return top, log_probability
-    tokens = 64
+    tokens, halves = 64, multiplies_halves(hidden_states)
     num_blocks = triton.cdiv(vocab_size, tokens)
     best, weight_sum = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=hidden_states.device)
     best_token = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=hidden_states.device)
@@ -103,10 +109,10 @@ def _draft_top1_triton(hidden_states: Tensor, head_weight: Tensor, head_bias: Te
             size,
             num_blocks,
             HAS_BIAS=head_bias is not None,
-            IN_FLOAT32=INTERPRETED,
+            IN_FLOAT32=INTERPRETED or not halves,
             ROWS=ROWS,
             TOKENS=tokens,
-            BLOCK=min(32 if hidden_states.dtype == torch.float32 else 128, max(16, triton.next_power_of_2(size))),
+            BLOCK=min(128 if halves else 32, max(16, triton.next_power_of_2(size))),
         )
         blocks = triton.next_power_of_2(num_blocks)
         _top1_kernel[(num_rows,)](best, best_token, weight_sum, top, log_probability, num_blocks, BLOCKS=blocks)
