@@ -61,11 +61,13 @@ def steps(rehearse: bool) -> list[Step]:
     speed = (f"{here}.gpu_speed", "--models", LLAMA, *(("--tokens", "6", "--prompt", "8", *small) if rehearse else ()))
     depths = [f"at {depth:.0%} depth" for depth in DEPTHS]
     wanted = "captured_steps or capture_that_fails or launch or draft_head"
+    kernels = "hub_kernels/tide-kernels/tests"
     workers = ("-n", "0") if rehearse else ("-n", "6")
     return [
         Step("facts", 30, (f"{here}.gpu_probe", "facts", "--output", "{output}/facts.json", *small)),
         Step("smoke", 90, (f"{here}.gpu_probe", "smoke", "--output", "{output}/smoke.json", *small)),
         pytest_step("tests", 110, *workers, "tests/behaviour/test_gpu.py", "-k", f"({FAMILIES}) or ({wanted})"),
+        pytest_step("kernels", 70, *workers, kernels if not rehearse else f"{kernels}/test_kernel_registration.py"),
         Step("attention", 40, (f"{here}.gpu_probe", "attention", "--output", "{output}/attention.json", *small)),
         Step("speed", 200, (*speed, "--lines", "our", "eager generate", "replays", "--output", "{output}/speed.json")),
         Step("exits", 60, (*speed, "--lines", *depths, "--output", "{output}/exits.json")),

@@ -34,7 +34,7 @@ TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
 DOCUMENTS = "documents/list"
 DRAFT_HEAD, DRAFT_EXITS = "draft/head", "draft/exits"
-HEAD_SHARE = 0.6  # share of the remaining time for training the head that drafts
+HEAD_SHARE = 0.5  # share of the remaining time for training the head that drafts
 
 
 @dataclass
