@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +49,7 @@ class Step:
 
 def pytest_step(name: str, seconds: int, *arguments: str) -> Step:
     """A step that runs tests, apart from the project's own options, which are for other versions of the packages."""
-    plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+    plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=", "-m", "not slow")
     return Step(name, seconds, ("pytest", *plain, *arguments))
 
 
@@ -98,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder for results and logs")
     parser.add_argument("--commit", help="what is measured, where there is no git")
     parser.add_argument("--seconds", type=float, default=530, help="limit of the whole run (default: %(default)s)")
-    parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these, say those that failed before")
+    names = [step.name for step in steps(rehearse=False)]
+    parser.add_argument("--steps", nargs="+", choices=names, help="only these, say those that failed before")
     parser.add_argument("--rehearse", action="store_true", help="small shapes, for a machine without a GPU")
     options = parser.parse_args(arguments)
     start, output = perf_counter(), options.output.absolute()
@@ -113,11 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary["seconds"] = perf_counter() - start
         write_record(summary, output / "summary.json")
         console.print(f"{summary['seconds']:6.1f} s  {step.name}: {found['status']}", highlight=False)
-    archive = output / "everything.tar.gz"
-    with tarfile.open(f"{archive}.new", "w:gz") as tar:
+    with tarfile.open(output / "everything.tar.gz", "w:gz") as tar:
         for file in sorted(output.glob("*.json")) + sorted(output.glob("*.log")):
             tar.add(file, file.name)
-    shutil.move(f"{archive}.new", archive)
     return sum(found["status"] != 0 for found in summary["steps"].values())
 
 

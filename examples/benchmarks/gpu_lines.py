@@ -186,6 +186,14 @@ def replays(bench: Bench) -> dict[str, Any]:
     return {"replays_ms": times} | _steps(bench)
 
 
+def or_error(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `function` returns, or the error that it raises."""
+    try:
+        return function()
+    except LINE_ERRORS as error:
+        return {"error": f"{type(error).__name__}: {error}"[:PREFIX]}
+
+
 def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
     """Median time of a call, by the clock of the device that runs it."""
     return median(_timed(function, device) for _ in range(CALLS))

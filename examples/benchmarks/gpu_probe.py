@@ -25,7 +25,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.evaluation.benchmark import same_start
 
 from .common import write_record
-from .gpu_lines import LINE_ERRORS, PREFIX, milliseconds
+from .gpu_lines import milliseconds, or_error
 from .gpu_speed import SHAPE, SMALL, copy_bandwidth
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,14 +129,6 @@ def _kinds_of_attention(slots: int, width: int, dtype: torch.dtype) -> dict[str,
 
     backends = ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH")
     return {name: grouped(getattr(SDPBackend, name)) for name in backends} | {"lengths on the device": with_lengths}
-
-
-def or_error(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `function` returns, or the error that it raises."""
-    try:
-        return function()
-    except LINE_ERRORS as error:
-        return {"error": f"{type(error).__name__}: {error}"[:PREFIX]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

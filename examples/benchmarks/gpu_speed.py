@@ -26,7 +26,7 @@ from tide_hf.hub.load import shipped_routers
 from tide_hf.hub.provenance import provenance
 
 from .common import RESULTS, write_record
-from .gpu_lines import LINE_ERRORS, PREFIX, Bench, bytes_read, lines
+from .gpu_lines import LINE_ERRORS, PREFIX, Bench, bytes_read, lines, or_error
 
 LLAMA = "llama-8b-shaped, random"
 SHAPE = {
@@ -70,14 +70,10 @@ def measure(bench: Bench, deadline: float, bandwidth: float) -> Iterator[tuple[d
 
 def measured(bench: Bench, line: Callable[[], dict[str, Any]], bandwidth: float) -> dict[str, Any]:
     """One line, or what it failed with; nothing stays attached."""
-    try:
-        result = line()
-    except LINE_ERRORS as error:
-        return {"error": f"{type(error).__name__}: {error}"[:PREFIX]}
-    finally:
-        if isinstance(bench.model, TIDEModelForCausalLM):
-            bench.model.tide_release()
-            TIDEModelForCausalLM.detach(bench.model)
+    result = or_error(line)
+    if isinstance(bench.model, TIDEModelForCausalLM):
+        bench.model.tide_release()
+        TIDEModelForCausalLM.detach(bench.model)
     if "bytes_read" in result:
         result["limit_ms"] = 1000 * result["bytes_read"] / bandwidth
         result["share_of_bandwidth_limit"] = result["limit_ms"] / result["ms_per_token"]

@@ -46,11 +46,8 @@ PROPERTIES = SimpleNamespace(
 TRITON_KERNEL = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)
 PRODUCT = re.compile(r"\b(?:extern_kernels|torch\.ops\.aten)\.(?:mm|addmm|bmm)\b\S*\(")
 LAYER = "torch.ops.tide_hf.layer.default("
-
-
-logging.getLogger(
-    "torch._inductor.template_heuristics.registry"
-).disabled = True  # it has no heuristics for this device
+# It complains that it has no heuristics for this device.
+logging.getLogger("torch._inductor.template_heuristics.registry").disabled = True
 
 
 class H100(DeviceInterface):

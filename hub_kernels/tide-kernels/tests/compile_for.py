@@ -41,7 +41,7 @@ POINTERS = {
 ALIGNMENT = 16  # in bytes of pointers, and of integers as multiples; Triton makes use of it
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 RESOURCES = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)")
-AMPERE = 80
+AMPERE = 80  # the first compute capability on which halves are multiplied
 SIZE, VOCAB_SIZE, RANK = 2048, 8192, 128
 HEADS, SLOTS, HEAD_SIZE = 4, 256, 128
 
@@ -54,8 +54,8 @@ def main() -> None:
     parser.add_argument("dtypes", nargs="*", default=["float32", "float16", "bfloat16"])
     options = parser.parse_args()
     kernels = stage.load_variant(options.variant)
-    on_device, vocabulary = options.capability >= AMPERE, kernels.vocabulary
-    vocabulary.multiplies_halves = lambda states: on_device and states.dtype != torch.float32
+    # In place of what the tensors' own device, the CPU, would say.
+    kernels.vocabulary.multiplies_halves = lambda states: options.capability >= AMPERE and states.dtype != torch.float32
     found = [
         {"kernel": kernel.fn.__name__, "dtype": name} | compiled(kernel, arguments, options.capability)
         for name in options.dtypes

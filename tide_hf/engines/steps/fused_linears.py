@@ -163,6 +163,7 @@ def _weight_of(product: fx.Node) -> Any:
 
 
 def _before_views(state: Any) -> Any:
+    """The node that `state` is a view of, or `state` itself."""
     while state.target is aten.view.default:
         state = state.args[0]
     return state
