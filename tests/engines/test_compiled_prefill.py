@@ -11,10 +11,14 @@ from families import SDPA, tiny_model
 from on_steps import LAYERS, OPTIONS, steps_of
 from on_steps import attach_compiled as attach
 from on_steps import prompts as short_prompts
+from packed_weights import set_fastest_layouts
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps import step_compiler
+from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.attention import MIN_QUERIES
+from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight
 
 FAMILIES = ("llama", "gpt2", "falcon", "gemma2")
 LENGTHS = (MIN_QUERIES - 1, MIN_QUERIES, MIN_QUERIES + 20, MIN_QUERIES - 2, 5)  # which attention tells apart
@@ -38,11 +42,11 @@ class Graphs:
         return graph
 
 
-def check(model, batches):
+def check(model, batches, **settings):
     """Generate a token for each of the prompts; return the compiled prefill, and how many graphs each compiled."""
     expected = [model.generate(**batch, **SCORED) for batch in batches]
     graphs, counts = Graphs(), []
-    steps = attach(model, compile_graph=graphs)
+    steps = attach(model, compile_graph=graphs, **settings)
     for batch, plain in zip(batches, expected, strict=True):
         before = graphs.num_sized
         found = model.generate(**batch, **SCORED)
@@ -64,7 +68,7 @@ def test_the_graphs_of_one_length_serve_others(family, shapes):
     assert not prefill.refused
     assert counts[0] > 0
     assert counts[1] == 0
-    assert prefill.num_compiled == LAYERS
+    assert prefill.num_compiled == 2 * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,21 @@ def test_graphs_for_rows_and_lengths(tiny_llama, monkeypatch, shapes, counts, mo
     if most is not None:
         monkeypatch.setattr(step_compiler, "MAX_PREFILL_GRAPHS", most)
     assert check(tiny_llama(), [prompts(*shape) for shape in shapes])[1] == counts
+
+
+def test_lengths_whose_products_read_one_layout_share_a_graph(tiny_llama, monkeypatch):
+    set_fastest_layouts(monkeypatch, order=(PrepackedWeight, None), except_rows=128)  # that is, below 256
+    measured, in_traces = weight_layouts._seconds_of, []
+
+    def seconds_of(*args):
+        in_traces.append(bool(_get_current_dispatch_mode_stack()))
+        return measured(*args)
+
+    monkeypatch.setattr(weight_layouts, "_seconds_of", seconds_of)
+    model = tiny_llama(max_position_embeddings=2048)
+    lengths = (40, 70, 127, 140, 255, 300, 1100)
+    assert check(model, [prompts(length) for length in lengths], pack_weights=True)[1] == [1, 0, 0, 1, 0, 1, 0]
+    assert not any(in_traces)  # where nothing could be measured
 
 
 def test_weights_may_change_between_calls(tiny_llama):

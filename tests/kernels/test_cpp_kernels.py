@@ -44,6 +44,21 @@ model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
 print({layout.__name__ for gate in model._tide.gates() for layout in gate.converted})
 """
 
+# What Inductor asks the compiler about this CPU's vectors, in a process that loads kernels first.
+PROBES = """
+import sys, torch
+from torch._inductor import cpu_vec_isa
+from tide_hf.kernels.cpu import cpp_kernels as kernels
+if len(sys.argv) > 1:
+    kernels.built_folder = lambda _: kernels.Path(sys.argv[1])
+codes = []
+cpu_vec_isa.VecISA.check_build = lambda _, code: codes.append(code) or True
+print(kernels.are_ready(torch.float32))
+kernels.spare_probes()
+cpu_vec_isa.pick_vec_isa()
+print(cpu_vec_isa.VecISA._avx_code in codes)
+"""
+
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
@@ -136,6 +151,13 @@ def later_process(script, *arguments, **environment):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_what_was_built_here_need_not_be_asked_of_the_compiler_again(kept, tmp_path, monkeypatch):
+    assert later_process(PROBES).stdout.split() == ["True", "False"]
+    elsewhere = tmp_path / "ready-made"
+    shutil.move(kept.parent, elsewhere)  # as if another compiler had built it
+    assert later_process(PROBES, str(elsewhere)).stdout.split() == ["True", "True"]
 
 
 def test_a_later_process_builds_nothing_and_loads_nothing_truncated(kept):

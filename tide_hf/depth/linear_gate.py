@@ -7,7 +7,7 @@ group-wise quantised weights (compare LLM.int8(), arXiv 2208.07339); verify pass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from ..base_model.structure import DecoderStructure
 from ..common.errors import UnsupportedOptionError
@@ -100,15 +100,14 @@ class LinearGate(Gate):
         return (weight,) if weight is not None and _is_plain(weight) else ()
 
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
-        weight, bias = self._weight, self._bias
-        converted = self.prepare(input.numel() // self._size, _layouts.get())  # may measure the layouts
+        weight, bias, is_traced = self._weight, self._bias, is_in_torch_dispatch_mode()
+        with _disable_current_modes() if is_traced else nullcontext():  # no trace shall convert weights, or measure
+            converted = self.prepare(input.numel() // self._size, _layouts.get())
         product: Product
         if converted is None:
             has_own = self.replaced is not None or not _is_plain(weight)
             product = self.native if has_own else partial(functional.linear, weight=weight, bias=bias)
-        elif converted.is_traceable or (
-            type(input) is Tensor and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling()
-        ):
+        elif converted.is_traceable or (type(input) is Tensor and not is_traced and not torch.compiler.is_compiling()):
             # Dispatching an op takes microseconds, 4% of a small model's pass.
             product = partial(converted.apply, bias=bias)
         else:

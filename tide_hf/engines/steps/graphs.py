@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.compile_cache import compiling
+from ...kernels.cpu.cpp_kernels import spare_probes
 from .fused_linears import (
     LinearWeights,
     call_kernels,
@@ -102,6 +103,7 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
         for node, tensor in zip(placeholders, inputs, strict=True)
     ]
     with compiling(), tracing(TracingContext(mode)):
+        spare_probes()
         return inductor_compile(graph, fakes, options={"cpp.min_chunk_size": VALUES_PER_THREAD})
 
 
@@ -228,18 +230,18 @@ class LayerGraphs:
 
     def graph_of(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], dynamic: bool = False
-    ) -> LayerGraph:
-        """Compile the graph of a layer, or reuse the graph of a layer with equal operations.
+    ) -> tuple[LayerGraph, tuple[Tensor, ...]]:
+        """Compile the graph of a layer, or reuse the graph of a layer with equal operations; and what `function` gave.
 
         `function` runs the layer on `inputs`, which change from pass to pass; with `dynamic`, their sizes change too.
         All other tensors that the layer reads or writes have fixed addresses.
         """
         with OperationLog(inputs) as log:  # takes a tenth of a trace's time, and most layers have equal logs
-            function(*inputs)
+            results = function(*inputs)
         operations = (dynamic, log.key)
         if operations in self._by_operations:
             compiled, order = self._by_operations[operations]
-            return LayerGraph(compiled, [log.constants[i] for i in order])
+            return LayerGraph(compiled, [log.constants[i] for i in order]), results
         graph, constants = lift_constants(traced(function, *inputs, dynamic=dynamic))
         fused = fuse_linears(graph, constants, self.has_room and not dynamic)
         quantized = call_kernels(graph, constants)
@@ -255,4 +257,4 @@ class LayerGraphs:
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):
             self._by_operations[operations] = compiled, [known[id(tensor)] for tensor in constants]
-        return LayerGraph(compiled, constants)
+        return LayerGraph(compiled, constants), results

@@ -187,7 +187,8 @@ class StepCompiler:
                 output = run_layer(fused, gate, args, kwargs, end)
             return (gate.state_of(output).contiguous(),)
 
-        return Region(self.graphs.graph_of(layer, _inputs_of_step(arguments, gate)), like)
+        graph, _ = self.graphs.graph_of(layer, _inputs_of_step(arguments, gate))
+        return Region(graph, like)
 
 
 def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
@@ -239,31 +240,37 @@ class CompiledPrefill:
         graph = next((graph for graph in known if graph.sizes is not None and graph.sizes.hold(inputs)), None)
         if graph is not None:
             with torch.inference_mode(False), torch.no_grad():
-                state, *stored = graph(*inputs)
-            if stored:
-                arguments.cache.update(*stored, gate.layer_idx)
-            self.num_compiled += 1
-            return gate.with_state(None, state)
-        output = gate.native(*args, **kwargs)  # before tracing, so that weights are converted to their layouts
-        if len(known) < MAX_PREFILL_GRAPHS:
-            self._add_to(known, gate, arguments, inputs)
-        return output
+                results = graph(*inputs)
+        else:
+            found = self._new_graph(gate, arguments, inputs) if len(known) < MAX_PREFILL_GRAPHS else None
+            if found is None:
+                return gate.native(*args, **kwargs)
+            graph, results = found
+            known.append(graph)
+        state, *stored = results
+        if stored:
+            arguments.cache.update(*stored, gate.layer_idx)
+        self.num_compiled += 1
+        return gate.with_state(None, state)
 
-    def _add_to(
-        self, known: list[LayerGraph], gate: LayerGate, arguments: LayerArguments, inputs: list[Tensor]
-    ) -> None:
+    def _new_graph(
+        self, gate: LayerGate, arguments: LayerArguments, inputs: list[Tensor]
+    ) -> tuple[LayerGraph, tuple[Tensor, ...]] | None:
+        """A graph that serves `inputs`, and its results for them; `None` if the layer cannot be compiled."""
+
         def layer(*tensors: Tensor) -> tuple[Tensor, ...]:
             cache = _TracedEmptyCache()
             args, kwargs = arguments.rebuilt(tensors, cache)
             state = gate.state_of(gate.native(*args, **kwargs))
             return state.contiguous(), *cache.stored
 
-        start, num_before = perf_counter(), self._graphs.num_compiled
+        start, num_before, found = perf_counter(), self._graphs.num_compiled, None
         try:
             with compiling(), torch.inference_mode(False), torch.no_grad():
-                graph = self._graphs.graph_of(layer, inputs, dynamic=True)
-                graph(*inputs)
-            known.append(graph)
+                graph, results = self._graphs.graph_of(layer, inputs, dynamic=True)
+                if self._graphs.num_compiled > num_before:
+                    graph(*inputs)  # a graph that does not run is refused
+                found = graph, results
         except COMPILE_ERRORS as error:
             self.refused[type(gate.module)] = reason = first_line(error)
             logger.info("%s runs prefill uncompiled: %s", type(gate.module).__name__, reason)
@@ -271,6 +278,7 @@ class CompiledPrefill:
         self._warm_up.add(num_new, seconds)
         if num_new:
             logger.info("layers of prefill compiled: %.2f s", seconds)
+        return found
 
 
 class _TracedEmptyCache:

@@ -90,6 +90,21 @@ def fetch_kernels(repo: str, revision: str | None) -> str | None:
     return None
 
 
+@cache
+def spare_probes() -> None:
+    """Have Inductor take this CPU's vector instructions as usable, if kernels that use them were built here.
+
+    Otherwise it compiles and loads a probe for each kind of them: seconds the first time, one in every later process.
+    """
+    from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415
+
+    kept = cache_folder() / "kernels"
+    files = [Path(str(module.__file__)) for module in _loaded.values() if module is not None]
+    if any(file.is_relative_to(kept) or file.is_relative_to(temporary_folder()) for file in files):
+        with config.patch({"cpp.vec_isa_ok": True}):
+            cpu_vec_isa.valid_vec_isa_list()  # keeps its result
+
+
 def ready_kernels(dtype: torch.dtype) -> ModuleType | None:
     """The kernels for a dtype, if they [`are_ready`]."""
     return _loaded[dtype] if are_ready(dtype) else None

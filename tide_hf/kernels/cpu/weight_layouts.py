@@ -221,10 +221,19 @@ _measured: dict[tuple[type[WeightLayout] | None, torch.dtype, int, int], float] 
 
 
 def fastest_layout(dtype: torch.dtype, rows: int, layouts: tuple[type[WeightLayout], ...]) -> type[WeightLayout] | None:
-    """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once."""
-    if type(rows) is not int:  # a symbolic size of a trace cannot be a cache key
-        return _fastest_layout.__wrapped__(dtype, rows, layouts, 0)
-    return _fastest_layout(dtype, rows, layouts, torch.get_num_threads())
+    """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once.
+
+    A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
+    """
+    threads = torch.get_num_threads()
+    if type(rows) is not int:  # a symbolic size of a trace: comparing it limits the sizes that the graph serves
+        symbolic, rows = rows, PROBED_ROWS[0]
+        for known in PROBED_ROWS[1:]:
+            if _fastest_layout(dtype, known, layouts, threads) is not _fastest_layout(dtype, rows, layouts, threads):
+                if symbolic < known:
+                    break
+                rows = known
+    return _fastest_layout(dtype, rows, layouts, threads)
 
 
 @lru_cache(maxsize=1024)  # called for every linear layer of every pass
