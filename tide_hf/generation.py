@@ -93,8 +93,8 @@ class TIDEGenerationMixin:
         for name in ("tokenizer", "assistant_tokenizer"):  # already passed to the stopping criteria
             model_kwargs.pop(name, None)
         leave_uncompiled(generation_config)
-        if mode != "self_speculative" and engine != EAGER:
-            attachment.engines[engine].log_eager(f"tide_mode={mode!r} has no steps of fixed shape")
+        if mode != "self_speculative" and not exits_with_head and engine != EAGER:
+            attachment.engines[engine].log_eager(f"tide_mode={mode!r} with exit layers has no steps of fixed shape")
             engine = EAGER
         warm_up_seconds = attachment.engines[engine].warm_up_seconds
         if mode == "self_speculative":

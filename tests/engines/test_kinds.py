@@ -96,7 +96,7 @@ def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
     steps = attach_captured(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         tokens = model.generate(**prompts(), **OPTIONS)
-    assert "tide_mode='early_exit' has no steps of fixed shape" in caplog.text
+    assert "tide_mode='early_exit' with exit layers has no steps of fixed shape" in caplog.text
     assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
     assert steps.replays == 0
     assert model.last_exit_stats.engine == "eager"

@@ -47,6 +47,17 @@ def test_answers_prepare_no_steps_after_it(attach, tiny_llama):
     assert steps.replays > 0
 
 
+def test_exits_with_the_head_prepare_no_steps_after_it(tiny_llama):
+    model = tiny_llama()
+    steps = attach_compiled(model, as_calibrated(draft_head_for(model)), mode="early_exit", exit_threshold=0.0)
+    model.tide_warm_up(max_length=200)
+    before, replays = steps.warm_up.num_prepared, steps.replays
+    model.generate(**prompts(), **OPTIONS)
+    assert model.last_exit_stats.accepted
+    assert steps.replays > replays
+    assert steps.warm_up.num_prepared == before
+
+
 @pytest.mark.parametrize(
     ("lengths", "passes"), [((30,), 1), ((200,), 1), ((100, 99, 20, 20, 50), 3), ((100, 99, 98, 97, 96), 1)]
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draft_heads import draft_head_for, drafts_after, most_likely
 from families import LAYERS, tiny_model
-from on_steps import prompts
+from on_steps import attach_captured, attach_compiled, prompts, steps_of
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import MaxTimeCriteria
@@ -21,12 +21,17 @@ FAMILIES = ("llama", "gemma2", "qwen3_moe", "falcon", "opt")  # plain; windows, 
 SOME = 0.4  # a threshold that some scores of the random heads reach
 
 
-def attached(family="llama", **changes):
+ON_STEPS = {"compiled": attach_compiled, "captured": attach_captured}
+ENGINES = ("eager", *ON_STEPS)
+
+
+def attached(family="llama", engine="eager", **changes):
     model = tiny_model(family)
     changes = {"has_embedding": True, **changes} if family == "opt" else changes  # whose own may be narrower
     routers = draft_head_for(model, **changes)
     routers.draft_head.confidence.data = torch.tensor([8.0, 29.0 if family == "opt" else 28.0])  # spreads the scores
-    return TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    ON_STEPS.get(engine, TIDEModelForCausalLM.attach)(model, routers, mode="early_exit")
+    return model
 
 
 @torch.no_grad()
@@ -48,16 +53,20 @@ def answers(model, batch, **options):
     return [row[: len(own)] for row, own in zip(tokens, depths, strict=True)], depths
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("threshold", [0.0, SOME])
-def test_tokens_exit_while_their_scores_reach_the_threshold(family, threshold):
-    model, batch = attached(family), prompts()
+def test_tokens_exit_while_their_scores_reach_the_threshold(family, threshold, engine):
+    model, batch = attached(family, engine), prompts()
     expected, depths = reference(model, batch["input_ids"][0].tolist(), threshold)
     assert answers(model, batch, exit_threshold=threshold) == ([expected], [depths])
     if threshold == 0.0:
         assert depths == ([LAYERS, *[0] * MAX_EXITS] * NEW)[: NEW - 1] + [LAYERS]
     else:
         assert 1 < depths.count(LAYERS) < NEW
+    assert model.last_exit_stats.engine == ("eager" if engine == "eager" else "compiled")
+    if engine != "eager" and steps_of(model).refused is None:
+        assert {kind for _, kind, _ in steps_of(model)._steps} == {"draft_logits", "verify"}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -82,10 +91,10 @@ def test_the_statistics_count_the_passes_that_remain():
     assert tokens in stats.summary()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "engine"), [("gemma2", "eager"), *(("llama", engine) for engine in ENGINES)])
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"stopping_criteria": [MaxTimeCriteria(10**6)]}])
-def test_rows_of_a_batch_get_their_own_exits(family, options):
-    model, batch = attached(family), prompts(3, pads=3)
+def test_rows_of_a_batch_get_their_own_exits(family, engine, options):
+    model, batch = attached(family, engine), prompts(3, pads=3)
     ids = [row[mask == 1][None] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     alone = [answers(model, {"input_ids": one}, exit_threshold=SOME, **options) for one in ids]
     tokens, depths = answers(model, batch, exit_threshold=SOME, **options)
@@ -172,8 +181,9 @@ def test_processors_decide_about_exits_too(rows):
     assert depths == [[LAYERS] * NEW] * rows  # the head can draft none of them
 
 
-def test_sampling_draws_from_the_heads_distribution():
-    model, batch = attached(), prompts()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sampling_draws_from_the_heads_distribution(engine):
+    model, batch = attached(engine=engine), prompts()
 
     def draw(logits):
         return int(torch.multinomial(torch.softmax(logits / 0.7, dim=-1), num_samples=1))
@@ -188,9 +198,10 @@ def test_sampling_draws_from_the_heads_distribution():
         assert 0 in depths[0]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_kv_of_tokens_that_exited_are_exact(rows):
-    model, batch = attached(), prompts(rows)
+def test_the_kv_of_tokens_that_exited_are_exact(rows, engine):
+    model, batch = attached(engine=engine), prompts(rows)
     details = {"return_dict_in_generate": True, "output_scores": True}
     first = model.generate(**batch, **OPTIONS, exit_threshold=SOME, **details)
     assert len(first.scores) == NEW

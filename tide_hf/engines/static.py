@@ -25,7 +25,7 @@ from .gqa_attention import gqa_attention
 from .steps.static_cache import StaticCacheSlots, give_back
 from .steps.step_buffers import WIDEST, ModelParts, StepBuffers, slots_for_now
 from .steps.step_compiler import CompiledPrefill
-from .steps.step_store import StepStore
+from .steps.step_store import Step, StepStore
 
 T = TypeVar("T")
 
@@ -180,25 +180,33 @@ class StaticEngine:
 
     def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
         """Draft one token for each row, with one step for each token that the exit layer has not processed."""
-        buffers, start, fed = self.buffers, perf_counter(), self._num_fed
-        if fed == 0:
-            self._upload([[token] for token in self.last_tokens])
-            buffers = self.buffers
-        num_steps = len(drafted[0]) + 1 - fed
-        for position in range(fed, fed + num_steps):
-            if position:
-                buffers.feed(self._rows.spread([tokens[position - 1] for tokens in drafted]))
-            self._layers += self.steps.run(buffers, "draft", exit_layer).num_layers
-        self._num_fed += num_steps
-        tokens, scores = buffers.read_draft()
+        start, num_steps = perf_counter(), len(drafted[0]) + 1 - self._num_fed
+        for _ in range(num_steps):
+            self._run_draft_step("draft", exit_layer, drafted)
+        tokens, scores = self.buffers.read_draft()
         if self._is_warm:
             milliseconds = (perf_counter() - start) * 1000 / num_steps
             self.costs_of(len(drafted)).record(("draft", exit_layer), milliseconds, num_steps)
         return self._rows.gather(tokens), self._rows.gather(scores)
 
     def draft_logits(self, drafted: list[list[int]]) -> Tensor:
-        """Not supported: its steps return a token and its score."""
-        raise NotImplementedError
+        """Logits of the draft head; see `DraftEngine.draft_logits`."""
+        head = self.eager.head
+        assert head is not None  # `head_layer` is 0
+        logits = self._of_sequences(self._run_draft_step("draft_logits", head.exit_layer, drafted).logits)
+        return head.head.whole_vocab(logits, self.eager.attachment.structure.vocab_size)
+
+    def _run_draft_step(self, kind: str, exit_layer: int, drafted: list[list[int]]) -> Step:
+        """Run the next draft step of this round, from the last token or from one of `drafted`."""
+        if self._num_fed == 0:
+            self._upload([[token] for token in self.last_tokens])
+        else:
+            tokens = [tokens[self._num_fed - 1] for tokens in drafted]
+            self.buffers.feed(self._num_fed, self._rows.spread(tokens))
+        step = self.steps.run(self.buffers, kind, exit_layer)
+        self._layers += step.num_layers
+        self._num_fed += 1
+        return step
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
@@ -233,8 +241,12 @@ class StaticEngine:
 
     def logits(self) -> Tensor:
         """(rows, width, vocabulary) logits of the last pass."""
+        return self._of_sequences(self._logits)
+
+    def _of_sequences(self, found: Tensor) -> Tensor:
+        """The rows of a step's result that belong to unfinished sequences."""
         own = self._rows.own
-        return self._logits[: len(own)] if own[-1] == len(own) - 1 else self._logits[own]
+        return found[: len(own)] if own[-1] == len(own) - 1 else found[own]
 
     def top_tokens(self) -> list[list[int]]:
         """The top-1 token at each position."""

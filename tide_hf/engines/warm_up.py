@@ -71,17 +71,18 @@ class WarmUp:
 
 
 class WarmUpRounds(RowCriterion):
-    """Drafts one token with each head, then arbitrary tokens for each verify width, and then ends all rows."""
+    """Drafts with each head, then arbitrary tokens for each verify width, and then ends all rows."""
 
     def __init__(self) -> None:
         self.engine: Any = None
-        self.rounds: list[tuple[str, int]] = []  # still to run: `("draft", exit_layer)` or `("verify", width)`
+        self.rounds: list[tuple[str, int]] = []  # steps still to run, as in `StepStore.run`
 
-    def begin(self, engine: Any, exit_layers: list[int]) -> WarmUpRounds:
+    def begin(self, engine: Any, exit_layers: list[int], exits_with_head: bool) -> WarmUpRounds:
         """Set the call's engine, which exists after prefill, and plan the rounds; return self."""
         self.engine = engine
         self.rounds = [("verify", width) for width in reversed(engine.widths or WIDTHS)]
         self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
+        self.rounds += [("draft_logits", 0)] if exits_with_head else []
         return self
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
@@ -89,6 +90,10 @@ class WarmUpRounds(RowCriterion):
         kind, size = self.rounds.pop() if self.rounds else ("verify", 1)
         if kind == "verify" or min(limits) < 1:
             return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
+        if kind == "draft_logits":
+            self.engine.draft_logits([[] for _ in rows])
+            self.engine.rollback()
+            return [Draft() for _ in rows]
         if not self.engine.reads_drafts:
             self.engine.draft_unread(size, 1)
             return [Draft().add([UNREAD], "warm-up", size) for _ in rows]
@@ -156,7 +161,7 @@ def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
     """Run one call on arbitrary tokens: prefill, then each step to be warmed up unless `max_length` leaves no room."""
-    rounds = WarmUpRounds()
+    rounds, exits_with_head = WarmUpRounds(), attachment.mode == "early_exit" and attachment.exits_with_head
     columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
     ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows differ, since prefill runs equal rows once
     mask = torch.ones_like(ids)
@@ -169,7 +174,7 @@ def _run(
         stopping_criteria=[rounds],
         tide_engine=engine,
         custom_generate=type(model)._sample,  # so that `generate` passes `make_drafter` on to `_sample`
-        make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine)),
+        make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine), exits_with_head),
         **OPTIONS,
     )
 

@@ -8,6 +8,7 @@ of draft steps and the verify pass need the host only to launch them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,22 +181,35 @@ class StepBuffers:
         """Draft one token for each row and append it to the row's tokens; return layers executed."""
         head, executed = self.head, 0
         if head is not None and exit_layer == head.exit_layer:
-            top = self._draft_with_head(head)
+            top = self._draft_with_head()
         else:
             top, executed = self._draft_from(exit_layer)
         self.fed.add_(1)
         self.ids.index_copy_(1, self.fed, top[:, None])
         return executed, None
 
-    def _draft_with_head(self, head: HeadRun) -> Tensor:
+    def draft_logits(self, _exit_layer: int) -> tuple[int, Tensor]:
+        """Run the draft head for one more token of each row, which `feed` gives; return layers executed and logits."""
+        logits = self._run_head(HeadRun.draft_logits)
+        self.fed.add_(1)
+        return 0, logits
+
+    def _draft_with_head(self) -> Tensor:
         """Return the tokens (rows) that the draft head drafts."""
-        self.cache.layers[0].position.move_to(self.start[0] + self.fed[0], 1)
-        head.draft_hidden_state = self.draft_hidden_state
-        top, scores = head.draft(self.ids.index_select(1, self.fed), self.mask)
-        self.draft_hidden_state.copy_(head.draft_hidden_state)
+        top, scores = self._run_head(HeadRun.draft)
         if self.scores is not None:
             self.scores.copy_(scores)
         return top
+
+    def _run_head(self, method: Callable[[HeadRun, Tensor, Tensor], Any]) -> Any:
+        """Run the draft head over each row's last token."""
+        head = self.head
+        assert head is not None
+        self.cache.layers[0].position.move_to(self.start[0] + self.fed[0], 1)
+        head.draft_hidden_state = self.draft_hidden_state
+        found = method(head, self.ids.index_select(1, self.fed), self.mask)
+        self.draft_hidden_state.copy_(head.draft_hidden_state)
+        return found
 
     def _draft_from(self, exit_layer: int) -> tuple[Tensor, int]:
         """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and layers executed."""
@@ -211,9 +225,9 @@ class StepBuffers:
             self.scores.copy_(self.parts.unembed.route(point.router, state))
         return top, run.layers_executed
 
-    def feed(self, tokens: list[int]) -> None:
-        """Replace the last draft token of each row, which the next draft step continues from."""
-        self.ids[:, int(self.fed)] = torch.tensor(tokens, device=self.device)
+    def feed(self, num_fed: int, tokens: list[int]) -> None:
+        """Set the draft token of each row that `num_fed` draft steps led to, from which the next one continues."""
+        self.ids[:, num_fed] = torch.tensor(tokens, device=self.device)
 
     def read_draft(self) -> tuple[list[int], list[float]]:
         """Wait for the last draft step; return each row's token and its exit score."""

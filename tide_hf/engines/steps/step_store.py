@@ -40,7 +40,8 @@ class Step:
 
     replay: Replay
     num_layers: int = 0  # layers that the step executes, counted once per row
-    logits: Any = None  # (rows, width, vocabulary) of a verify pass; overwritten by the next step
+    # Of a verify pass (rows, width, vocabulary), of the draft head (rows, draft vocabulary); the next step overwrites.
+    logits: Any = None
 
 
 class StepStore:
@@ -144,7 +145,7 @@ class StepStore:
         return {(kind, size) for found, kind, size in self._steps if found is buffers}
 
     def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
-        """Run a step, `("verify", width)` or `("draft", exit_layer)`, which is prepared at first use."""
+        """Run a step, `("verify", width)`, `("draft", exit_layer)` or `("draft_logits", 0)`, prepared at first use."""
         key = (buffers, kind, size)
         if key not in self._steps:
             while len(self._steps) >= MAX_GRAPHS:
@@ -163,7 +164,7 @@ class StepStore:
 
     def _prepare(self, buffers: StepBuffers, kind: str, size: int) -> Step:
         step = Step()
-        method: Any = {"verify": buffers.verify, "draft": buffers.draft}[kind]
+        method: Any = getattr(buffers, kind)
 
         def function() -> Any:
             step.num_layers, logits = method(size)
