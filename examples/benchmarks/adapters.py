@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ from tide_hf.evaluation.benchmark import (
     usable_threshold,
     weight_sharing_copy,
 )
+from tide_hf.routers.files import write_speculators
 
 from .bench import Bench, CannotRunError
 from .common import NoDrafts
-from .peers import PEERS, PeerModel
-from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine
+from .peers import PEERS, PeerModel, interpreter
+from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine, readable_texts
 
 NGRAMS, HEADS, BOTH = "self_speculative, n-grams only", "self_speculative, heads only", "self_speculative"
 
@@ -191,10 +194,60 @@ def compiled_plain(bench: Bench) -> DecodingMethod:
     return DecodingMethod("no drafts, compiled", model)
 
 
-def peer(kind: str, weights: str) -> Callable[[Bench], DecodingMethod]:
-    """Another engine; it claims no tokens, since it rounds in its own way."""
-    name = f"{PEERS[kind].name}, {weights}"
-    return lambda bench: DecodingMethod(name, PeerModel(bench, kind, weights), lossless=False)
+@dataclass(frozen=True)
+class PeerWay:
+    """Another engine; it claims no tokens, since it rounds in its own way.
+
+    Attributes:
+        kind: A name in `PEERS`.
+        weights: As for `PeerModel`.
+        how: It decodes, where it can decode in more than one way.
+        file: Makes what it needs beside the model.
+    """
+
+    kind: str
+    weights: str = "float32"
+    how: str = ""
+    file: Callable[[Bench], Path] | None = None
+
+    @property
+    def name(self) -> str:
+        """In the records."""
+        return ", ".join(filter(None, [PEERS[self.kind].name, self.how, self.weights]))
+
+    def __call__(self, bench: Bench) -> DecodingMethod:
+        """Start it."""
+        interpreter(bench, self.kind)  # before its file is made, which can take minutes
+        files = [self.file(bench)] if self.file is not None else []
+        return DecodingMethod(self.name, PeerModel(bench, self.kind, self.weights, *files), lossless=False)
+
+
+def draft_head_file(bench: Bench) -> Path:
+    """A folder with the routers' draft head in the format of `speculators`."""
+    routers = bench.need_routers()
+    if routers.config.draft_head is None:
+        raise CannotRunError("no draft head")
+    write_speculators(routers, bench.work / "head")
+    return bench.work / "head"
+
+
+def texts_file(bench: Bench) -> Path:
+    """Texts to calibrate the published system on."""
+    texts = readable_texts(bench, bench.published_samples, bench.published_length)
+    file = bench.work / "texts.json"
+    file.write_text(json.dumps(list(texts)), encoding="utf-8")
+    return file
+
+
+PEER_WAYS = {
+    "openvino": PeerWay("openvino"),
+    "openvino_int8": PeerWay("openvino", "int8"),
+    "vllm": PeerWay("vllm"),
+    "economize_lookup": PeerWay("economize", how="prompt lookup"),
+    "economize_head": PeerWay("economize", how="our draft head", file=draft_head_file),
+    "tide_inference": PeerWay("tide-inference", file=texts_file),
+}
+PEER_NAMES = frozenset(way.name for way in PEER_WAYS.values())
 
 
 def approximate(mode: str) -> Callable[[Bench], DecodingMethod]:
@@ -221,9 +274,7 @@ WAYS = {
     "compiled": Way(compiled),
     "early_exit": Way(approximate("early_exit")),
     "post_hoc": Way(approximate("post_hoc")),
-    "openvino": Way(peer("openvino", "float32"), batches=False),
-    "openvino_int8": Way(peer("openvino", "int8"), batches=False),
-    "vllm": Way(peer("vllm", "float32"), batches=False),
+    **{name: Way(way, batches=False) for name, way in PEER_WAYS.items()},
 }
 
 

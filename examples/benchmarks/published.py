@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module, metadata
 from pathlib import Path
 from time import perf_counter
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .bench import Bench, CannotRunError
+from .peer_worker import calibrate_published
 
 VERSION = "0.2.1"
 NAME = f"tide-inference {VERSION}"
 EXIT_THRESHOLD = 0.85  # its default
 SHORTEST_TEXT = 101  # characters: it passes over shorter ones
-SEED = 0
 
 
 def load_package() -> Any:
@@ -43,27 +42,30 @@ def calibrated(bench: Bench, samples: int, max_length: int) -> dict[str, Any]:
     """
     key = f"published routers {samples} {max_length}"
     if key not in bench.kept:
-        package = load_package()
-        texts = [text for text in bench.texts(samples, max_length) if len(text.strip()) >= SHORTEST_TEXT]
-        if not texts:
-            raise CannotRunError(f"no text of {SHORTEST_TEXT} characters to calibrate it on")
-        bench.kept[key] = _calibrate(package, bench, texts, bench.work / f"published-{samples}-{max_length}")
+        load_package()
+        texts = readable_texts(bench, samples, max_length)
+        bench.kept[key] = _calibrate(bench, texts, bench.work / f"published-{samples}-{max_length}")
     return bench.kept[key]
 
 
-def _calibrate(package: Any, bench: Bench, texts: list[str], folder: Path) -> dict[str, Any]:
-    (folder / "data").mkdir(parents=True)
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "data" / "train.jsonl").write_text(rows, encoding="utf-8")
-    # It has no other way to be given texts; where it cannot read a data set it goes on with a made-up sentence.
-    config = package.TIDEConfig(calibration_samples=len(texts), calibration_dataset=str(folder / "data"))
-    read = import_module("TIDE.calibrate")._load_calibration_texts(config.calibration_dataset, len(texts))
-    if read != [text.strip() for text in texts]:
-        raise CannotRunError("it did not read the texts it was given")
+def readable_texts(bench: Bench, samples: int, max_length: int) -> list[str]:
+    """Those of the bench's texts that it would calibrate on.
+
+    Raises:
+        CannotRunError: There are none.
+    """
+    texts = [text for text in bench.texts(samples, max_length) if len(text.strip()) >= SHORTEST_TEXT]
+    if not texts:
+        raise CannotRunError(f"no text of {SHORTEST_TEXT} characters to calibrate it on")
+    return texts
+
+
+def _calibrate(bench: Bench, texts: list[str], folder: Path) -> dict[str, Any]:
     start = perf_counter()
-    file = folder / "router.pt"
-    torch.manual_seed(SEED)  # its routers start at random, and at 0.5 exit for 2% or for 55% of tokens, as it happens
-    package.calibrate(bench.model, bench.tokenizer, config=config, save_path=str(file), device=str(bench.model.device))
+    try:
+        file = calibrate_published(bench.model, bench.tokenizer, texts, folder)
+    except ValueError as error:
+        raise CannotRunError(str(error)) from error
     seconds = perf_counter() - start
     state = torch.load(file, weights_only=True)
     facts = {"file": file, "seconds": seconds, "bytes": file.stat().st_size, "texts": len(texts)}

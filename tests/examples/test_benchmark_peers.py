@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from draft_heads import draft_head_for
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import adapters, peers
+from examples.benchmarks import adapters, peer_worker, peers
 from examples.benchmarks.bench import Bench, CannotRunError
 from examples.benchmarks.common import precision
+from tide_hf import TIDERouters
 from tide_hf.evaluation.benchmark import DecodingMethod, compare
 
 STAND_IN = """
@@ -19,12 +22,12 @@ import sys
 sys.path.insert(0, {folder!r})
 import peer_worker
 
-def start(model, weights, threads):
+def start(model, weights, threads, *files):
     {start}
     print("an engine's greeting")  # must not be taken for an answer
     return lambda ids, new_tokens: [ids[0] + threads] * new_tokens
 
-peer_worker.ENGINES = {{"openvino": (start, "pip")}}
+peer_worker.ENGINES = {{kind: (start, "pip") for kind in peer_worker.ENGINES}}
 peer_worker.main()
 """
 
@@ -48,8 +51,8 @@ def engine(tmp_path, monkeypatch):
     """A function that puts a stand-in in the place of the engines; its argument is a line that runs at the start."""
     monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path))
 
-    def put(start="pass"):
-        python = peers.environment("openvino") / "bin" / "python"
+    def put(start="pass", kind="openvino"):
+        python = peers.environment(kind) / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.symlink_to(sys.executable)
         worker = tmp_path / "worker.py"
@@ -104,10 +107,104 @@ def test_what_is_missing_is_named(bench, engine, tiny_llama):
     assert adapters.make_methods(half, ["vllm"])[1] == {"vllm": "compared in float32 alone"}
 
 
+def test_economize_gets_the_draft_head_in_the_format_of_speculators(bench, engine):
+    engine("assert '\"speculators_model_type\": \"eagle3\"' in open(files[0] + '/config.json').read()", "economize")
+    left_out = adapters.make_methods(bench, ["economize_head"])[1]
+    assert left_out == {"economize_head": "no routers"}
+    bench.routers = TIDERouters.for_model(bench.model, exit_layers=[2])
+    left_out = adapters.make_methods(bench, ["economize_head"])[1]
+    assert left_out == {"economize_head": "no draft head"}
+    bench.routers = draft_head_for(bench.model)
+    made, left_out = adapters.make_methods(bench, ["economize_head"])
+    assert left_out == {}
+    assert made["economize_head"].name == "economize, our draft head, float32"
+    assert not made["economize_head"].lossless
+
+
+def test_the_published_system_gets_the_texts_that_it_can_read(bench, engine, tiny_tokenizer, tmp_path):
+    engine("assert [len(text) > 100 for text in peer_worker.json.load(open(files[0]))] == [True]", "tide-inference")
+    long = "The tide comes in, and the tide goes out. " * 3
+    (tmp_path / "texts.txt").write_text(f"short\n\n{long}")
+    bench.text, bench.tokenizer = tmp_path / "texts.txt", tiny_tokenizer
+    _, left_out = adapters.make_methods(bench, ["tide_inference"])
+    assert left_out == {}
+    bench.published_length = 8  # nothing is long enough any more
+    _, left_out = adapters.make_methods(bench, ["tide_inference"])
+    assert left_out == {"tide_inference": "no text of 101 characters to calibrate it on"}
+
+
+@pytest.mark.parametrize(("head", "cycle_length"), [(None, 6), ("folder", 4)])
+def test_economize_decodes_by_its_own_loop_and_stops_where_generate_does(
+    head, cycle_length, tiny_model_folder, monkeypatch, one_thread
+):
+    asked = {}
+
+    def decode(ids, new_tokens, **options):
+        asked.update(options)
+        return SimpleNamespace(tokens=[new_tokens, len(ids)])
+
+    techniques = stub("economize.techniques.lookup", LookupConfig=lambda: "lookup")
+    package = stub(
+        "economize",
+        apply=lambda base, config: asked.update(drafting=config) or SimpleNamespace(decode=decode),
+        load=lambda base, folder: asked.update(drafting=folder) or SimpleNamespace(decode=decode),
+        DecodeConfig=lambda **options: options,
+    )
+    for module in (package, stub("economize.techniques"), techniques):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    answer = peer_worker.economize(str(tiny_model_folder), "float32", 1, *([head] if head else []))
+    assert answer([5, 6, 7], 4) == [4, 3]
+    end = AutoModelForCausalLM.from_pretrained(tiny_model_folder).generation_config.eos_token_id
+    assert asked == {"drafting": head or "lookup", "decoding": {"cycle_length": cycle_length}, "stop": end}
+
+
+def test_the_published_system_is_calibrated_on_the_texts_or_not_at_all(
+    tiny_model_folder, tmp_path, monkeypatch, one_thread
+):
+    read, texts = [], ["the tide comes in ", "and goes out"]
+
+    def calibrate(model, tokenizer, *, config, save_path, device):
+        (tmp_path / "seen").write_text(config.calibration_dataset)
+
+    def load(dataset, count):
+        read.append(count)
+        return [text.strip() for text in texts] if len(read) == 1 else ["a made-up sentence"]
+
+    generate = SimpleNamespace(generate=lambda ids, max_new_tokens, temperature: torch.cat([ids, ids + 1], 1))
+    package = stub("TIDE", TIDE=lambda *_, **__: generate, TIDEConfig=SimpleNamespace, calibrate=calibrate)
+    for module in (package, stub("TIDE.calibrate", _load_calibration_texts=load)):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    arguments = (str(tiny_model_folder), "float32", 1, str(tmp_path / "texts.json"))
+    assert peer_worker.tide_inference(*arguments)([5, 6], 2) == [6, 7]
+    assert (tmp_path / "seen").is_file()
+    with pytest.raises(ValueError, match="did not read the texts"):
+        peer_worker.tide_inference(*arguments)
+
+
+def stub(name, **contents):
+    """A module with these names."""
+    module = ModuleType(name)
+    vars(module).update(contents)
+    return module
+
+
+def test_what_is_built_from_sources_finds_pytorch_and_leaves_gpus_alone(engine, monkeypatch):
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda line, check, env=None: ran.append((line, env)))
+    peers.main(["tide-inference"])
+    _, first, second = ran
+    assert peers.TORCH in first[0]
+    assert "--no-build-isolation" not in first[0]
+    assert "--no-build-isolation" in second[0]
+    assert "tide-inference==0.2.1" in second[0]
+    assert second[1]["TIDE_NO_CUDA"] == "1"
+
+
 def test_an_environment_is_made_whole_or_not_at_all(engine, monkeypatch, capsys):
     ran = []
 
-    def run(line, check):
+    def run(line, check, env=None):
         assert check
         ran.append([str(word) for word in line])
         peers.environment("vllm").mkdir(parents=True, exist_ok=True)

@@ -98,6 +98,9 @@ def test_tables_have_means_over_all_prompts_and_no_speed_for_tokens_that_differ(
     record = rest | {"categories": {"chat": [plain, wrong]}, "batches": {"8": [plain]}, "sampling": [plain]}
     assert "| wrong | differs | differs | 0/1 | - | - |" in decode.table(record)
     assert "| wrong | 2.00 | 2.00 | 0/1 | - | - |" in decode.table(record | {"dtype": "bfloat16"})
+    peer, exits = (result(name, (3.0, False)) | {"lossless": False} for name in ("vLLM, float32", "fixed exit at 28"))
+    lines = decode.table(rest | {"categories": {"chat": [plain, peer, exits]}}).splitlines()
+    assert lines[3:] == ["| vLLM, float32 | 3.00 | 3.00 | 0/1 |"]  # which claims no tokens; exits have their own table
     chat = [result("generate", (1.0, True)), result("self_speculative", (1.5, True)), result("other", (9.0, True))]
     story = [result("generate", (1.0, True), (1.0, True)), result("self_speculative", (1.0, True), (2.0, True))]
     lines = decode.summary_table(rest | {"categories": {"chat": chat, "story": story}}).splitlines()

@@ -18,7 +18,7 @@ from rich.progress import track
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.evaluation.benchmark import DecodingMethod, compare
 
-from ..adapters import WAYS, make_methods
+from ..adapters import PEER_NAMES, WAYS, make_methods
 from ..bench import Bench
 from ..checks import Check, checks_of_results
 from ..common import markdown, precision, read_prompts
@@ -28,6 +28,9 @@ SUMMARY = {
     "generate": "plain `generate`",
     "prompt_lookup_num_tokens=10": "transformers' prompt lookup",
     "generate, static cache, compiled": "transformers' static cache, compiled",
+    "the published TIDE, float32": "`tide-inference`, the published TIDE",
+    "economize, prompt lookup, float32": "economize, prompt lookup",
+    "economize, our draft head, float32": "economize with our draft head",
     "vLLM, float32": "vLLM",
     "OpenVINO GenAI, float32": "OpenVINO GenAI",
     "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",
@@ -170,21 +173,21 @@ def without_drafts(
 
 
 def table(record: dict[str, Any]) -> str:
-    """Means of per-prompt ratios to plain decoding, and how many answers were equal; the lossless ways alone."""
+    """Means of per-prompt ratios to plain decoding, and how many answers were equal; the lossless ways, and peers."""
     others = {f"batch of {size}": results for size, results in record["batches"].items()}
     others |= {"temperature 1.5": record["sampling"]} if "sampling" in record else {}
     parts = record["categories"] | others
-    names = _names(parts, lossless=True)
     rows = []
-    for name in names:
+    for name in _names(parts, lossless=True, peers=True):
+        claims = None if name in PEER_NAMES else record["dtype"]
         cells, everything = {}, []
         for part, results in parts.items():
             prompts = _prompts_of(name, results)
-            cells[part] = _mean(prompts, record["dtype"])
+            cells[part] = _mean(prompts, claims)
             everything += prompts if part in record["categories"] else []
         equal = f"{sum(prompt['equal'] for prompt in everything)}/{len(everything)}"
         own = [cells[part] for part in record["categories"]]
-        rows.append([name, *own, _mean(everything, record["dtype"]), equal, *(cells[part] for part in others)])
+        rows.append([name, *own, _mean(everything, claims), equal, *(cells[part] for part in others)])
     return markdown(["", *record["categories"], "mean", "equal", *others], rows)
 
 
@@ -204,9 +207,10 @@ def summary_table(record: dict[str, Any]) -> str:
     return markdown([f"{model}, {precision(record)}, {threads}", "speed", "answers equal"], rows)
 
 
-def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool) -> list[str]:
+def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool, peers: bool = False) -> list[str]:
     results = [result for results in parts.values() for result in results]
-    return list(dict.fromkeys(one["name"] for one in results if one.get("lossless", True) == lossless))
+    wanted = [one for one in results if one.get("lossless", True) == lossless or (peers and one["name"] in PEER_NAMES)]
+    return list(dict.fromkeys(one["name"] for one in wanted))
 
 
 def _prompts_of(name: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
