@@ -202,13 +202,13 @@ class PeerWay:
         kind: A name in `PEERS`.
         weights: As for `PeerModel`.
         how: It decodes, where it can decode in more than one way.
-        file: Makes what it needs beside the model.
+        more: What it drafts or is calibrated with.
     """
 
     kind: str
     weights: str = "float32"
     how: str = ""
-    file: Callable[[Bench], Path] | None = None
+    more: Callable[[Bench], str | Path] | None = None
 
     @property
     def name(self) -> str:
@@ -217,12 +217,12 @@ class PeerWay:
 
     def __call__(self, bench: Bench) -> DecodingMethod:
         """Start it."""
-        interpreter(bench, self.kind)  # before its file is made, which can take minutes
-        files = [self.file(bench)] if self.file is not None else []
-        return DecodingMethod(self.name, PeerModel(bench, self.kind, self.weights, *files), lossless=False)
+        interpreter(bench, self.kind)  # before texts are written, which takes minutes
+        more = [self.more(bench)] if self.more is not None else []
+        return DecodingMethod(self.name, PeerModel(bench, self.kind, self.weights, *more), lossless=False)
 
 
-def draft_head_file(bench: Bench) -> Path:
+def draft_head_folder(bench: Bench) -> Path:
     """A folder with the routers' draft head in the format of `speculators`."""
     routers = bench.need_routers()
     if routers.config.draft_head is None:
@@ -242,10 +242,11 @@ def texts_file(bench: Bench) -> Path:
 PEER_WAYS = {
     "openvino": PeerWay("openvino"),
     "openvino_int8": PeerWay("openvino", "int8"),
+    "openvino_lookup": PeerWay("openvino", how="prompt lookup", more=lambda _: "lookup"),
     "vllm": PeerWay("vllm"),
     "economize_lookup": PeerWay("economize", how="prompt lookup"),
-    "economize_head": PeerWay("economize", how="our draft head", file=draft_head_file),
-    "tide_inference": PeerWay("tide-inference", file=texts_file),
+    "economize_head": PeerWay("economize", how="our draft head", more=draft_head_folder),
+    "tide_inference": PeerWay("tide-inference", more=texts_file),
 }
 PEER_NAMES = frozenset(way.name for way in PEER_WAYS.values())
 

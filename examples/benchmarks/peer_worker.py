@@ -1,6 +1,6 @@
-"""Another engine as a process: `python peer_worker.py ENGINE MODEL WEIGHTS THREADS [FILE]`, in its own environment.
+"""Another engine as a process: `python peer_worker.py ENGINE MODEL WEIGHTS THREADS [MORE]`, in its own environment.
 
-The file is what the engine needs beside the model; its function below says what that is. The first line on standard
+MORE is what the engine drafts or is calibrated with; its function below says what that is. The first line on standard
 output is a JSON object of versions. Then the process reads a line `[token ids, new tokens]` at a time and answers with
 a line of new token ids. No K/V are kept from one prompt to the next, since a benchmark repeats them.
 """
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[list[int], int], list[int]]
-LOOKUP_CYCLE, HEAD_CYCLE = 6, 4  # tokens of a pass and of the drafts for the next one; 4 is economize's default
+LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # of a draft, and of what is looked up; OpenVINO's samples and economize have these
+HEAD_TOKENS = 3  # of a draft: economize's default
 SEED = 0
 
 
-def openvino(model: str, weights: str, threads: int) -> Answer:
-    """OpenVINO GenAI, computing in float32, on a model that optimum-intel exports."""
+def openvino(model: str, weights: str, threads: int, drafts: str | None = None) -> Answer:
+    """OpenVINO GenAI, computing in float32, on a model that optimum-intel exports; drafts are "lookup" or none."""
     import numpy  # noqa: PLC0415
     import openvino_genai  # noqa: PLC0415
     from openvino import Tensor  # noqa: PLC0415
@@ -35,9 +36,12 @@ def openvino(model: str, weights: str, threads: int) -> Answer:
         scheduling = openvino_genai.SchedulerConfig()
         scheduling.enable_prefix_caching = False
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
-        pipeline = openvino_genai.LLMPipeline(folder, "CPU", scheduler_config=scheduling, **options)
+        options |= {"scheduler_config": scheduling} | ({"prompt_lookup": True} if drafts else {})
+        pipeline = openvino_genai.LLMPipeline(folder, "CPU", **options)
     config = pipeline.get_generation_config()
     config.do_sample = False
+    if drafts:
+        config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
 
     def answer(ids: list[int], new_tokens: int) -> list[int]:
         config.max_new_tokens = new_tokens
@@ -70,12 +74,12 @@ def economize(model: str, weights: str, threads: int, head: str | None = None) -
     from economize.techniques.lookup import LookupConfig  # noqa: PLC0415
 
     base, _ = _transformers(model, weights, threads)
-    drafting = apply(base, LookupConfig()) if head is None else load(base, head)
-    config = DecodeConfig(cycle_length=LOOKUP_CYCLE if head is None else HEAD_CYCLE)
+    drafting = apply(base, LookupConfig(max_ngram=LOOKUP_NGRAM)) if head is None else load(base, head)
+    config = DecodeConfig(cycle_length=1 + (LOOKUP_TOKENS if head is None else HEAD_TOKENS))
     stop = base.generation_config.eos_token_id
 
     def answer(ids: list[int], new_tokens: int) -> list[int]:
-        return list(drafting.decode(torch.tensor(ids), new_tokens, decoding=config, stop=stop).tokens)
+        return drafting.decode(torch.tensor(ids), new_tokens, decoding=config, stop=stop).tokens.tolist()
 
     return answer
 
@@ -137,11 +141,11 @@ ENGINES = {
 
 def main() -> None:
     """Start the engine that the arguments name, and answer until standard input ends."""
-    name, model, weights, threads, *files = sys.argv[1:]
+    name, model, weights, threads, *more = sys.argv[1:]
     channel = os.fdopen(os.dup(1), "w")  # engines print; what they print goes to standard error
     os.dup2(2, 1)
     start, package = ENGINES[name]
-    answer = start(model, weights, int(threads), *files)
+    answer = start(model, weights, int(threads), *more)
     print(json.dumps({package: metadata.version(package)}), file=channel, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(*json.loads(line))), file=channel, flush=True)

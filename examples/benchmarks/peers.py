@@ -69,17 +69,17 @@ class PeerModel:
         bench: Its `versions` get the engine's.
         kind: A name in `PEERS`.
         weights: "float32", or "int8": the engine quantises them by its own default.
-        files: What the engine's function in `peer_worker` takes beside them.
+        more: What the engine's function in `peer_worker` takes beside them.
 
     Raises:
         CannotRunError: There is no environment, the engine does not start, or the bench's model is not in float32.
     """
 
-    def __init__(self, bench: Bench, kind: str, weights: str, *files: Path) -> None:
+    def __init__(self, bench: Bench, kind: str, weights: str, *more: str | Path) -> None:
         python = interpreter(bench, kind)
         self.embeddings = bench.model.get_input_embeddings()
-        self.log = bench.work / f"{'-'.join([kind, weights, *(file.stem for file in files)])}.log"
-        command = [python, WORKER, kind, bench.folder, weights, str(torch.get_num_threads()), *files]
+        self.log = bench.work / f"{'-'.join([kind, weights, *(Path(one).stem for one in more)])}.log"
+        command = [python, WORKER, kind, bench.folder, weights, str(torch.get_num_threads()), *more]
         surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

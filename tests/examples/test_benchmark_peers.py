@@ -22,7 +22,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import peer_worker
 
-def start(model, weights, threads, *files):
+def start(model, weights, threads, *more):
     {start}
     print("an engine's greeting")  # must not be taken for an answer
     return lambda ids, new_tokens: [ids[0] + threads] * new_tokens
@@ -108,7 +108,7 @@ def test_what_is_missing_is_named(bench, engine, tiny_llama):
 
 
 def test_economize_gets_the_draft_head_in_the_format_of_speculators(bench, engine):
-    engine("assert '\"speculators_model_type\": \"eagle3\"' in open(files[0] + '/config.json').read()", "economize")
+    engine("assert '\"speculators_model_type\": \"eagle3\"' in open(more[0] + '/config.json').read()", "economize")
     left_out = adapters.make_methods(bench, ["economize_head"])[1]
     assert left_out == {"economize_head": "no routers"}
     bench.routers = TIDERouters.for_model(bench.model, exit_layers=[2])
@@ -121,8 +121,15 @@ def test_economize_gets_the_draft_head_in_the_format_of_speculators(bench, engin
     assert not made["economize_head"].lossless
 
 
+def test_openvino_is_told_to_look_prompts_up(bench, engine):
+    engine("assert more == ('lookup',)")
+    made, left_out = adapters.make_methods(bench, ["openvino_lookup"])
+    assert left_out == {}
+    assert made["openvino_lookup"].name == "OpenVINO GenAI, prompt lookup, float32"
+
+
 def test_the_published_system_gets_the_texts_that_it_can_read(bench, engine, tiny_tokenizer, tmp_path):
-    engine("assert [len(text) > 100 for text in peer_worker.json.load(open(files[0]))] == [True]", "tide-inference")
+    engine("assert [len(text) > 100 for text in peer_worker.json.load(open(more[0]))] == [True]", "tide-inference")
     long = "The tide comes in, and the tide goes out. " * 3
     (tmp_path / "texts.txt").write_text(f"short\n\n{long}")
     bench.text, bench.tokenizer = tmp_path / "texts.txt", tiny_tokenizer
@@ -141,9 +148,9 @@ def test_economize_decodes_by_its_own_loop_and_stops_where_generate_does(
 
     def decode(ids, new_tokens, **options):
         asked.update(options)
-        return SimpleNamespace(tokens=[new_tokens, len(ids)])
+        return SimpleNamespace(tokens=torch.tensor([new_tokens, len(ids)]))
 
-    techniques = stub("economize.techniques.lookup", LookupConfig=lambda: "lookup")
+    techniques = stub("economize.techniques.lookup", LookupConfig=lambda max_ngram: f"n-grams of {max_ngram}")
     package = stub(
         "economize",
         apply=lambda base, config: asked.update(drafting=config) or SimpleNamespace(decode=decode),
@@ -155,7 +162,7 @@ def test_economize_decodes_by_its_own_loop_and_stops_where_generate_does(
     answer = peer_worker.economize(str(tiny_model_folder), "float32", 1, *([head] if head else []))
     assert answer([5, 6, 7], 4) == [4, 3]
     end = AutoModelForCausalLM.from_pretrained(tiny_model_folder).generation_config.eos_token_id
-    assert asked == {"drafting": head or "lookup", "decoding": {"cycle_length": cycle_length}, "stop": end}
+    assert asked == {"drafting": head or "n-grams of 3", "decoding": {"cycle_length": cycle_length}, "stop": end}
 
 
 def test_the_published_system_is_calibrated_on_the_texts_or_not_at_all(

@@ -33,6 +33,7 @@ SUMMARY = {
     "economize, our draft head, float32": "economize with our draft head",
     "vLLM, float32": "vLLM",
     "OpenVINO GenAI, float32": "OpenVINO GenAI",
+    "OpenVINO GenAI, prompt lookup, float32": "OpenVINO GenAI, prompt lookup",
     "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",
     "self_speculative": "with tide_hf",
     "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",
