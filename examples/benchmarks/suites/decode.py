@@ -34,6 +34,7 @@ SUMMARY = {
     "vLLM, float32": "vLLM",
     "OpenVINO GenAI, float32": "OpenVINO GenAI",
     "OpenVINO GenAI, prompt lookup, float32": "OpenVINO GenAI, prompt lookup",
+    "OpenVINO GenAI, our draft head, float32": "OpenVINO GenAI with our draft head",
     "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",
     "self_speculative": "with tide_hf",
     "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",
