@@ -17,6 +17,7 @@ from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from .common.stats import ExitStats
 from .common.token_ids import truncate_at_eos
+from .common.token_sources import sources_of_depths
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import fill_for, find_cache
@@ -143,6 +144,7 @@ class TIDEGenerationMixin:
             result = self._tide_run_exits(run, call)
         per_token = _depths(run.per_pass, result, call)
         stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine_name)
+        stats.sources = sources_of_depths(per_token, run.num_layers)
         stats.mlp_tokens_skipped = run.mlp_tokens_skipped
         return result, stats
 
@@ -168,6 +170,7 @@ class TIDEGenerationMixin:
             passes = _new_tokens(result, call).shape[1]
             stats.layers_executed = depth * rows * passes
             stats.per_token = _depths([[depth] * rows] * passes, result, call)
+            stats.sources = sources_of_depths(stats.per_token, depth)
         self.last_exit_stats = stats
         return result
 

@@ -115,7 +115,7 @@ def test_over_a_pipe_each_line_is_a_message(command, pipe_in, capsys):
     assert main(command) == 0
     captured = capsys.readouterr()
     assert captured.out == "".join(record["text"] + "\n" for record in records[:2])
-    assert captured.err.count("full depth (4 layers)") == 2
+    assert captured.err.count("full pass:") == 2
 
 
 def test_over_a_pipe_an_error_ends_the_chat(command, tiny_model_folder, pipe_in, refused):
@@ -142,7 +142,7 @@ def test_in_a_terminal_an_error_or_interrupt_ends_the_turn_only(command, typing,
     assert asked == ["hello", "a" * 3000, "stop", "hello again"]
     assert "the text is too long for the model" in captured.err
     assert "Stopped. The conversation is as it was before your message." in captured.err
-    assert captured.err.count("full depth") == 2
+    assert captured.err.count("full pass") == 2
     assert captured.err.count("/reset starts a new conversation") == 2
     assert captured.err.count("> ") == 7
     assert "> " not in captured.out

@@ -42,7 +42,7 @@ def test_argument_pipe_and_file_give_the_plain_models_answer(generate, tiny_mode
     for arguments in (["héllo\nyou"], [], ["--prompt-file", tmp_path / "prompt"]):
         captured = generate(*arguments)
         assert captured.out == text + "\n"
-        assert "full depth (4 layers)" in captured.err
+        assert "full pass:" in captured.err
         assert f"self_speculative: {NEW_TOKENS} tokens" in captured.err
     record = json.loads(generate("héllo\nyou", "--json").out)
     assert (record["tokens"], record["text"], record["prompt"]) == (tokens, text, "héllo\nyou")

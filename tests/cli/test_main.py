@@ -1,7 +1,6 @@
 """`main`: exit statuses, errors on standard error, the standard streams, and the warning of a busy machine."""
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 from repository import ROOT
-from transformers.utils import logging as transformers_logging
 
 import tide_hf
 from tide_hf.cli.main import main
+from tide_hf.common.choices import DEFAULT_MODEL
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def places(tmp_path, tiny_model_folder, routers_folder, tiny_llama, monkeypatch)
         ("generate MODEL a --max-new-tokens 3000", "the text is too long for the model: got 15 tokens, and up to 3000"),
         ("generate MODEL a --routers no/such/routers", "no routers at no/such/routers"),
         ("generate no/such/model a", "no base model at no/such/model"),
-        ("demo MODEL --mode early_exit", "Pass --routers"),
+        ("benchmark MODEL --mode early_exit", "Pass --routers"),
         ("demo MODEL --prompt LONG", "the text is too long for the model"),
         ("benchmark MODEL --prompts no/such/file", "the prompts cannot be read"),
         ("benchmark MODEL --prompts EMPTY.txt", "there are no prompts"),
@@ -90,7 +89,7 @@ def test_debug_logs_and_shows_the_traceback(tmp_path):
 def test_an_interrupt_ends_quietly(monkeypatch, capsys, function):
     monkeypatch.setattr(f"tide_hf.cli.{function}", Mock(side_effect=KeyboardInterrupt))
     assert main(["demo"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err in ("", f"Loading {DEFAULT_MODEL} ...\n")
 
 
 def in_a_shell(line):
@@ -120,42 +119,6 @@ def test_characters_that_the_output_cannot_encode_are_replaced(monkeypatch):
     monkeypatch.setattr("tide_hf.cli.main._run", lambda args: print("a\u65e5\xe9", end=""))
     assert main(["demo"]) == 0
     assert output.getvalue() == b"a?\xe9"
-
-
-QUICK = ("--max-new-tokens", "8", "--repeats", "1", "--prompt", "abcabcabc")
-
-
-def test_demo_prints_answers_and_table_and_the_figures_as_json(tiny_model_folder, routers_folder, monkeypatch, capsys):
-    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
-    command = ["demo", str(tiny_model_folder), "--routers", str(routers_folder), "--json"]
-    assert main([*command, *QUICK, "--prompt", "hello", "--dtype", "float32"]) == 0
-    captured = capsys.readouterr()
-    shown = ("abcabcabc", "hello", "full depth (4 layers)", "generate", "early_exit", "exit_threshold 0.9")
-    assert [part for part in shown if part not in captured.err] == []
-    record = json.loads(captured.out)
-    assert (record["prompts"], record["dtype"]) == (["abcabcabc", "hello"], "float32")
-    assert [row["name"] for row in record["results"]] == ["generate", "self_speculative", "early_exit", "post_hoc"]
-    assert record["results"][1]["num_equal"] == 2
-    # Standard error is not a terminal, so there are neither progress bars nor colours.
-    assert not transformers_logging.is_progress_bar_enabled()
-    assert "Measuring" not in captured.err
-    assert "\x1b" not in captured.err
-
-
-def test_demo_runs_the_modes_that_can_run_or_one_at_a_threshold(
-    tiny_model_folder, routers_folder, threads_restored, capsys
-):
-    command = ["demo", str(tiny_model_folder), *QUICK]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "routers  none" in out
-    assert "self_speculative" in out
-    assert "post_hoc: " not in out
-    options = ["--routers", str(routers_folder), "--mode", "early_exit", "--exit-threshold", "0", "--threads", "1"]
-    assert main([*command, *options]) == 0
-    out = capsys.readouterr().out
-    assert [part for part in ("exit layer 2: 7", "exit_threshold 0;", "1 thread, device") if part not in out] == []
-    assert "self_speculative" not in out
 
 
 @pytest.mark.parametrize(("load", "threads", "warned"), [(2.1, 2, 1), (2.0, 2, 0), (9.0, 1, 0), (None, 2, 0)])

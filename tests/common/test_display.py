@@ -11,15 +11,20 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tide_hf import ExitStats
-from tide_hf.common.display import EXITS, FULL_DEPTH, NGRAM, TokenTexts, depth_colours, token_texts
+from tide_hf.common.display import COLOURS, OTHERS, TokenTexts, source_colours, token_texts
 from tide_hf.common.errors import ConfigurationError, MissingPackageError
+from tide_hf.common.token_sources import DRAFT_HEAD, EARLIER_ANSWER, FULL_PASS, NGRAM, sources_of_depths
 
 
-def test_every_depth_has_its_colour_shallowest_first():
-    colours = depth_colours([30, 8, 0, 4, 8, 30], num_layers=30)
-    assert list(colours.items()) == [(0, NGRAM), (4, EXITS[0]), (8, EXITS[1]), (30, FULL_DEPTH)]
-    repeated = depth_colours(range(1, 8), num_layers=30)
-    assert [repeated[depth] for depth in (6, 7)] == [EXITS[0], EXITS[1]]
+def test_every_kind_of_source_has_its_colour_the_full_pass_last():
+    sources = ["full pass", "exit layer 16", "3-gram", "exit layer 8", "remembered 12-gram", "draft head", "5-gram"]
+    colours = source_colours(sources)
+    kinds = [NGRAM, EARLIER_ANSWER, DRAFT_HEAD, "exit layer 8", "exit layer 16", FULL_PASS]
+    assert list(colours) == kinds
+    assert [colours[kind] for kind in kinds[3:]] == [*OTHERS[:2], COLOURS[FULL_PASS]]
+    repeated = source_colours(f"exit layer {layer}" for layer in range(1, 8))
+    assert [repeated[f"exit layer {layer}"] for layer in (6, 7)] == list(OTHERS[:2])
+    assert len({colour.css for colour in colours.values()}) == len(kinds)
 
 
 def texts_of(tokens, tokenizer):
@@ -93,16 +98,17 @@ class Page(HTMLParser):
 
 
 def stats_of(*rows, **counts):
-    return ExitStats("self_speculative", 4, layers_executed=12, per_token=[list(row) for row in rows], **counts)
+    sources = sources_of_depths(rows, 4)
+    return ExitStats("self_speculative", 4, 12, [list(row) for row in rows], sources, **counts)
 
 
-def test_html_has_tokens_coloured_by_depth_figures_and_a_legend():
+def test_html_has_tokens_coloured_by_source_figures_and_a_legend():
     stats = stats_of([0, 2, 3, 4], rounds=2, drafted=3, accepted=2)
     page = Page(stats.to_html(["a", " b", "\n", "c"]))
     titles, styles, texts = zip(*page.spans, strict=True)
     assert texts[:4] == ("a", " b", "\n", "c")
-    assert titles[:4] == ("no layer", "exit layer 2", "exit layer 3", "full depth (4 layers)")
-    colours = (NGRAM, *EXITS[:2], FULL_DEPTH)
+    assert titles[:4] == ("draft head", "exit layer 2", "exit layer 3", "full pass")
+    colours = (COLOURS[DRAFT_HEAD], *OTHERS[:2], COLOURS[FULL_PASS])
     assert all(f"background:{colour.css}" in style for style, colour in zip(styles[:4], colours, strict=True))
     assert styles[4:] == styles[:4]  # the legend
     shown = (*stats.headlines(), "2 of 3 draft tokens accepted (67%)", "exit layer 2: 1")
@@ -148,15 +154,15 @@ def test_other_tokens_are_refused(tokens, problem):
         stats_of([0, 2, 4]).to_html(tokens)
 
 
-def test_the_plot_shows_depths_and_a_notebook_shows_it_without_pyplot(monkeypatch):
+def test_the_plot_shows_sources_and_depths_and_a_notebook_shows_it_without_pyplot(monkeypatch):
     had_pyplot = "matplotlib.pyplot" in sys.modules
     figure = stats_of([0, 2, 2, 4], [4]).plot()
-    by_depth, by_token = figure.axes
-    assert [label.get_text() for label in by_depth.get_xticklabels()] == ["no layer", "2", "4 (full)"]
-    assert [bar.get_height() for bar in by_depth.patches] == [1, 2, 2]
+    by_source, by_token = figure.axes
+    assert [label.get_text() for label in by_source.get_yticklabels()] == ["draft head", "exit layer 2", "full pass"]
+    assert [bar.get_width() for bar in by_source.patches] == [1, 2, 2]
     (points,) = by_token.collections
     assert points.get_offsets().tolist() == [[1, 0], [2, 2], [3, 2], [4, 4], [1, 4]]
-    assert points.get_facecolors()[1].tolist() == [*by_depth.patches[1].get_facecolor()[:3], points.get_alpha()]
+    assert points.get_facecolors()[1].tolist() == [*by_source.patches[1].get_facecolor()[:3], points.get_alpha()]
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert ExitStats("early_exit", 4).plot()._repr_png_().startswith(b"\x89PNG")
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot

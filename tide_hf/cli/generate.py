@@ -1,4 +1,4 @@
-"""``tide-hf generate``: answers one prompt, token by token, coloured by the depth of each token."""
+"""``tide-hf generate``: answers one prompt, token by token, each in the colour of its source."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 
 from ..common.errors import TIDEError
@@ -63,10 +63,22 @@ def _run(args: argparse.Namespace) -> None:
     """Prepare the arguments, then import the command's module, which may take seconds, and run the command."""
     if hasattr(args, "prepare"):
         args.prepare(args)
-    command = import_module(f".{args.command}", __package__)
+    with _importing(args):
+        command = import_module(f".{args.command}", __package__)
     if args.command != "completion" and not sys.stderr.isatty():
         import_module("transformers.utils.logging").disable_progress_bar()
     command.run(args)
+
+
+def _importing(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Show on a terminal that PyTorch is being imported; `completion` does not import it."""
+    if args.command == "completion" or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console  # noqa: PLC0415 - not needed for help and errors, which come at once
+
+    from ..common.progress import waiting  # noqa: PLC0415
+
+    return waiting(Console(stderr=True), "Importing PyTorch and transformers")
 
 
 def _open_streams() -> None:

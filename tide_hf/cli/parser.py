@@ -160,11 +160,10 @@ def _add_decoding_arguments(
     *,
     max_new_tokens: int,
     modes: tuple[str, ...] = MODES,
-    mode: str = MODES[0],
     default_threshold: str = "the calibrated one, or 0.9 if that never exits",
 ) -> None:
     """Add --mode, --exit-threshold, --engine and, unless `max_new_tokens` is 0, --max-new-tokens."""
-    parser.add_argument("--mode", default=mode, choices=modes, help="how to decode (default: %(default)s)")
+    parser.add_argument("--mode", default=MODES[0], choices=modes, help="how to decode (default: %(default)s)")
     parser.add_argument(
         "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {default_threshold})"
     )
@@ -176,9 +175,13 @@ def _add_decoding_arguments(
         "batches: chat and serve do so before the first answer, other commands during it (default: %(default)s)",
     )
     if max_new_tokens:
-        parser.add_argument(
-            "--max-new-tokens", type=positive, default=max_new_tokens, help="limit per answer (default: %(default)s)"
-        )
+        _add_limit(parser, max_new_tokens)
+
+
+def _add_limit(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=max_new_tokens, help="limit per answer (default: %(default)s)"
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser, options: dict[str, tuple[Any, Any, str]]) -> None:
@@ -213,8 +216,8 @@ def _flag(name: str) -> str:
 
 def _demo(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, model=DEFAULT_MODEL, dtype="float32")
-    _add_decoding_arguments(parser, modes=(ALL, *MODES), mode=ALL, max_new_tokens=64)
-    _add_measuring(parser)
+    _add_limit(parser, max_new_tokens=64)
+    _add_prompts(parser)
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -274,17 +277,17 @@ def _benchmark(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=Path, metavar="FILE", help="more prompts, in a .txt, .jsonl, .json, .csv or .parquet file"
     )
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    _add_measuring(parser)
+    _add_prompts(parser)
+    parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
     suites = parser.add_argument_group("suites", "the published benchmarks; they need a clone of the repository")
     suites.add_argument("--suite", action="append", metavar="NAME", help="decode, published, quality ... or all")
     suites.add_argument("--config", help="with --suite: quick (the default), full or a JSON file")
     suites.add_argument("--output-dir", type=Path, help="with --suite: where to write the results")
 
 
-def _add_measuring(parser: argparse.ArgumentParser) -> None:
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="a prompt; may be repeated (default: a few built-in prompts)")
     parser.set_defaults(prepare=lambda args: given_prompts(args.prompt))
-    parser.add_argument("--repeats", type=positive, default=3, help="timed runs (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, all else to standard error")
 
 
@@ -331,11 +334,11 @@ def _read_prompt(args: argparse.Namespace) -> None:
 
 # For each command: the function that adds its arguments, its one-line help, and further text for its description.
 COMMANDS: dict[str, tuple[Any, ...]] = {
-    "demo": (_demo, "show how deep each token runs, and compare every mode with plain generate"),
-    "generate": (_generate, "answer a prompt, coloured by the depth of each token"),
+    "demo": (_demo, "answer three prompts with plain generate and with TIDE, side by side, and compare their speed"),
+    "generate": (_generate, "answer a prompt, each token in the colour of its source"),
     "chat": (
         _chat,
-        "chat with a model, answers coloured by the depth of each token",
+        "chat with a model, each token in the colour of its source",
         f"{CHAT_HELP} If standard input is a pipe, each line is a message.",
     ),
     "serve": (_serve, "run the HTTP server of transformers (OpenAI API) with TIDE attached to the model"),

@@ -1,101 +1,157 @@
-"""Answers streamed to the terminal, then coloured by the depth of each token."""
+"""Answers streamed to the terminal, each token in the colour of its source."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..common.display import TokenTexts, depth_colours, depth_name
+from ..common.display import source_colours
+from ..common.draft_streamer import DraftStreamer
+from ..common.token_sources import kind_of
 from ..evaluation.benchmark import DecodingMethod, Run
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and line feed
+REFRESHES_PER_SECOND = 15
+MIN_COLUMN = 36  # characters; where the terminal has less for each, answers are shown one under the other
+LINES_BESIDE = 5  # of the terminal, which are not the answer's: heading, figures, legend
+REJECTED = "strike dim"
 
 
 def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
     """Print what `answer` generates with a streamer, token by token.
 
-    On a terminal the complete answer is coloured by the depth of each token; elsewhere it is plain text.
+    On a terminal each token has the colour of its source, and the draft tokens that were just rejected are struck
+    through; elsewhere the answer is plain text.
     """
-    texts = TokenTexts(tokenizer)
     if not console.is_terminal:
-        run = answer(TokenStreamer(lambda token: print(texts.add(token), end="", file=console.file, flush=True)))
-        print(texts.finish(), file=console.file)
-        return run
-    with Live(console=console, refresh_per_second=15) as live:
+        return _print_plainly(answer, tokenizer, console)
+    view = AnswerView(tokenizer, console.height)
+    with Live(view, console=console, refresh_per_second=REFRESHES_PER_SECOND):
+        return view.fill(answer)
 
-        def show(token: int) -> None:
-            texts.add(token)
-            live.update(_Tail(Text(_without_controls("".join(texts.shown)))))
 
-        run = answer(TokenStreamer(show))
-        texts.finish()
-        live.update(coloured(texts.shown, run))
+def stream_side_by_side(
+    answers: dict[str, Callable[[BaseStreamer], Run]], tokenizer: Any, console: Console
+) -> list[Run]:
+    """Print what several functions generate, one after the other, each under its name and with its figures.
+
+    On a wide terminal each answer has a column; on a narrow one, and elsewhere, one answer is below the other.
+    """
+    if not console.is_terminal:
+        runs = []
+        for name, answer in answers.items():
+            console.print(name, markup=False, highlight=False)
+            runs.append(_print_plainly(answer, tokenizer, console))
+            console.print(Padding(_figures(runs[-1]), (0, 0, 1, 2), expand=False))
+        return runs
+    is_wide = console.width >= MIN_COLUMN * len(answers)
+    height = max(1, console.height // (1 if is_wide else len(answers)) - LINES_BESIDE)
+    views = [AnswerView(tokenizer, height, name) for name in answers]
+    with Live(_beside(views) if is_wide else Group(*views), console=console, refresh_per_second=REFRESHES_PER_SECOND):
+        return [view.fill(answer) for view, answer in zip(views, answers.values(), strict=True)]
+
+
+class AnswerView:
+    """An answer as a renderable of rich: while it grows its last lines, in the end all of it.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        height: Number of lines that are shown while the answer grows.
+        name: A heading; where there is one, the figures and the legend are shown as well.
+    """
+
+    def __init__(self, tokenizer: Any, height: int, name: str = "") -> None:
+        self.streamer = DraftStreamer(tokenizer)
+        self.height, self.name = height, name
+        self.run: Run | None = None
+
+    def fill(self, answer: Callable[[BaseStreamer], Run]) -> Run:
+        """Generate the answer."""
+        self.run = answer(self.streamer)
+        return self.run
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.name:
+            yield Text(self.name, style="bold")
+        if self.run is None:
+            text = coloured(self.streamer.pieces(), self.streamer.rejected_text)
+            yield Text("\n").join(text.wrap(console, options.max_width)[-self.height :])
+            return
+        known = self.run.stats is not None
+        yield coloured(zip(self.streamer.texts, _sources(self.run), strict=True) if known else self.streamer.pieces())
+        if self.name:
+            yield Padding(_figures(self.run), (1, 0, 0, 0))
+
+
+def _beside(views: list[AnswerView]) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 3, 0, 0))
+    for _ in views:
+        grid.add_column(ratio=1)
+    grid.add_row(*views)
+    return grid
+
+
+def _print_plainly(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console: Console) -> Run:
+    """Print an answer as plain text while it grows, without a word about sources."""
+    num_printed = 0
+
+    def show(streamer: DraftStreamer) -> None:
+        nonlocal num_printed
+        text = "".join(streamer.texts)
+        print(text[num_printed:], end="", file=console.file, flush=True)
+        num_printed = len(text)
+
+    run = answer(DraftStreamer(tokenizer, show))
+    print(file=console.file)
     return run
 
 
-class TokenStreamer(BaseStreamer):
-    """A streamer that calls `on_token` with each new token."""
-
-    def __init__(self, on_token: Callable[[int], None]) -> None:
-        self.on_token = on_token
-        self.saw_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Ignore the prompt, which comes first; call back with each token after it."""
-        if self.saw_prompt:
-            for token in value.flatten().tolist():
-                self.on_token(token)
-        self.saw_prompt = True
-
-    def end(self) -> None:
-        """Do nothing at the end of the answer."""
-
-
-class _Tail:
-    """The last lines of a text, as many as fit the terminal."""
-
-    def __init__(self, text: Text) -> None:
-        self.text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n").join(self.text.wrap(console, options.max_width)[-console.height :])
-
-
-def coloured(texts: Sequence[str], run: Run) -> Text:
-    """The answer of an attached model, each token in the colour of its depth."""
-    depths, num_layers = _depths(run)
-    colours = depth_colours(depths, num_layers)
+def coloured(pieces: Iterable[tuple[str, str]], rejected: str = "") -> Text:
+    """The texts of tokens in the colours of their sources, then the text of `rejected` draft tokens."""
+    pieces = list(pieces)
+    colours = source_colours(source for _, source in pieces)
     text = Text()
-    for piece, depth in zip(texts, depths, strict=True):
-        text.append(_without_controls(piece), style=colours[depth].terminal)
+    for piece, source in pieces:
+        text.append(_without_controls(piece), style=colours[kind_of(source)].terminal)
+    text.append(_without_controls(rejected), style=REJECTED)
     return text
 
 
 def legend(run: Run) -> Text:
-    """Legend of the colours, with the number of tokens in each colour."""
-    depths, num_layers = _depths(run)
-    counts = Counter(depths)
-    text = Text("  ")
-    for depth, colour in depth_colours(depths, num_layers).items():
-        name = depth_name(depth, num_layers)
-        text.append(f"\N{BLACK SQUARE} {name}: {counts[depth]}   ", style=colour.terminal)
-    text.rstrip()
-    return text
+    """Legend of the colours, with the number of tokens in each, and of the draft tokens that were rejected."""
+    stats: Any = run.stats
+    counts = Counter(map(kind_of, _sources(run)))
+    parts = [
+        Text(f"\N{BLACK SQUARE} {kind}: {counts[kind]}", style=colour.terminal)
+        for kind, colour in source_colours(counts).items()
+    ]
+    if stats.drafted > stats.accepted:
+        parts.append(Text(f"rejected: {stats.drafted - stats.accepted}", style=REJECTED))
+    return Text("   ").join(parts)
+
+
+def _figures(run: Run) -> Group:
+    """Tokens and speed of an answer, and below them the legend of an attached model's."""
+    warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
+    speed = len(run.new_tokens) / (run.seconds - warm_up_s)
+    figures = Text(f"{len(run.new_tokens)} tokens, {speed:.1f} tokens/s", style="dim")
+    return Group(figures) if run.stats is None else Group(figures, legend(run))
 
 
 def print_figures(run: Run, console: Console) -> None:
     """Print the legend, and the speed and depth of the answer."""
     stats: Any = run.stats
     tokens = len(run.new_tokens)
-    console.print(legend(run))
+    console.print(Padding.indent(legend(run), 2))
     speed = f"{tokens / (run.seconds - stats.warm_up_s):.1f} tokens/s"
     layers = f"{stats.depth_fraction * stats.num_layers:.1f} of {stats.num_layers} layers per token"
     figures = f"  {stats.mode}: {tokens} tokens, {speed}, {layers}"
@@ -114,6 +170,6 @@ def _without_controls(text: str) -> str:
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def _depths(run: Run) -> tuple[list[int], int]:
+def _sources(run: Run) -> list[str]:
     stats: Any = run.stats
-    return stats.per_token[0], stats.num_layers
+    return stats.sources[0]

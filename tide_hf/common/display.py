@@ -1,4 +1,4 @@
-"""Display of an answer: the text and depth of each token, as HTML for notebooks and as a plot.
+"""Display of an answer: the text, source and depth of each token, as HTML for notebooks and as a plot.
 
 Terminal, HTML and plots share one scale of colours. Plots need matplotlib: `pip install tide-hf[plots]`.
 """
@@ -14,11 +14,13 @@ from html import escape
 from typing import Any
 
 from .errors import ConfigurationError, MissingPackageError
+from .token_sources import DRAFT_HEAD, EARLIER_ANSWER, FULL_PASS, NGRAM, kind_of
 
 SIZE = (5.6, 3.6)  # width and height of a plot, in inches
 DOTS_PER_INCH = 120
 TEXT_STYLE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6;color:#1a1a1a;margin:0.5em 0"
 CHIP_STYLE = "color:#1a1a1a;border-radius:2px"
+REJECTED_STYLE = "opacity:0.6"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING = 8  # maximum number of tokens that wait for the rest of a character; no character spans more
 
@@ -31,31 +33,29 @@ class Colour:
     css: str
 
 
-FULL_DEPTH = Colour("default", "#e3e3e3")
-NGRAM = Colour("bold green", "#a5dfa9")
-EXITS = (
-    Colour("bold cyan", "#8fdbe6"),
+COLOURS = {
+    NGRAM: Colour("bold green", "#a5dfa9"),
+    EARLIER_ANSWER: Colour("bold yellow", "#f3dc83"),
+    DRAFT_HEAD: Colour("bold cyan", "#8fdbe6"),
+    FULL_PASS: Colour("default", "#e3e3e3"),
+}
+OTHERS = (  # exit layers, and sources of drafters that a user has written
     Colour("bold blue", "#a9c1f7"),
     Colour("bold magenta", "#e2b3ee"),
-    Colour("bold yellow", "#f3dc83"),
     Colour("bold red", "#f6aaa2"),
+    Colour("bold bright_yellow", "#f7c9a0"),
+    Colour("bold bright_blue", "#b9e0d2"),
 )
 
 
-def depth_colours(depths: Iterable[int], num_layers: int) -> dict[int, Colour]:
-    """The colour of each depth in `ExitStats.per_token`, shallowest first; colours of exit layers repeat after five."""
-    different = sorted(set(depths))
-    exits = [depth for depth in different if depth not in (0, num_layers)]
-    scale = {0: NGRAM, num_layers: FULL_DEPTH}
-    scale |= {depth: EXITS[position % len(EXITS)] for position, depth in enumerate(exits)}
-    return {depth: scale[depth] for depth in different}
-
-
-def depth_name(depth: int, num_layers: int) -> str:
-    """The name of a depth in a legend."""
-    if depth == num_layers:
-        return f"full depth ({num_layers} layers)"
-    return "no layer" if depth == 0 else f"exit layer {depth}"
+def source_colours(sources: Iterable[str]) -> dict[str, Colour]:
+    """The colour of each kind of source in `sources`, the full pass last; those of exit layers repeat after five."""
+    kinds = {kind_of(source) for source in sources}
+    others = sorted(kinds - COLOURS.keys(), key=lambda kind: (len(kind), kind))  # exit layer 8 before exit layer 16
+    scale = {kind: COLOURS[kind] for kind in (NGRAM, EARLIER_ANSWER, DRAFT_HEAD)}
+    scale |= {kind: OTHERS[position % len(OTHERS)] for position, kind in enumerate(others)}
+    scale[FULL_PASS] = COLOURS[FULL_PASS]
+    return {kind: colour for kind, colour in scale.items() if kind in kinds}
 
 
 class TokenTexts:
@@ -107,25 +107,31 @@ def token_texts(tokens: Iterable[int], tokenizer: Any) -> list[str]:
 
 def stats_html(stats: Any, tokens: Any = None, tokenizer: Any = None) -> str:
     """A call of `generate` as HTML; see `ExitStats.to_html`."""
-    counts = Counter(_all_depths(stats))
-    colours = depth_colours(counts, stats.num_layers)
-
-    def chip(text: str, depth: int) -> str:
-        name = depth_name(depth, stats.num_layers)
-        style = f"{CHIP_STYLE};background:{colours[depth].css}"
-        return f'<span title="{escape(name)}" style="{style}">{escape(text)}</span>'
-
     lines = "<br>".join(escape(line) for line in stats.headlines())
-    answers = [
-        "".join(chip(text, depth) for text, depth in zip(texts, depths, strict=True))
-        for texts, depths in zip(_texts(stats, tokens, tokenizer), stats.per_token, strict=True)
-    ]
-    legend = " &ensp; ".join(
-        f"{chip('    ', depth)} {escape(depth_name(depth, stats.num_layers))}: {counts[depth]}" for depth in colours
-    )
-    blocks = [f'<div dir="auto" style="{TEXT_STYLE}">{answer}</div>' for answer in answers]
-    legend = f'<div style="white-space:pre-wrap">{legend}</div>'
-    return "\n".join(['<div class="tide-exit-stats">', f"<div>{lines}</div>", *blocks, legend, "</div>"])
+    rows = zip(_texts(stats, tokens, tokenizer), stats.sources, strict=True)
+    answers = _answers_html([list(zip(texts, sources, strict=True)) for texts, sources in rows])
+    return "\n".join(['<div class="tide-exit-stats">', f"<div>{lines}</div>", answers, "</div>"])
+
+
+def answer_html(pieces: Sequence[tuple[str, str]], rejected: str = "") -> str:
+    """The text and source of each token as HTML, then the text of `rejected` draft tokens, and a legend."""
+    return f'<div class="tide-exit-stats">\n{_answers_html([pieces], rejected)}\n</div>'
+
+
+def _answers_html(answers: Sequence[Sequence[tuple[str, str]]], rejected: str = "") -> str:
+    """Each row's pieces as a block of coloured text, then the legend of all."""
+    counts = Counter(kind_of(source) for pieces in answers for _, source in pieces)
+    colours = source_colours(counts)
+
+    def chip(text: str, source: str) -> str:
+        style = f"{CHIP_STYLE};background:{colours[kind_of(source)].css}"
+        return f'<span title="{escape(source)}" style="{style}">{escape(text)}</span>'
+
+    struck = f'<s style="{REJECTED_STYLE}">{escape(rejected)}</s>' if rejected else ""
+    blocks = ["".join(chip(text, source) for text, source in pieces) + struck for pieces in answers]
+    legend = " &ensp; ".join(f"{chip('    ', kind)} {escape(kind)}: {counts[kind]}" for kind in colours)
+    lines = [f'<div dir="auto" style="{TEXT_STYLE}">{block}</div>' for block in blocks]
+    return "\n".join([*lines, f'<div style="white-space:pre-wrap">{legend}</div>'])
 
 
 def figure_maker() -> Any:
@@ -147,23 +153,22 @@ def stats_figure(stats: Any) -> Any:
     width, height = SIZE
     figure = figure_maker()(dpi=DOTS_PER_INCH, layout="constrained", figsize=(2 * width, height))
     figure._repr_png_ = partial(_png, figure)  # lets notebooks show a figure made without pyplot
-    by_depth, by_token = figure.subplots(1, 2, width_ratios=(2, 3))
-    depths = _all_depths(stats)
-    counts, colours = Counter(depths), depth_colours(depths, stats.num_layers)
-    names = {0: "no layer", stats.num_layers: f"{stats.num_layers} (full)"}
-    bars = by_depth.bar(
-        [names.get(depth, str(depth)) for depth in colours],
-        [counts[depth] for depth in colours],
+    by_source, by_token = figure.subplots(1, 2, width_ratios=(2, 3))
+    kinds = [kind_of(source) for row in stats.sources for source in row]
+    counts, colours = Counter(kinds), source_colours(kinds)
+    bars = by_source.barh(
+        list(colours),
+        [counts[kind] for kind in colours],
         color=[colour.css for colour in colours.values()],
         edgecolor="grey",
     )
-    by_depth.bar_label(bars, fontsize="small")
-    by_depth.set(title="Tokens by depth", xlabel="exit layer", ylabel="tokens")
-    by_depth.margins(y=0.1)
+    by_source.bar_label(bars, fontsize="small")
+    by_source.set(title="Tokens by source", xlabel="tokens")
+    by_source.margins(x=0.15)
     by_token.scatter(
         [position for row in stats.per_token for position in range(1, len(row) + 1)],
-        depths,
-        c=[colours[depth].css for depth in depths],
+        [depth for row in stats.per_token for depth in row],
+        c=[colours[kind].css for kind in kinds],
         edgecolors="grey",
         alpha=max(0.3, 1 / max(1, len(stats.per_token))),  # transparent, since the rows of a batch overlap
     )
@@ -176,10 +181,6 @@ def stats_figure(stats: Any) -> Any:
 def _png(figure: Any) -> bytes:
     figure.savefig(file := io.BytesIO(), format="png")
     return file.getvalue()
-
-
-def _all_depths(stats: Any) -> list[int]:
-    return [depth for row in stats.per_token for depth in row]
 
 
 def _texts(stats: Any, tokens: Any, tokenizer: Any) -> list[list[str]]:

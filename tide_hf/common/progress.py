@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 Item = TypeVar("Item")
 SECONDS_BETWEEN_LINES = 60  # in a log
+
+
+@contextmanager
+def waiting(console: Console, description: str) -> Iterator[None]:
+    """Say what the body does while it runs: with a spinner and the time on a terminal, by a line elsewhere."""
+    if not console.is_terminal:
+        console.print(f"{description} ...", markup=False, highlight=False, soft_wrap=True)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(description, total=None)
+        yield
 
 
 class Steps:

@@ -18,6 +18,8 @@ class ExitStats:
             the pass is over; prefill, draft and verify passes included.
         per_token: For each row, the exit layer of each new token: `num_layers` at full depth, 0 if no layer ran to
             choose it, as for an accepted draft token of an n-gram or a draft head.
+        sources: For each row, what wrote each new token: the "draft head", an "exit layer 8", a "3-gram" of the row, a
+            "remembered 12-gram" of an earlier answer, or a "full pass", which gives plain and bonus tokens.
         rounds: Draft-and-verify rounds in `self_speculative`; full-depth passes after prefill, counted once per row, in
             `early_exit` with a draft head. These run all layers over the tokens that have exited, too.
         drafted: Draft tokens that were verified; in `early_exit`, tokens that exited with the draft head.
@@ -35,6 +37,7 @@ class ExitStats:
     num_layers: int
     layers_executed: int = 0
     per_token: list[list[int]] = field(default_factory=list)
+    sources: list[list[str]] = field(default_factory=list)
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -111,7 +114,7 @@ class ExitStats:
         return "\n".join(lines)
 
     def to_html(self, tokens: Any = None, tokenizer: Any = None) -> str:
-        """The call as self-contained HTML: statistics, tokens coloured by depth, and a legend. All text is escaped.
+        """The call as self-contained HTML: statistics, tokens coloured by source, and a legend. Text is escaped.
 
         Args:
             tokens: The new tokens without the prompt, as texts or token ids: a list or a tensor, for one row or all
@@ -129,7 +132,7 @@ class ExitStats:
         return self.to_html()
 
     def plot(self) -> Any:
-        """Plot the number of tokens by exit layer, and the exit layer of each token.
+        """Plot the number of tokens by source, and the exit layer of each token.
 
         Returns:
             A matplotlib `Figure`, which notebooks show; `plot().savefig("depth.png")` saves it.

@@ -120,6 +120,12 @@ class Result:
         """Share of the draft tokens that were accepted, over all runs; `None` if nothing was drafted."""
         return self._ratio("accepted", "drafted")
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per full-depth pass after prefill, over all runs: the mean acceptance length, or 1 without rounds."""
+        extra = self._ratio("accepted", "rounds")
+        return 1.0 + (extra or 0.0)
+
     def _ratio(self, part: str, whole: str) -> float | None:
         """The ratio of two statistics, each summed over all runs; `None` if the second sum is zero."""
         stats = [run.stats for prompt in self.prompts for run in prompt.runs if run.stats is not None]
@@ -159,7 +165,7 @@ def compare(
                 result.prompts[position].runs.append(_warm_run(result, prompt, max_new_tokens))
                 progress()
     for result in results:
-        _compare_with(results[0], result)
+        compare_with(results[0], result)
     return results
 
 
@@ -171,7 +177,7 @@ def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
 def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> Run:
     """Time a run; repeat it while it includes engine warm-up, whose seconds are added to `result.warm_up_s`."""
     for _ in range(MAX_WARM_UPS):
-        _forget_answers(result.method.model)
+        forget_answers(result.method.model)
         run = timed_run(result.method, inputs, max_new_tokens)
         warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
         result.warm_up_s += warm_up_s
@@ -180,13 +186,13 @@ def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: i
     return run
 
 
-def _forget_answers(model: Any) -> None:
+def forget_answers(model: Any) -> None:
     """Clear the memory of answers, from which a repeat of a prompt would draft the whole answer."""
     if isinstance(model, TIDEModelForCausalLM):
         base_inside(model)._tide.answers.clear()
 
 
-def _compare_with(plain: Result, result: Result) -> None:
+def compare_with(plain: Result, result: Result) -> None:
     """Fill in the figures relative to the plain model's runs."""
     for reference, prompt in zip(plain.prompts, result.prompts, strict=True):
         pairs = list(zip(reference.runs, prompt.runs, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ..common.token_sources import NGRAM, head_source, ngram_source, remembered_source
 from .answer_memory import MATCH_LENGTHS, AnswerMemory
 from .engine import UNREAD, Draft, DraftEngine
 from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, choose_continuation, worth_another_draft
@@ -107,9 +108,9 @@ class HybridDrafter:
         self.indexes = [NgramIndex(prompt) for prompt in prompts]
         self.costs_of, self.engine = costs_of, engine
         self.heads = sorted(head_priors) if engine is not None else []
-        priors = {_ngram(length): prior for length, prior in NGRAM_PRIORS.items()}
-        priors |= {_remembered(length): REMEMBERED_PRIOR for length in MATCH_LENGTHS}
-        priors |= {_head(layer): prior for layer, prior in head_priors.items()}
+        priors = {ngram_source(length): prior for length, prior in NGRAM_PRIORS.items()}
+        priors |= {remembered_source(length): REMEMBERED_PRIOR for length in MATCH_LENGTHS}
+        priors |= {head_source(layer): prior for layer, prior in head_priors.items()}
         self.learned = learned if learned is not None else {}
         for source, prior in priors.items():
             before = self.learned.get(source, prior)
@@ -121,7 +122,7 @@ class HybridDrafter:
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft from the best source, continue from another if that pays; draft nothing if plain decoding is best."""
         for exit_layer in self.heads:
-            self.acceptances.forget(_head(exit_layer), HEAD_MEMORY)
+            self.acceptances.forget(head_source(exit_layer), HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
         self._remembered = {row: self._match_in_memory(row) for row in rows}
         costs = self._next_round(len(rows))
@@ -177,10 +178,10 @@ class HybridDrafter:
             offers = [
                 (match.acceptance, min(limit, len(match.tokens))) for limit, match in zip(limits, matches, strict=True)
             ]
-            options.append(Option("n-gram", tuple(offers)))
+            options.append(Option(NGRAM, tuple(offers)))
         for exit_layer in self.heads:
-            acceptance = self.acceptances.probability(_head(exit_layer))
-            options.append(Option(_head(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
+            acceptance = self.acceptances.probability(head_source(exit_layer))
+            options.append(Option(head_source(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
         return options
 
     def _match(self, row: int, drafted: Sequence[int]) -> Match:
@@ -192,28 +193,28 @@ class HybridDrafter:
         if not length:
             return Match()
         tokens = self.indexes[row].continuation(position, MAX_DRAFT, drafted)
-        return Match(_ngram(length), tokens, self.acceptances.probability(_ngram(length)))
+        return Match(ngram_source(length), tokens, self.acceptances.probability(ngram_source(length)))
 
     def _match_in_memory(self, row: int, drafted: Sequence[int] = ()) -> Match:
         end = [*self.indexes[row].tokens[-MATCH_LENGTHS[-1] :], *drafted]
         length, tokens = self.memory.find(end, MAX_DRAFT)
         if not length:
             return Match()
-        return Match(_remembered(length), tokens, self.acceptances.probability(_remembered(length)))
+        return Match(remembered_source(length), tokens, self.acceptances.probability(remembered_source(length)))
 
     def _draft_unread(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> None:
         """Let a head draft tokens that the host does not read before they are verified."""
         if self.engine is not None:
             self.engine.draft_unread(exit_layer, max(lengths))
         for draft, length in zip(drafts, lengths, strict=True):
-            draft.add([UNREAD] * length, _head(exit_layer), exit_layer)
+            draft.add([UNREAD] * length, head_source(exit_layer), exit_layer)
 
     def _draft_with_head(self, current: _Round, exit_layer: int, lengths: list[int]) -> None:
         """Add a head's tokens to the drafts, which have equal lengths, until another token is not expected to pay."""
         if self.engine is None:
             return
         before = drafted = [draft.tokens for draft in current.drafts]
-        own = self.acceptances.probability(_head(exit_layer))
+        own = self.acceptances.probability(head_source(exit_layer))
         for _ in range(max(lengths)):
             tokens, scores = self.engine.draft(exit_layer, drafted)
             current.survivals = [survival * score for survival, score in zip(current.survivals, scores, strict=True)]
@@ -225,7 +226,7 @@ class HybridDrafter:
                 break  # n-grams continue from here: their tokens are at least as likely to be accepted, and free
         self.engine.rollback()
         for draft, tokens, start, length in zip(current.drafts, drafted, before, lengths, strict=True):
-            draft.add(tokens[len(start) :][:length], _head(exit_layer), exit_layer)
+            draft.add(tokens[len(start) :][:length], head_source(exit_layer), exit_layer)
 
     def _draft_with_ngrams(self, current: _Round, matches: list[Match], lengths: list[int]) -> None:
         """Add the continuations of n-grams to the drafts of the rows that have a match."""
@@ -254,7 +255,7 @@ class HybridDrafter:
         for exit_layer in self.heads:
             if self.engine is not None and exit_layer == self.engine.head_layer:
                 continue  # it would read hidden states of the n-gram's last token, which no pass has computed
-            own = self.acceptances.probability(_head(exit_layer))
+            own = self.acceptances.probability(head_source(exit_layer))
             if self._is_worth_more(current, own, drafted, exit_layer, catch_up=True):
                 self._draft_with_head(current, exit_layer, [room] * len(current.rows))
                 return
@@ -268,15 +269,3 @@ class HybridDrafter:
 
 def _likelier(own: Match, remembered: Match) -> Match:
     return remembered if remembered.acceptance > own.acceptance else own
-
-
-def _ngram(length: int) -> str:
-    return f"{length}-gram"
-
-
-def _remembered(length: int) -> str:
-    return f"remembered {length}-gram"
-
-
-def _head(exit_layer: int) -> str:
-    return f"exit layer {exit_layer}" if exit_layer else "draft head"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..common.token_sources import FULL_PASS
 from .call import Call
 from .policy import CostTable
 
@@ -44,6 +45,15 @@ class Draft:
                 return piece.exit_layer
             position -= piece.length
         return 0
+
+    def sources_of(self, new_tokens: list[int]) -> list[str]:
+        """The source of each of a round's new tokens: that of an accepted draft token, else the full-depth pass."""
+        written = (piece.source for piece in self.pieces for _ in range(piece.length))
+        drafted = [
+            source if token == new else FULL_PASS
+            for source, token, new in zip(written, self.tokens, new_tokens, strict=False)
+        ]
+        return drafted + [FULL_PASS] * (len(new_tokens) - len(drafted))
 
 
 class Drafter(Protocol):

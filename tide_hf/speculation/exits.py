@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..common.errors import UnsupportedOptionError
+from ..common.token_sources import DRAFT_HEAD
 from .acceptance import AcceptanceRule
 from .engine import Draft, DraftEngine, Engine
 from .rows import Row
 
 MAX_EXITS = 8  # in a row
-SOURCE = "draft head"
 
 
 class ExitRule(AcceptanceRule):
@@ -121,7 +121,7 @@ class ExitDrafter:
         starts = [len(row.tokens) for row in batch]
         if self.rule.exit_threshold <= 1:  # above, no score reaches it
             self._exit(batch, limits)
-        return [Draft().add(row.tokens[start:], SOURCE) for row, start in zip(batch, starts, strict=True)]
+        return [Draft().add(row.tokens[start:], DRAFT_HEAD) for row, start in zip(batch, starts, strict=True)]
 
     def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
         """Learn nothing, since no token is judged."""

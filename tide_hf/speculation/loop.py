@@ -20,10 +20,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..base_model.structure import CACHE
 from ..base_model.unembed import greedy_tokens
+from ..common.draft_streamer import DraftStreamer
 from ..common.stats import ExitStats
 from .acceptance import AcceptanceRule
 from .engine import UNREAD, Draft, Drafter, Engine
-from .rows import by_step
+from .rows import Row, by_step
 
 
 class SpeculativeDecoder:
@@ -46,6 +47,7 @@ class SpeculativeDecoder:
             drafter = make_drafter(self.engine)
             for row, tokens in zip(self.rows, first, strict=True):
                 drafter.observe(row.index, Draft(), tokens, 0)
+                self._note_sources(row, Draft(), tokens)
             with self.engine.decoding():
                 while not self._is_done():
                     self._round(drafter)
@@ -86,9 +88,17 @@ class SpeculativeDecoder:
         for row, draft, tokens in zip(self.batch, drafts, new_tokens, strict=True):
             n_matches = sum(drafted == new for drafted, new in zip(draft.tokens, tokens, strict=False))
             drafter.observe(row.index, draft, tokens, n_matches)
+            self._note_sources(row, draft, tokens, n_matches)
             self.stats.rounds += 1
             self.stats.drafted += len(draft.tokens)
             self.stats.accepted += n_matches
+
+    def _note_sources(self, row: Row, draft: Draft, tokens: list[int], n_matches: int = 0) -> None:
+        """Note where a row's new tokens came from, and tell a streamer that shows it."""
+        sources = draft.sources_of(tokens)
+        row.sources += sources
+        if isinstance(self.rule.streamer, DraftStreamer):
+            self.rule.streamer.end_round(sources, draft.tokens[n_matches:])
 
     def _drop_stopped(self) -> None:
         """Drop the rows that have stopped from the batch, so that they cost nothing more."""
@@ -111,6 +121,7 @@ class SpeculativeDecoder:
         sequences = torch.cat([prompts, new_tokens], dim=-1)
         self.stats.layers_executed = self.engine.layers_executed
         self.stats.per_token = [row.depths[: row.stopped_at] for row in self.rows]
+        self.stats.sources = [row.sources[: row.stopped_at] for row in self.rows]
         if not rule.config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(

@@ -25,6 +25,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)  # the new tokens
     stopped_at: int | None = None  # the number of new tokens when a criterion stopped the row
     depths: list[int] = field(default_factory=list)  # the layer that each new token was read from; 0 for an n-gram
+    sources: list[str] = field(default_factory=list)  # what wrote each new token; see `common.token_sources`
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 

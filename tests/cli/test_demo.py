@@ -1,0 +1,112 @@
+"""``tide-hf demo``: both answers to each prompt, one table, and the figures as JSON."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from tide_hf import ExitStats
+from tide_hf.cli import demo
+from tide_hf.cli.main import main
+from tide_hf.cli.prompts import PROMPTS
+from tide_hf.evaluation.benchmark import DecodingMethod, PromptResult, Result, Run, compare_with
+
+SHORT = ("--max-new-tokens", "8")
+
+
+@pytest.fixture
+def command(tiny_model_folder):
+    return ["demo", str(tiny_model_folder), *SHORT]
+
+
+def test_both_answers_to_each_prompt_then_one_table_and_the_figures_as_json(
+    command, routers_folder, monkeypatch, capsys
+):
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    options = ["--routers", str(routers_folder), "--json", "--prompt", "abcabcabc", "--prompt", "hello"]
+    assert main([*command, *options, "--threads", "1"]) == 0
+    captured = capsys.readouterr()
+    heads = [line for line in captured.err.splitlines() if line in ("abcabcabc", "hello", *demo.NAMES)]
+    assert heads == ["abcabcabc", *demo.NAMES, "hello", *demo.NAMES]
+    shown = (
+        "Loading",
+        "Attaching TIDE",
+        "full pass: ",
+        "1 thread, device",
+        "tokens",
+        f"tide-hf benchmark {command[1]}",
+    )
+    assert [part for part in shown if part not in captured.err] == []
+    assert captured.err.rstrip().endswith(f"tide-hf benchmark {command[1]}")
+    record = json.loads(captured.out)
+    assert (record["prompts"], record["dtype"]) == (["abcabcabc", "hello"], "float32")
+    assert [row["name"] for row in record["results"]] == ["generate", "self_speculative"]
+    assert record["results"][1]["num_equal"] == 2
+    # Standard error is not a terminal, so there are neither progress bars nor colours.
+    assert not transformers_logging.is_progress_bar_enabled()
+    assert "\x1b" not in captured.err
+
+
+def test_no_answer_is_drafted_from_one_to_the_same_prompt_that_nobody_saw(command, monkeypatch, capsys):
+    remembered = []
+    stream = demo.stream_side_by_side
+
+    def see(answers, tokenizer, console):
+        model = answers[demo.NAMES[1]].args[0].model
+        remembered.append(model._tide.answers.num_tokens)
+        return stream(answers, tokenizer, console)
+
+    monkeypatch.setattr(demo, "stream_side_by_side", see)
+    assert main([*command, "--prompt", "a", "--prompt", "b"]) == 0
+    assert remembered == [0, 0]
+
+
+def test_a_slow_machine_leaves_built_in_prompts_out_and_no_others(command, monkeypatch, capsys, tiny_model_folder):
+    monkeypatch.setattr(demo, "MAX_SECONDS", -1.0)
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert (PROMPTS[0] in out, PROMPTS[2] in " ".join(out.split())) == (True, False)
+    assert "The other prompts are left out" in out
+    assert main([*command, "--prompt", "hello", "--prompt", "you"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(demo.NAMES[0]) == 2
+    assert "left out" not in out
+
+
+def results_of(*answers):
+    """Results of plain decoding and TIDE; for each prompt the seconds and tokens of both, and the counts of TIDE."""
+    plain, tide = (Result(DecodingMethod(name, None), []) for name in ("generate", "self_speculative"))
+    for slow, fast, tokens, others, rounds, accepted in answers:
+        stats = ExitStats("self_speculative", 4, rounds=rounds, drafted=9, accepted=accepted)
+        plain.prompts.append(PromptResult([Run(slow, tokens, None)]))
+        tide.prompts.append(PromptResult([Run(fast, others, stats)]))
+    for result in (plain, tide):
+        compare_with(plain, result)
+    return [plain, tide]
+
+
+def table_of(prompts, results):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(demo.comparison_table(prompts, results))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    return [line.split() for line in lines if set(line) - set(" \N{BOX DRAWINGS LIGHT HORIZONTAL}")][2:]
+
+
+def test_a_table_of_speed_equality_and_tokens_a_pass():
+    tokens = list(range(8))
+    same = (4.0, 2.0, tokens, tokens, 2, 5), (4.0, 1.0, tokens, tokens, 2, 6)
+    rows = table_of(["one [b]", "a\nlong " * 20], results_of(*same))
+    assert rows[0] == ["one", "[b]", "2.0", "4.0", "2.00", "yes", "3.50"]
+    assert rows[1][-5:] == ["2.0", "8.0", "4.00", "yes", "4.00"]
+    assert rows[2] == ["all", "2.0", "5.3", "2.67", "2", "of", "2", "3.75"]
+
+
+def test_no_speed_is_shown_for_tokens_that_differ():
+    tokens = list(range(8))
+    rows = table_of(["one", "two"], results_of((4.0, 2.0, tokens, tokens, 7, 0), (4.0, 2.0, tokens, tokens[1:], 7, 0)))
+    assert rows[0] == ["one", "2.0", "4.0", "2.00", "yes", "1.00"]
+    assert rows[1] == ["two", "2.0", "3.5", "differs", "no", "1.00"]
+    assert rows[2][3:] == ["differs", "1", "of", "2", "1.00"]
