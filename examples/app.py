@@ -1,24 +1,25 @@
-"""A page that shows how deep each token of an answer ran, and the speed-up: `python examples/app.py`.
+"""A page that shows where each token of an answer came from, and the speed-up: `python examples/app.py`.
 
 Needs `pip install "tide-hf[demo]"`. Open http://127.0.0.1:7860; the page is only served to this machine and loads
-nothing from elsewhere. The answer streams, then its speed and tokens are compared with those of plain `generate`.
+nothing from elsewhere. The answer streams, each token in the colour of what drafted it, with rejected drafts struck
+through; then its speed and tokens are compared with those of plain `generate`.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from html import escape
+from queue import SimpleQueue
 from typing import Any
 
 import gradio as gr
-from transformers import TextIteratorStreamer
 
 from tide_hf.cli.benchmark import notes
 from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
 from tide_hf.cli.model_arguments import ALL, Loaded, load, modes_to_run
 from tide_hf.cli.parser import add_model_arguments, positive
 from tide_hf.cli.prompts import PROMPTS, check_room
+from tide_hf.common.draft_streamer import DraftStreamer
 from tide_hf.common.errors import TIDEError
 from tide_hf.common.token_ids import encode_prompt
 from tide_hf.evaluation.benchmark import Result, compare, tide_method, tide_methods, timed_run, usable_threshold
@@ -38,15 +39,15 @@ class Page:
         self.attached = tide.model
 
     def answer(self, prompt: str, mode: str, threshold: float, max_new_tokens: float) -> Iterator[tuple[str, str]]:
-        """Yield the growing answer, then the coloured one with its figures: HTML and Markdown."""
+        """Yield the growing answer, then the whole one with its figures: HTML and Markdown."""
         if not prompt.strip():
             raise gr.Error("Write a prompt first.")
         method = tide_method(self.attached, mode, threshold)
         inputs, longest = encode_prompt(self.tokenizer, prompt), int(max_new_tokens)
         try:
             check_room(self.plain.model, inputs["input_ids"].shape[1], longest)
-            for text in streamed(partial(timed_run, method, inputs, longest), self.tokenizer):
-                yield f'<div dir="auto" style="white-space:pre-wrap">{escape(text)}</div>', ""
+            for html in streamed(partial(timed_run, method, inputs, longest), self.tokenizer):
+                yield html, ""
             yield gr.skip(), WAITING
             results = compare([self.plain, method], [inputs], max_new_tokens=longest, repeats=self.repeats)
         except TIDEError as error:
@@ -57,8 +58,11 @@ class Page:
 
     def blocks(self) -> gr.Blocks:
         """The layout of the page."""
-        with gr.Blocks(title="TIDE: token-informed depth", analytics_enabled=False) as page:
-            gr.Markdown(f"# Token-informed depth\n{self.plain.model.name_or_path}, each token as deep as it needs")
+        with gr.Blocks(title="TIDE: drafts, verified by the model itself", analytics_enabled=False) as page:
+            gr.Markdown(
+                f"# Drafts, verified by the model itself\n{self.plain.model.name_or_path}, each token in the colour of "
+                "its source; drafts that the model rejects are struck through"
+            )
             with gr.Row():
                 prompt = gr.Textbox(PROMPTS[2], label="Prompt", lines=4, scale=2, elem_id="prompt")
                 with gr.Column():
@@ -75,16 +79,18 @@ class Page:
         return page
 
 
-def streamed(answer: Callable[[TextIteratorStreamer], Any], tokenizer: Any) -> Iterator[str]:
-    """Run `answer` in a thread and yield its text so far, whenever it grows."""
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+def streamed(answer: Callable[[DraftStreamer], Any], tokenizer: Any) -> Iterator[str]:
+    """Run `answer` in a thread and yield its text so far as HTML: after each round, or each token if there are none."""
+    pages: SimpleQueue[str | None] = SimpleQueue()
+
+    def show(streamer: DraftStreamer) -> None:
+        if len(streamer.sources) in (0, len(streamer.texts)):  # else the round's sources are about to come
+            pages.put(streamer.to_html())
+
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(answer, streamer=streamer)
-        run.add_done_callback(lambda _: streamer.end())  # also if it fails
-        text = ""
-        for piece in streamer:
-            text += piece
-            yield text
+        run = pool.submit(answer, streamer=DraftStreamer(tokenizer, show))
+        run.add_done_callback(lambda _: pages.put(None))  # also if it fails
+        yield from iter(pages.get, None)
         run.result()
 
 

@@ -9,6 +9,7 @@ from .hub.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from .calibration import calibrate
+    from .common.draft_streamer import DraftStreamer
     from .common.errors import TIDEError, UnsupportedModelError
     from .common.stats import ExitStats
     from .logits_process import TIDELogitsProcessor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DraftStreamer",
     "ExitStats",
     "TIDEConfig",
     "TIDEError",
@@ -31,6 +33,7 @@ __all__ = [
 
 # The module of each name, imported at first use: torch and transformers are slow, and `tide-hf --help` needs neither.
 _MODULES = {
+    "DraftStreamer": "common.draft_streamer",
     "ExitStats": "common.stats",
     "TIDEConfig": "routers.config",
     "TIDEError": "common.errors",

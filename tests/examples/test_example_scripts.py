@@ -130,7 +130,8 @@ def test_generate_dataset_in_one_process_and_in_two(tiny_model_folder, tmp_path,
 def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):
     notebook = json.loads((FOLDER / "notebook.ipynb").read_text(encoding="utf-8"))
     display = ModuleType("IPython.display")
-    display.HTML = str
+    display.HTML, pages = str, []
+    display.display = lambda page, display_id: SimpleNamespace(update=pages.append)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     base = [kind.from_pretrained(tiny_model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer)]
     monkeypatch.setattr(demo_model, "load_demo_model", lambda **options: base)
@@ -144,9 +145,11 @@ def test_the_notebook(tiny_model_folder, routers_folder, monkeypatch):
             exec(last, namespace)
         else:
             shown.append(eval(last, namespace))
-    assert "self_speculative: 48 tokens" in shown[0]
-    assert shown[1]._repr_png_().startswith(b"\x89PNG")
-    assert "early_exit: 48 tokens" in shown[2]
+    assert "full pass: 1<" in pages[0]
+    assert len(pages) > 48  # once for each token, and for each round
+    assert "self_speculative: 48 tokens" in pages[-1]
+    assert shown[0]._repr_png_().startswith(b"\x89PNG")
+    assert "early_exit: 48 tokens" in shown[1]
     assert "last_exit_stats" not in vars(namespace["model"])
 
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _print_table(prompts: Sequence[str], results: Sequence[Result], args: argparse.Namespace, console: Console) -> None:
     """Print how fast TIDE was beside plain `generate`, what the figures are, and where to go on."""
-    console.print(comparison_table(prompts, results))
+    console.print(Padding(comparison_table(prompts, results), (1, 0), expand=False))
     note = (
         f"At most {args.max_new_tokens} new tokens, greedy, prefill included; one run each, in turn, in this process, "
         "as streamed above. A speed is given where the tokens are those of generate."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -120,8 +121,8 @@ def coloured(pieces: Iterable[tuple[str, str]], rejected: str = "") -> Text:
     pieces = list(pieces)
     colours = source_colours(source for _, source in pieces)
     text = Text()
-    for piece, source in pieces:
-        text.append(_without_controls(piece), style=colours[kind_of(source)].terminal)
+    for kind, run in groupby(pieces, lambda piece: kind_of(piece[1])):
+        text.append(_without_controls("".join(piece for piece, _ in run)), style=colours[kind].terminal)
     text.append(_without_controls(rejected), style=REJECTED)
     return text
 
