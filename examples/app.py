@@ -22,7 +22,7 @@ from tide_hf.cli.prompts import PROMPTS, check_room
 from tide_hf.common.draft_streamer import DraftStreamer
 from tide_hf.common.errors import TIDEError
 from tide_hf.common.token_ids import encode_prompt
-from tide_hf.evaluation.benchmark import Result, compare, tide_method, tide_methods, timed_run, usable_threshold
+from tide_hf.evaluation.benchmark import Result, Run, compare, tide_method, tide_methods, timed_run, usable_threshold
 
 WAITING = "Measuring against plain `generate` …"
 
@@ -39,7 +39,7 @@ class Page:
         self.attached = tide.model
 
     def answer(self, prompt: str, mode: str, threshold: float, max_new_tokens: float) -> Iterator[tuple[str, str]]:
-        """Yield the growing answer, then the whole one with its figures: HTML and Markdown."""
+        """Yield the growing answer, then figures: HTML and Markdown."""
         if not prompt.strip():
             raise gr.Error("Write a prompt first.")
         method = tide_method(self.attached, mode, threshold)
@@ -52,9 +52,8 @@ class Page:
             results = compare([self.plain, method], [inputs], max_new_tokens=longest, repeats=self.repeats)
         except TIDEError as error:
             raise gr.Error(str(error)) from error
-        run = results[1].prompts[0].runs[-1]
         explained = "\n".join(f"- {note}" for note in notes(results, longest, self.repeats))
-        yield run.stats.to_html(run.new_tokens, self.tokenizer), f"{table(results)}\n\n{explained}"
+        yield gr.skip(), f"{table(results)}\n\n{explained}"
 
     def blocks(self) -> gr.Blocks:
         """The layout of the page."""
@@ -79,8 +78,11 @@ class Page:
         return page
 
 
-def streamed(answer: Callable[[DraftStreamer], Any], tokenizer: Any) -> Iterator[str]:
-    """Run `answer` in a thread and yield its text so far as HTML: after each round, or each token if there are none."""
+def streamed(answer: Callable[[DraftStreamer], Run], tokenizer: Any) -> Iterator[str]:
+    """Run `answer` in a thread and yield its text so far as HTML: after each round, or each token if there are none.
+
+    The last page has the statistics as well.
+    """
     pages: SimpleQueue[str | None] = SimpleQueue()
 
     def show(streamer: DraftStreamer) -> None:
@@ -91,7 +93,8 @@ def streamed(answer: Callable[[DraftStreamer], Any], tokenizer: Any) -> Iterator
         run = pool.submit(answer, streamer=DraftStreamer(tokenizer, show))
         run.add_done_callback(lambda _: pages.put(None))  # also if it fails
         yield from iter(pages.get, None)
-        run.result()
+        found = run.result()
+    yield found.stats.to_html(found.new_tokens, tokenizer)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -12,9 +12,10 @@ from drafters import use_drafter
 gradio = pytest.importorskip("gradio")
 
 from examples import app  # noqa: E402
-from tide_hf import DraftStreamer, TIDERouters  # noqa: E402
+from tide_hf import DraftStreamer, ExitStats, TIDERouters  # noqa: E402
 from tide_hf.cli.model_arguments import Loaded  # noqa: E402
 from tide_hf.common.token_ids import encode_prompt  # noqa: E402
+from tide_hf.evaluation.benchmark import Run  # noqa: E402
 
 CHROMIUM = shutil.which("chromium")
 QUIET = ("--no-first-run", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
@@ -44,18 +45,18 @@ def browser(tmp_path):
         context.close()
 
 
-def test_the_answer_streams_and_ends_coloured_and_measured(page):
-    *streamed, (waiting_text, waiting), (html, figures) = page.answer("abcabcabc", "self_speculative", 0.5, 24)
+def test_the_answer_streams_in_colours_and_is_then_measured(page):
+    *streamed, (html, _), (kept, waiting), (last, figures) = page.answer("abcabcabc", "self_speculative", 0.5, 24)
     assert len(streamed) > 1
     assert "full pass: 1<" in streamed[0][0]
     assert all(figures == "" for _, figures in streamed)
-    assert (waiting_text, waiting) == (gradio.skip(), app.WAITING)
     assert "self_speculative: 24 tokens" in html
+    assert (kept, waiting, last) == (gradio.skip(), app.WAITING, gradio.skip())  # the answer stays
     plain, tide = figures.splitlines()[2:4]
     assert plain.startswith("| generate |")
     assert tide.startswith("| self_speculative |")
     assert tide.endswith("| equal to generate's |")
-    *_, (html, figures) = page.answer("abcabcabc", "early_exit", 0.0, 24)
+    *_, (html, _), _, (_, figures) = page.answer("abcabcabc", "early_exit", 0.0, 24)
     assert "exit layer 2" in html
     assert "early_exit: approximate, exit_threshold 0" in figures
     assert "are generate's |" in figures
@@ -69,11 +70,13 @@ def test_rejected_drafts_are_struck_through_until_the_next_token(tiny_tokenizer)
                 streamer.put(torch.tensor([token]))
             streamer.end_round(sources, tiny_tokenizer(rejected)["input_ids"])
         streamer.end()
+        stats = ExitStats("self_speculative", 4, per_token=[[4, 0, 4]], sources=[["full pass", "2-gram", "full pass"]])
+        return Run(1.0, tiny_tokenizer("abc")["input_ids"], stats)
 
     pages = list(app.streamed(answer, tiny_tokenizer))
     struck = [re.findall("<s .*?>(.*?)</s>", page) for page in pages]
-    assert struck == [[], ["x"], ["y"], []]  # the first token, each round, the end
-    assert ["n-gram: 1" in page for page in pages] == [False, False, True, True]
+    assert struck == [[], ["x"], ["y"], [], []]  # the first token, each round, the end, with statistics
+    assert ["n-gram: 1" in page for page in pages] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(("prompt", "most", "problem"), [(" ", 8, "Write a prompt"), ("abc", 10**6, "too long")])
