@@ -92,6 +92,20 @@ def test_an_interrupt_ends_quietly(monkeypatch, capsys, function):
     assert capsys.readouterr().err in ("", f"Loading {DEFAULT_MODEL} ...\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "is_terminal", "shown"),
+    [(["push", "a", "b"], True, True), (["push", "a", "b"], False, False), (["completion", "bash"], True, False)],
+)
+def test_the_slow_import_is_shown_on_a_terminal(monkeypatch, line, is_terminal, shown):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("tide_hf.cli.main.import_module", Mock())
+    assert main(line) == 0
+    assert ("Importing PyTorch" in stream.getvalue()) is shown
+
+
 def in_a_shell(line):
     """A light command in a process of its own, whose exit flushes the streams."""
     pytest.importorskip("shtab")

@@ -79,13 +79,14 @@ def test_a_draft_that_the_host_reads_late_has_its_sources_too(engine):
     assert {"script"} <= set(stats.sources[0]) <= {"script", "head", FULL_PASS}
 
 
-def test_a_row_that_ended_has_as_many_sources_as_tokens():
+@pytest.mark.parametrize("criteria", [[], [MaxTimeCriteria(10**6)]])  # by which ended rows stay, padded
+def test_a_row_that_ended_has_as_many_sources_as_tokens(criteria):
     model, batch = tiny_model("llama"), prompts(2)
     plain = new_tokens(model, batch)
     TIDEModelForCausalLM.attach(model)
     use_drafter(model, "right", plain)
     end = plain[0][5]
-    model.generate(**batch, **OPTIONS | {"eos_token_id": end})
+    model.generate(**batch, **OPTIONS | {"eos_token_id": end}, stopping_criteria=criteria)
     lengths = [row.index(end) + 1 if end in row else NEW for row in plain]
     assert [len(row) for row in model.last_exit_stats.sources] == lengths
     assert min(lengths) < NEW

@@ -33,19 +33,19 @@ from .streaming import stream_side_by_side
 
 NAMES = ("plain generate", "with TIDE")
 UNTIMED_TOKENS = 8  # of each, before the first prompt, since a first call allocates buffers
-MAX_SECONDS = 45  # after which none of the built-in prompts begins, so that a slow machine shows a table as well
+MAX_SECONDS = 45  # with a loaded model, after which no built-in prompt begins: a slow machine shows a table as well
 PROMPT_WIDTH = 34  # characters of a prompt in the table, which fits 80 columns
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    start = perf_counter()
     prompts = given_prompts(args.prompt) or list(PROMPTS)
     console = Console(stderr=args.json)
     waits = Console(stderr=True)
     waits.print(f"Loading {args.model} ...", markup=False, highlight=False, soft_wrap=True)
     loaded = load(args, load_demo_model)
     inputs = encode_prompts(loaded, prompts, args)
+    start = perf_counter()
     with waiting(waits, "Attaching TIDE, and running both for a moment"):
         methods = tide_methods(loaded.model, loaded.routers, ["self_speculative"])
         for method in methods:
