@@ -132,6 +132,32 @@ def growing(tokenizer, text, height):
     return view
 
 
+def test_an_answer_that_is_complete_leaves_room_for_the_one_beside_it(tiny_tokenizer, monkeypatch):
+    tokens = tiny_tokenizer("\n".join(f"line {number}" for number in range(30)))["input_ids"]
+    console, shown = terminal(width=100, height=12), []
+
+    class Live(streaming.Live):
+        def __init__(self, renderable, **options):
+            super().__init__(renderable, **options)
+            shown.append(renderable)
+
+    def second(streamer):
+        run = answer_of(tokens)(streamer)
+        other = terminal(width=100, height=12)
+        other.print(shown[0])
+        shown.append(other.file.getvalue())
+        return run
+
+    monkeypatch.setattr(streaming, "Live", Live)
+    answers = {"plain": answer_of(tokens, run=Run(1.0, tokens, None)), "TIDE": second}
+    streaming.stream_side_by_side(answers, tiny_tokenizer, console)
+    assert shown[1].count("line 29") == 2
+    assert shown[1].count("line 22") == 0
+    assert shown[1].count("\n") <= 12
+    last = console.file.getvalue().rpartition("plain")[2]
+    assert last.count("line 22") == 2  # all of both in the end
+
+
 def test_a_long_answer_scrolls_and_is_complete_in_the_end(tiny_tokenizer):
     text = "\n".join(f"line {number}" for number in range(30))
     console = terminal(width=40, height=5)

@@ -37,7 +37,9 @@ def stream_answer(answer: Callable[[BaseStreamer], Run], tokenizer: Any, console
         return _print_plainly(answer, tokenizer, console)
     view = AnswerView(tokenizer, console.height)
     with Live(view, console=console, refresh_per_second=REFRESHES_PER_SECOND):
-        return view.fill(answer)
+        run = view.fill(answer)
+        view.height = None
+    return run
 
 
 def stream_side_by_side(
@@ -58,19 +60,22 @@ def stream_side_by_side(
     height = max(1, console.height // (1 if is_wide else len(answers)) - LINES_BESIDE)
     views = [AnswerView(tokenizer, height, name) for name in answers]
     with Live(_beside(views) if is_wide else Group(*views), console=console, refresh_per_second=REFRESHES_PER_SECOND):
-        return [view.fill(answer) for view, answer in zip(views, answers.values(), strict=True)]
+        runs = [view.fill(answer) for view, answer in zip(views, answers.values(), strict=True)]
+        for view in views:
+            view.height = None
+    return runs
 
 
 class AnswerView:
-    """An answer as a renderable of rich: while it grows its last lines, in the end all of it.
+    """An answer as a renderable of rich, while it grows and when it is complete.
 
     Args:
         tokenizer: The model's tokenizer.
-        height: Number of lines that are shown while the answer grows.
+        height: Number of lines that are shown, the last ones; `None` shows all.
         name: A heading; where there is one, the figures and the legend are shown as well.
     """
 
-    def __init__(self, tokenizer: Any, height: int, name: str = "") -> None:
+    def __init__(self, tokenizer: Any, height: int | None, name: str = "") -> None:
         self.streamer = DraftStreamer(tokenizer)
         self.height, self.name = height, name
         self.run: Run | None = None
@@ -83,13 +88,12 @@ class AnswerView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.name:
             yield Text(self.name, style="bold")
-        if self.run is None:
-            text = coloured(self.streamer.pieces(), self.streamer.rejected_text)
-            yield Text("\n").join(text.wrap(console, options.max_width)[-self.height :])
-            return
-        known = self.run.stats is not None
-        yield coloured(zip(self.streamer.texts, _sources(self.run), strict=True) if known else self.streamer.pieces())
-        if self.name:
+        pieces, stats = self.streamer.pieces(), self.run.stats if self.run is not None else None
+        if stats is not None:  # knows the sources in modes without rounds as well
+            pieces = list(zip(self.streamer.texts, stats.sources[0], strict=True))
+        text = coloured(pieces, self.streamer.rejected_text)
+        yield text if self.height is None else Text("\n").join(text.wrap(console, options.max_width)[-self.height :])
+        if self.name and self.run is not None:
             yield Padding(_figures(self.run), (1, 0, 0, 0))
 
 
