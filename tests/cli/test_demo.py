@@ -13,6 +13,7 @@ from tide_hf.cli.main import main
 from tide_hf.cli.prompts import PROMPTS
 from tide_hf.evaluation.benchmark import DecodingMethod, PromptResult, Result, Run, compare_with
 
+HEADINGS = ["generate", "TIDE", "tokens", "tokens", "prompt", "tokens/s", "tokens/s", "speed", "equal", "a", "pass"]
 SHORT = ("--max-new-tokens", "8")
 
 
@@ -92,14 +93,16 @@ def table_of(prompts, results):
     console.print(demo.comparison_table(prompts, results))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80
+    assert "\n".join(lines[:2]).split() == HEADINGS
     return [line.split() for line in lines if set(line) - set(" \N{BOX DRAWINGS LIGHT HORIZONTAL}")][2:]
 
 
 def test_a_table_of_speed_equality_and_tokens_a_pass():
     tokens = list(range(8))
     same = (4.0, 2.0, tokens, tokens, 2, 5), (4.0, 1.0, tokens, tokens, 2, 6)
-    rows = table_of(["one [b]", "a\nlong " * 20], results_of(*same))
+    rows = table_of(["one [b]", "a\n" + "long " * 20], results_of(*same))
     assert rows[0] == ["one", "[b]", "2.0", "4.0", "2.00", "yes", "3.50"]
+    assert rows[1][:5] == ["a", "long", "long", "long", "long"]
     assert rows[1][-5:] == ["2.0", "8.0", "4.00", "yes", "4.00"]
     assert rows[2] == ["all", "2.0", "5.3", "2.67", "2", "of", "2", "3.75"]
 

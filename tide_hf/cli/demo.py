@@ -34,7 +34,7 @@ from .streaming import stream_side_by_side
 NAMES = ("plain generate", "with TIDE")
 UNTIMED_TOKENS = 8  # of each, before the first prompt, since a first call allocates buffers
 MAX_SECONDS = 45  # with a loaded model, after which no built-in prompt begins: a slow machine shows a table as well
-PROMPT_WIDTH = 34  # characters of a prompt in the table, which fits 80 columns
+PROMPT_WIDTH = 28  # characters of a prompt in the table, which fits 80 columns
 
 
 def run(args: argparse.Namespace) -> None:
