@@ -40,7 +40,7 @@ CPU_SOURCES = (
     *("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention"),
     *("qkv_rope", "attention_mlp"),
 )
-CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h")
+CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "int4_weight.h")
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),

@@ -26,7 +26,6 @@ from ..common.errors import first_line
 from ..common.measurements import measured
 from ..common.timing import least_seconds
 from ..kernels.cpu.cpp_kernels import are_ready, load_op
-from ..kernels.cpu.integer_weights import IntegerWeight
 from ..kernels.cpu.weight_layouts import DECODE_ROWS, PlainWeight
 from .gates import ExecuteLayer, Gate, LayerGate, LayerRun, active, input_state
 from .linear_gate import KERNEL_LAYOUTS, IntegerGate, LinearGate, allowed_layouts
@@ -43,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class Product(NamedTuple):
-    """A linear layer as the kernels read it: weight (out, in), scales (out,) if that is in int8, and bias (out,)."""
+    """A linear layer as the kernels read it: weight (out, in), scales if that is of integers, and bias (out,)."""
 
     weight: Tensor
-    scales: Tensor | None
+    scales: Tensor  # as in `IntegerWeight`; empty for weights that are not of integers
     bias: Tensor | None
 
 
@@ -73,12 +72,14 @@ class FusedLayer:
     ) -> None:
         self.dtype, self.size, self.head_size = norms[0].weight.dtype, norms[0].weight.numel(), head_size
         weights = [product.weight for product in products]
-        scales = [product.scales for product in products if product.scales is not None]
+        is_scaled = any(product.scales.numel() for product in products)
+        scales = [product.scales for product in products] if is_scaled else []
         biases = [product.bias for product in products[:3] if product.bias is not None]
         head_eps = head_norms[0].eps if head_norms else 0.0
         # Numbers of heads of queries, keys and values.
         self.heads = [weight.shape[0] // head_size for weight in weights[:3]]
-        self.kind = f"{self.dtype}, {[(*weight.shape, weight.dtype) for weight in weights]}, heads of {head_size}"
+        shapes = [(*weight.shape, weight.dtype, *scale.shape) for weight, scale, _ in products]
+        self.kind = f"{self.dtype}, {shapes}, heads of {head_size}"
         self._before = (*norms[0], weights[:3], biases, scales[:3], [norm.weight for norm in head_norms], head_eps)
         self._after = (scale, *norms[1], weights[3:], products[3].bias, scales[3:])
 
@@ -145,11 +146,9 @@ def _names(module: Any) -> set[str]:
 
 def _agree(products: list[Product], dtype: torch.dtype) -> bool:
     """Whether products have dtypes and biases that one call of a kernel takes."""
-    scaled = [product.scales is not None for product in products]
-    expected = torch.int8 if scaled[0] else dtype
-    alike = len(set(scaled)) == 1 and all(product.weight.dtype is expected for product in products)
+    are_readable = all(product.scales.numel() or product.weight.dtype is dtype for product in products)
     biased = [product.bias is not None for product in products]
-    return alike and len(set(biased[:3])) == 1 and not any(biased[4:])
+    return are_readable and len(set(biased[:3])) == 1 and not any(biased[4:])
 
 
 def _is_untouched(module: nn.Module) -> bool:
@@ -166,10 +165,10 @@ def _product(linear: nn.Module) -> Product | None:
         return None
     bias = linear._parameters.get("bias")
     if isinstance(gate, IntegerGate):
-        integers: Any = gate.convert(IntegerWeight)
-        return Product(integers.integers, integers.scales, bias)
+        integers: Any = gate.prepare(DECODE_ROWS[0], KERNEL_LAYOUTS)
+        return None if integers is None else Product(integers.integers, integers.scales, bias)
     plain: Any = gate.convert(PlainWeight)
-    return Product(plain.plain[0], None, bias)
+    return Product(plain.plain[0], torch.empty(0), bias)
 
 
 def _norm(norm: nn.Module) -> Norm | None:

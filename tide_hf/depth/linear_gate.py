@@ -167,15 +167,16 @@ class IntegerGate(LinearGate):
         self._found: tuple[Any, tuple[Tensor, ...]] = (None, ())  # a weight, and its integers, which take time to find
 
     def sources(self) -> tuple[Tensor, ...]:
-        """The integers (out, in) and their scales, which the kernel reads; nothing while it cannot read them."""
+        """The integers, their scales and perhaps zero points, as the kernel reads them; nothing while it cannot."""
         if self._found[0] is not self._weight:
             self._found = self._weight, integers_of(self.module) or ()
         return self._found[1]
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
         """The weights as the kernel reads them; `None` if it may not run, or the package's own product is faster."""
-        is_served = PlainWeight in layouts and IntegerWeight.serves(self._weight.dtype, rows)
-        return self.convert(IntegerWeight) if is_served and self.sources() else None
+        sources = self.sources() if PlainWeight in layouts else ()
+        is_served = bool(sources) and IntegerWeight.serves(self._weight.dtype, rows, sources[0].dtype)
+        return self.convert(IntegerWeight) if is_served else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the integers as well; a copy finds its own."""

@@ -7,11 +7,23 @@
 
 #include <cstdint>
 
+// The weight of a linear layer, (out, in), as the model stores it: values of the kernel's dtype, or integers, whose scales
+// are not null. Each row of integers is in `groups` groups of equal size, with a scale each. With `has_zeros`, each scale
+// is followed by a zero: a weight is scale * integer + zero.
+// - int8: scales (out, groups). If there are several groups, or zeros, a group has a multiple of 16 integers.
+// - int4, less 8: as `_convert_weight_to_int4pack_for_cpu` packs them, see int4_weight.h; scales (groups, out), with zeros.
+struct LinearWeight {
+  const void* values;
+  const float* scales;
+  int64_t groups;
+  bool has_zeros, is_int4;
+};
+
 struct SkinnyGemm {
   static constexpr const char* kName = "skinny_gemm";  // of the op
-  const void *input, *const *weights, *bias;  // (rows, size), `count` times (sizes_out[i], size), (size_out) or null
-  const float* const* scales;                 // `count` times (sizes_out[i]), for weights in int8; else null
-  void* output;                               // (rows, size_out)
+  const void *input, *bias;                            // (rows, size), (size_out) or null
+  const LinearWeight* weights;                               // `count` times (sizes_out[i], size)
+  void* output;                                        // (rows, size_out)
   const int64_t* sizes_out;
   int64_t rows, size, count, size_out, threads;
 };
@@ -48,8 +60,8 @@ struct PrefillAttention {
 struct QkvRope {
   static constexpr const char* kName = "qkv_rope";  // of the op
   const void *input, *norm;                         // (rows, width, size), (size)
-  const void *const *weights, *const *biases;       // of queries, keys, values: (heads * head_size, size); or null
-  const float* const* scales;                       // as in SkinnyGemm
+  const LinearWeight* weights;                            // of queries, keys, values: (heads * head_size, size)
+  const void* const* biases;                        // the same; or null
   const void* const* head_norms;                    // of queries and keys, (head_size) each; or null
   const void *cos, *sin;                            // (width, head_size), per row if has_row_angles
   void* output;                                     // (rows, heads + 2 * kv_heads, width, head_size)
@@ -64,8 +76,7 @@ struct AttentionMlp {
   const bool* may_attend;                   // (width, all_slots), per row if has_row_masks; or null
   const void* mask;                         // the same, added to the scores; or null. Without both, attention is causal
   const void *norm, *bias;                  // (size) each; that of the output projection, or null
-  const void* const* weights;               // output (size, heads * head_size), gate and up (inner, size), down (size, inner)
-  const float* const* scales;               // as in SkinnyGemm
+  const LinearWeight* weights;                    // output (size, heads * head_size), gate and up (inner, size), down (size, inner)
   void* output;                             // as `input`
   int64_t rows, width, size, inner, heads, kv_heads, head_size, slots, all_slots, threads;
   bool has_row_masks;

@@ -78,7 +78,6 @@ void run<Value>(const AttentionMlp& call) {
     const int64_t sizes_out[] = {out, out};
     SkinnyGemm product{};
     product.input = from, product.weights = call.weights + first, product.bias = bias, product.output = to;
-    product.scales = call.scales == nullptr ? nullptr : call.scales + first;
     product.sizes_out = sizes_out, product.rows = tokens, product.size = in, product.count = count;
     product.size_out = count * out, product.threads = call.threads;
     run<Value>(product);

@@ -52,24 +52,43 @@ const void* contiguous_data(const char* name, const Tensor& tensor, ScalarType d
   return tensor.const_data_ptr();
 }
 
-// Pointers to the weights of products and, if these are int8, to their scales. The tensors have to outlive it.
-struct Products {
-  std::vector<const void*> weights;
-  std::vector<const float*> scales;
+// Check that a weight is (out, in); int4 weights hold two in a byte.
+void check_weight(const char* name, const Tensor& weight, int64_t out, int64_t in) {
+  const bool is_int4 = weight.scalar_type() == ScalarType::Byte;
+  STD_TORCH_CHECK(!is_int4 || (in % 2 == 0 && weight.dim() == 2 && weight.size(0) % 64 == 0), name,
+                  ": int4 weights in an odd number, or not of 64 rows at a time");
+  check_sizes(name, "weight", weight, {out, is_int4 ? in / 2 : in});
+}
 
-  Products(const char* name, const std::vector<Tensor>& given, const std::vector<Tensor>& all_scales, ScalarType dtype) {
-    const bool is_scaled = !all_scales.empty();
-    STD_TORCH_CHECK(!is_scaled || all_scales.size() == given.size(), name, ": scales for some of the weights");
-    for (const Tensor& weight : given)
-      weights.push_back(contiguous_data(name, weight, is_scaled ? ScalarType::Char : dtype));
-    for (size_t i = 0; i < all_scales.size(); ++i) {
-      const auto* values = contiguous_data(name, all_scales[i], ScalarType::Float);
-      STD_TORCH_CHECK(all_scales[i].numel() == given[i].size(0), name, ": scales of the wrong size");
-      scales.push_back(static_cast<const float*>(values));
-    }
+// Weights in int8 with scales (out), (out, groups), or (out, groups, 2) with zeros, or in int4 with (groups, out, 2).
+LinearWeight integers(const char* name, const Tensor& weight, const Tensor& scales) {
+  const bool is_int4 = weight.scalar_type() == ScalarType::Byte;
+  const int64_t out = weight.size(0), in = is_int4 ? 2 * weight.size(1) : weight.size(1), dims = scales.dim();
+  LinearWeight found{};
+  found.values = contiguous_data(name, weight, is_int4 ? ScalarType::Byte : ScalarType::Char);
+  found.scales = static_cast<const float*>(contiguous_data(name, scales, ScalarType::Float));
+  found.has_zeros = dims == 3, found.is_int4 = is_int4;
+  found.groups = dims > 1 ? scales.size(is_int4 ? 0 : 1) : 1;
+  const bool fits = dims >= 1 && dims <= 3 && (!is_int4 || dims == 3) && scales.size(is_int4 ? 1 : 0) == out &&
+                    (dims < 3 || scales.size(2) == 2) && found.groups > 0 && in % found.groups == 0;
+  STD_TORCH_CHECK(fits, name, ": scales of the wrong size");
+  STD_TORCH_CHECK((found.groups == 1 && !found.has_zeros) || in / found.groups % 16 == 0, name,
+                  ": groups not of 16 weights at a time");
+  return found;
+}
+
+// Weights of products, with their scales: none at all, or for each weight, empty for those that are no integers. The
+// tensors have to outlive the result.
+std::vector<LinearWeight> products(const char* name, const std::vector<Tensor>& given, const std::vector<Tensor>& scales,
+                             ScalarType dtype) {
+  STD_TORCH_CHECK(scales.empty() || scales.size() == given.size(), name, ": scales for some of the weights");
+  std::vector<LinearWeight> found;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (scales.empty() || scales[i].numel() == 0) found.push_back({contiguous_data(name, given[i], dtype)});
+    else found.push_back(integers(name, given[i], scales[i]));
   }
-  const float* const* scales_or_null() const { return scales.empty() ? nullptr : scales.data(); }
-};
+  return found;
+}
 
 // The bias, or a contiguous copy of a strided bias; the result has to outlive the kernel call.
 std::optional<Tensor> contiguous_bias(const char* name, const std::optional<Tensor>& bias, int64_t size) {
@@ -94,7 +113,7 @@ Tensor empty_rows(const Tensor& input, int64_t size_out) {
 }
 
 // input (..., in), weights (out, in) each, bias (sum of out) -> (..., sum of out). Weights are of the input's dtype, or
-// int8 with scales (out) float32 each.
+// integers with scales in float32, as `integers` takes them.
 Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
                    const std::vector<Tensor>& all_scales) {
   const char* name = SkinnyGemm::kName;
@@ -104,15 +123,14 @@ Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, cons
   call.size = input.size(-1), call.rows = input.numel() / call.size, call.count = static_cast<int64_t>(weights.size());
   std::vector<int64_t> sizes_out;
   for (const Tensor& weight : weights) {
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == call.size, name, ": weights of the wrong size");
+    check_weight(name, weight, -1, call.size);
     sizes_out.push_back(weight.size(0));
     call.size_out += weight.size(0);
   }
-  const Products products(name, weights, all_scales, input.scalar_type());
+  const auto all = products(name, weights, all_scales, input.scalar_type());
   const Tensor output = empty_rows(input, call.size_out);
   const auto bias = contiguous_bias(name, given_bias, call.size_out);
-  call.input = input.const_data_ptr(), call.weights = products.weights.data(), call.sizes_out = sizes_out.data();
-  call.scales = products.scales_or_null();
+  call.input = input.const_data_ptr(), call.weights = all.data(), call.sizes_out = sizes_out.data();
   call.bias = bias_data(name, bias, input), call.output = output.mutable_data_ptr();
   run_for(input.scalar_type(), call);
   return output;
@@ -202,7 +220,7 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
 }
 
 // hidden states (rows, width, D), norm (D); weights of queries, keys and values (heads * head_size, D), with biases or
-// none and, if int8, scales; norms of queries' and keys' heads (head_size), or none; cosines and sines (rows or 1, width,
+// none and, if integers, scales; norms of queries' and keys' heads (head_size), or none; cosines and sines (rows or 1, width,
 // head_size) -> (rows, heads + 2 * KV heads, width, head_size): queries, keys, values.
 Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::vector<Tensor>& weights,
                 const std::vector<Tensor>& biases, const std::vector<Tensor>& scales,
@@ -219,12 +237,12 @@ Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::
   check_sizes(name, "sine", sin, {cos.size(0), call.width, call.head_size});
   STD_TORCH_CHECK(call.head_size > 0 && call.head_size % 2 == 0, name, ": heads of odd size");
   STD_TORCH_CHECK(weights.size() == 3 && (biases.empty() || biases.size() == 3), name, ": not three products");
-  check_sizes(name, "weight", weights[0], {-1, call.size});
+  check_weight(name, weights[0], -1, call.size);
   call.heads = weights[0].size(0) / call.head_size, call.kv_heads = weights[1].size(0) / call.head_size;
   const int64_t sizes_out[] = {call.heads * call.head_size, call.kv_heads * call.head_size, call.kv_heads * call.head_size};
   std::vector<const void*> bias_pointers, norm_pointers;
   for (int i = 0; i < 3; ++i) {
-    check_sizes(name, "weight", weights[i], {sizes_out[i], call.size});
+    check_weight(name, weights[i], sizes_out[i], call.size);
     if (biases.empty()) continue;
     check_sizes(name, "bias", biases[i], {sizes_out[i]});
     bias_pointers.push_back(contiguous_data(name, biases[i], dtype));
@@ -234,11 +252,11 @@ Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::
     norm_pointers.push_back(contiguous_data(name, one, dtype));
   }
   STD_TORCH_CHECK(head_norms.empty() || head_norms.size() == 2, name, ": not two norms of heads");
-  const Products products(name, weights, scales, dtype);
+  const auto all = products(name, weights, scales, dtype);
   const Tensor output =
       torch::stable::new_empty(input, {call.rows, call.heads + 2 * call.kv_heads, call.width, call.head_size});
   call.input = input.const_data_ptr(), call.norm = contiguous_data(name, norm, dtype);
-  call.weights = products.weights.data(), call.scales = products.scales_or_null();
+  call.weights = all.data();
   call.biases = biases.empty() ? nullptr : bias_pointers.data();
   call.head_norms = head_norms.empty() ? nullptr : norm_pointers.data();
   call.cos = contiguous_data(name, cos, dtype), call.sin = contiguous_data(name, sin, dtype);
@@ -250,7 +268,7 @@ Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::
 
 // hidden states (rows, width, D) before the layer, queries (rows, heads, width, head_size), K/V (rows, KV heads, slots,
 // head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; slots
-// from `end` on are not read; norm (D); weights of o, gate, up and down, with scales if int8; bias of o (D), or none
+// from `end` on are not read; norm (D); weights of o, gate, up and down, with scales if integers; bias of o (D), or none
 // -> (rows, width, D).
 Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tensor& given_key, const Tensor& given_value,
                      const std::optional<Tensor>& given_mask, const std::optional<Tensor>& end, double scale,
@@ -274,11 +292,11 @@ Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tenso
   STD_TORCH_CHECK(call.slots >= call.width && call.slots <= call.all_slots, name, ": ", call.slots, " slots");
   STD_TORCH_CHECK(weights.size() == 4, name, ": not four products");
   check_sizes(name, "norm", norm, {call.size});
-  check_sizes(name, "weight", weights[0], {call.size, call.heads * call.head_size});
-  check_sizes(name, "weight", weights[1], {-1, call.size});
+  check_weight(name, weights[0], call.size, call.heads * call.head_size);
+  check_weight(name, weights[1], -1, call.size);
   call.inner = weights[1].size(0);
-  check_sizes(name, "weight", weights[2], {call.inner, call.size});
-  check_sizes(name, "weight", weights[3], {call.size, call.inner});
+  check_weight(name, weights[2], call.inner, call.size);
+  check_weight(name, weights[3], call.size, call.inner);
   std::optional<Tensor> mask;
   if (given_mask.has_value()) {
     mask = in_order(*given_mask);
@@ -287,13 +305,13 @@ Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tenso
     if (mask->scalar_type() == ScalarType::Bool) call.may_attend = static_cast<const bool*>(mask->const_data_ptr());
     else call.mask = contiguous_data(name, *mask, dtype);
   }
-  const Products products(name, weights, scales, dtype);
+  const auto all = products(name, weights, scales, dtype);
   const auto bias = contiguous_bias(name, given_bias, call.size);
   const Tensor output = torch::stable::new_empty(input, input.sizes());
   call.input = input.const_data_ptr(), call.query = contiguous_data(name, query, dtype);
   call.key = contiguous_data(name, key, dtype), call.value = contiguous_data(name, value, dtype);
   call.norm = contiguous_data(name, norm, dtype), call.bias = bias_data(name, bias, input);
-  call.weights = products.weights.data(), call.scales = products.scales_or_null();
+  call.weights = all.data();
   call.output = output.mutable_data_ptr();
   call.scale = static_cast<float>(scale), call.eps = static_cast<float>(eps);
   run_for(dtype, call);

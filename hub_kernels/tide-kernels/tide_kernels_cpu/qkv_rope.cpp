@@ -30,7 +30,7 @@ void run<Value>(const QkvRope& call) {
   normalised.resize(tokens * size), packed.resize(tokens * heads * head_size), head.resize(head_size);
   for (int64_t t = 0; t < tokens; ++t) rms_norm(x + t * size, norm, normalised.data() + t * size, size, call.eps);
   SkinnyGemm product{};
-  product.input = normalised.data(), product.weights = call.weights, product.scales = call.scales;
+  product.input = normalised.data(), product.weights = call.weights;
   product.output = packed.data(), product.rows = tokens, product.size = size, product.threads = call.threads;
   const int64_t sizes_out[] = {call.heads * head_size, call.kv_heads * head_size, call.kv_heads * head_size};
   product.sizes_out = sizes_out, product.count = 3, product.size_out = heads * head_size;

@@ -1,5 +1,5 @@
-// Skinny GEMM: y[m, n] = scale[n] * sum over k of x[m, k] * w[n, k] + bias[n], with w as the model stores it: in the
-// dtype of x and without scales, or as int8 with them. See vectorized.h for `Value`.
+// Skinny GEMM: y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as the model stores it: in the dtype of x, or
+// as integers with scales (`LinearWeight` in arguments.h). See vectorized.h for `Value`.
 //
 // The weights are streamed from memory once, sequentially, for all rows of the input. The order of summation does not
 // depend on the number of rows.
@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "vectorized.h"
+#include "int4_weight.h"
 
 namespace {
 
@@ -65,33 +65,45 @@ using Lanes = AsFloats<Weight>;
 // few rows of the input, products are memory-bound, and memory streams best with few rows of weights at a time: one for
 // a single row of the input, two for up to kFew rows (with one, four bfloat16 tokens stall on latency: a third slower).
 // A register of int8 weights takes a quarter of the bytes, so four rows at a time keep up, if kFour rows of the input
-// leave registers for them.
+// leave registers for them. Scales of groups take registers as well.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kTile = 8, kFew = 4, kFour = 4, kBlock = 3;
+constexpr int kTile = 8, kFew = 4, kFour = 4, kFourGrouped = 4, kBlock = 3;
 #elif defined(CPU_CAPABILITY_AVX2)
-constexpr int kTile = 4, kFew = 3, kFour = 2, kBlock = 3;
+constexpr int kTile = 4, kFew = 3, kFour = 2, kFourGrouped = 0, kBlock = 3;
 #else
-constexpr int kTile = 8, kFew = 4, kFour = 2, kBlock = 2;
+constexpr int kTile = 8, kFew = 4, kFour = 2, kFourGrouped = 0, kBlock = 2;
 #endif
-template <class Weight>
+template <class Weight, bool kIsGrouped>
 constexpr int rows_at_once(int rows) {
+  if (kIsGrouped) return rows <= kFourGrouped ? 4 : 2;
   if (std::is_same_v<Weight, int8_t> && rows <= kFour) return 4;
   return rows == 1 ? 1 : rows <= kFew ? 2 : kBlock;
 }
 
 // How a row of weights splits into an unaligned head, `full` aligned registers and a tail. Loads across two cache lines
-// take twice as long, and weights in memory-mapped files are seldom aligned.
+// take twice as long, and weights in memory-mapped files are seldom aligned. Groups with a scale each start at registers,
+// so rows of these have no head.
 template <class Weight>
 struct Split {
   static constexpr int64_t kLanes = Lanes<Weight>::kSize, kAligned = kLanes * sizeof(Weight);
   int64_t head, full, tail;
 
-  Split(const Weight* w, int64_t size) : head(0) {
-    if (size % kLanes == 0) head = (kAligned - reinterpret_cast<uintptr_t>(w) % kAligned) % kAligned / sizeof(Weight);
+  Split(const Weight* w, int64_t size, bool is_grouped) : head(0) {
+    if (!is_grouped && size % kLanes == 0) head = (kAligned - reinterpret_cast<uintptr_t>(w) % kAligned) % kAligned / sizeof(Weight);
     full = (size - head) / kLanes;
     tail = size - head - full * kLanes;
   }
   int64_t registers() const { return (head > 0) + full + (tail > 0); }
+};
+
+// Scales of rows of int8 weights: one for each row, or for each of its groups, followed by a zero or not.
+struct Scales {
+  const float* values;
+  int64_t groups;
+  bool has_zeros;
+
+  const float* of(int64_t row, int64_t group) const { return values + (row * groups + group) * (has_zeros ? 2 : 1); }
+  Scales from(int64_t row) const { return {values == nullptr ? values : of(row, 0), groups, has_zeros}; }
 };
 
 // Rows of the input, split as the weights are and zero-padded to whole registers; copied only if needed.
@@ -152,9 +164,9 @@ ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
 }
 
 // Multiply kRows rows of the input, from `first` on, by kBlock consecutive rows of the weights.
-template <int kRows, int kBlock, class Weight>
+template <int kRows, int kBlock, bool kIsGrouped, class Weight>
 ALWAYS_INLINE inline void multiply(const Input<Weight>& x, int64_t first, const Split<Weight>& split, const Weight* w,
-                                   int64_t size, float* found) {
+                                   int64_t size, const Scales& scales, float* found) {
   using Part = typename Lanes<Weight>::Part;
   Floats sums[kRows][kBlock];
 #pragma GCC unroll 16
@@ -179,14 +191,29 @@ ALWAYS_INLINE inline void multiply(const Input<Weight>& x, int64_t first, const 
   };
   if (split.head > 0) add_some(w, split.head);
   const Weight* next = w;
-  for (int64_t i = 0; i < split.full; ++i) {
+  const auto add_full = [&](int64_t i, const Floats* factors, const Floats* zeros) ALWAYS_INLINE {
     Part parts[kBlock];
 #pragma GCC unroll 16
     for (int n = 0; n < kBlock; ++n, next += Split<Weight>::kLanes) {
       parts[n] = Lanes<Weight>::load(w + n * size + split.head + i * Split<Weight>::kLanes);
+      if constexpr (kIsGrouped) parts[n] = at::vec::fmadd(parts[n], factors[n], zeros[n]);
       if (first == 0) prefetch(next);
     }
     add(parts);
+  };
+  if constexpr (kIsGrouped) {
+    const int64_t registers = split.full / scales.groups;
+    for (int64_t g = 0; g < scales.groups; ++g) {
+      Floats factors[kBlock], zeros[kBlock];
+#pragma GCC unroll 16
+      for (int n = 0; n < kBlock; ++n) {
+        const float* of = scales.of(n, g);
+        factors[n] = Floats(of[0]), zeros[n] = Floats(scales.has_zeros ? of[1] : 0.0f);
+      }
+      for (int64_t i = g * registers; i < (g + 1) * registers; ++i) add_full(i, factors, zeros);
+    }
+  } else {
+    for (int64_t i = 0; i < split.full; ++i) add_full(i, nullptr, nullptr);
   }
   if (split.tail > 0) add_some(w + size - split.tail, split.tail);
 #pragma GCC unroll 16
@@ -194,41 +221,44 @@ ALWAYS_INLINE inline void multiply(const Input<Weight>& x, int64_t first, const 
 }
 
 // Multiply kRows rows of the input, from `first` on, by a panel of `count` rows of the weights.
-template <class Weight, int kRows>
+template <class Weight, bool kIsGrouped, int kRows>
 void multiply_panel(const Input<Weight>& x, int64_t first, const Split<Weight>& split, const Weight* w, int64_t size,
-                    const float* scales, const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  constexpr int kAtOnce = rows_at_once<Weight>(kRows);
+                    const Scales& scales, const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  constexpr int kAtOnce = rows_at_once<Weight, kIsGrouped>(kRows);
   float found[kRows * kPanel];
+  const auto multiply_some = [&](auto some, int64_t n) ALWAYS_INLINE {
+    multiply<kRows, decltype(some)::value, kIsGrouped>(x, first, split, w + n * size, size, scales.from(n), found + n);
+  };
   int64_t n = 0;
-  for (; n + kAtOnce <= count; n += kAtOnce) multiply<kRows, kAtOnce>(x, first, split, w + n * size, size, found + n);
+  for (; n + kAtOnce <= count; n += kAtOnce) multiply_some(std::integral_constant<int, kAtOnce>(), n);
   if constexpr (kAtOnce > 1)  // the remaining rows; if kAtOnce == 1, no rows remain
-    for (; n < count; ++n) multiply<kRows, 1>(x, first, split, w + n * size, size, found + n);
+    for (; n < count; ++n) multiply_some(std::integral_constant<int, 1>(), n);
   for (int64_t m = 0; m < kRows; ++m) {
     float* row = found + m * kPanel;
-    if (scales != nullptr)
-      for (n = 0; n < count; ++n) row[n] *= scales[n];
+    if (!kIsGrouped && scales.values != nullptr)
+      for (n = 0; n < count; ++n) row[n] *= scales.values[n];
     if (bias != nullptr)
       for (n = 0; n < count; ++n) row[n] += static_cast<float>(bias[n]);
     at::vec::convert(row, y + (first + m) * size_out, count);
   }
 }
 
-template <class Weight, int... kRows>
+template <class Weight, bool kIsGrouped, int... kRows>
 constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
-  return std::array{multiply_panel<Weight, kRows + 1>...};
+  return std::array{multiply_panel<Weight, kIsGrouped, kRows + 1>...};
 }
 
 // Multiply all rows of the input by `count` rows of the weights, one L2-sized panel at a time.
-template <class Weight>
-void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, const float* scales, const Value* bias,
+template <class Weight, bool kIsGrouped>
+void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, const Scales& scales, const Value* bias,
                    Value* y, int64_t size_out, int64_t count) {
-  static constexpr auto kByRows = by_rows<Weight>(std::make_integer_sequence<int, kTile>());
-  const Split<Weight> split(w, size);
+  static constexpr auto kByRows = by_rows<Weight, kIsGrouped>(std::make_integer_sequence<int, kTile>());
+  const Split<Weight> split(w, size, kIsGrouped);
   const Input<Weight> input(x, rows, size, split);
   const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Weight))) / kBlock * kBlock;
   const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel), tiles = (rows + kTile - 1) / kTile;
   for (int64_t n = 0; n < count; n += panel) {
-    const float* s = scales == nullptr ? scales : scales + n;
+    const Scales s = scales.from(n);
     const Value* b = bias == nullptr ? bias : bias + n;
     for (int64_t tile = 0; tile < tiles; ++tile) {  // of equal size, since small tiles stall on latency
       const int64_t m = rows * tile / tiles, some = rows * (tile + 1) / tiles - m;
@@ -237,9 +267,30 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
   }
 }
 
+// Multiply all rows of the input by `count` rows of one linear layer's weight (size_out, size), from `first` on.
+void multiply_by(const LinearWeight& weight, int64_t all, const Value* x, int64_t rows, int64_t size, int64_t first,
+                 const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  const Scales scales = Scales{weight.scales, weight.groups, weight.has_zeros}.from(first);
+  if (weight.scales == nullptr) {
+    const auto* w = static_cast<const Value*>(weight.values) + first * size;
+    multiply_rows<Value, false>(x, rows, w, size, scales, bias, y, size_out, count);
+  } else if (weight.is_int4) {
+    const auto* w = static_cast<const uint8_t*>(weight.values) + first * size / 2;
+    const float* s = weight.scales + 2 * first;
+    multiply_int4_rows(x, rows, w, size, s, weight.groups, all, bias, y, size_out, count);
+  } else {
+    const auto* w = static_cast<const int8_t*>(weight.values) + first * size;
+    const bool is_grouped = weight.groups > 1 || weight.has_zeros;
+    const auto run = is_grouped ? multiply_rows<int8_t, true> : multiply_rows<int8_t, false>;
+    run(x, rows, w, size, scales, bias, y, size_out, count);
+  }
+}
+
+}  // namespace
+
 // Threads split the concatenated rows of all weights.
-template <class Weight>
-void run_with(const SkinnyGemm& call) {
+template <>
+void run<Value>(const SkinnyGemm& call) {
   const int64_t rows = call.rows, size = call.size, size_out = call.size_out;
   const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kMinWorkPerThread);
   const auto *x = static_cast<const Value*>(call.input), *b = static_cast<const Value*>(call.bias);
@@ -248,21 +299,14 @@ void run_with(const SkinnyGemm& call) {
     const int64_t start = size_out * thread / threads, end = size_out * (thread + 1) / threads;
     int64_t first = 0;
     for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
-      const int64_t from = std::max(start, first), to = std::min(end, first + call.sizes_out[i]);
-      if (from >= to) continue;
-      const Weight* w = static_cast<const Weight*>(call.weights[i]) + (from - first) * size;
-      const float* scales = call.scales == nullptr ? nullptr : call.scales[i] + (from - first);
+      const int64_t all = call.sizes_out[i], unit = call.weights[i].is_int4 ? kInt4Rows : 1;
+      const int64_t from = std::clamp<int64_t>(start - first, 0, all) / unit * unit;
+      const int64_t count = std::clamp<int64_t>(end - first, 0, all) / unit * unit - from;
+      if (count == 0) continue;
+      const Value* bias = b == nullptr ? b : b + first + from;
       for (int64_t m = 0; m < rows; m += kMaxRows)
-        multiply_rows(x + m * size, std::min(kMaxRows, rows - m), w, size, scales, b == nullptr ? b : b + from,
-                      y + m * size_out + from, size_out, to - from);
+        multiply_by(call.weights[i], all, x + m * size, std::min(kMaxRows, rows - m), size, from, bias,
+                    y + m * size_out + first + from, size_out, count);
     }
   });
-}
-
-}  // namespace
-
-template <>
-void run<Value>(const SkinnyGemm& call) {
-  if (call.scales == nullptr) run_with<Value>(call);
-  else run_with<int8_t>(call);
 }

@@ -1,37 +1,45 @@
 """Weights that torchao or optimum-quanto has quantised to integers, multiplied as they are stored.
 
-These packages convert all integers of a weight to floating point for each product, which takes longer than the product.
-The skinny GEMM reads the integers themselves, a quarter of the bytes of float32, and scales its sums. Results differ
-from the package's by rounding alone.
+For each product these packages convert all integers of a weight to floating point, which takes longer than the product,
+or multiply int4 weights by an op of PyTorch that is slow in float32. The skinny GEMM reads the integers themselves, a
+quarter or an eighth of the bytes of float32, and scales them. Results differ from the package's by rounding alone.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from .cpp_kernels import load_op
 from .weight_layouts import WeightLayout
 
-# Of the input. Products of more rows are compute-bound, and the package's own is then as fast, or faster where the CPU
-# has instructions for half precision.
+# Of the input, for int8 weights. Products of more rows are compute-bound, and the package's own is then as fast, or
+# faster where the CPU has instructions for half precision.
 MAX_ROWS, MAX_FLOAT_ROWS = 16, 64
+GROUP_MULTIPLE, INT4_ROWS = 16, 64  # what the kernel needs a group's integers, and the rows of int4 weights, to be of
+PROBED_SIZE, PROBED_GROUP = 64, 32
 
 
 class IntegerWeight(WeightLayout):
-    """Integers (out, in) in int8 and their scales, one per row, in floating point."""
+    """Integers and their scales, one per row or per group of a row, in floating point; with zeros or without."""
 
     is_copy, is_traceable = False, True
-    integers: Tensor  # (out, in) int8
-    scales: Tensor  # (out,) float32
+    integers: Tensor  # (out, in) int8; or (out, in / 2) uint8, int4 as PyTorch packs it for CPUs
+    scales: Tensor  # of int8 (out,), (out, groups), or (out, groups, 2) with zeros; of int4 (groups, out, 2). float32
 
     @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether there are few rows and the kernel can be compiled for inputs of this dtype."""
-        most = MAX_FLOAT_ROWS if dtype is torch.float32 else MAX_ROWS
-        return rows <= most and load_op("skinny_gemm", dtype) is not None
+    def serves(dtype: torch.dtype, rows: int, integers: torch.dtype = torch.int8) -> bool:
+        """Whether the kernel can be compiled for inputs of this dtype, reads such integers, and is faster."""
+        product = load_op("skinny_gemm", dtype)
+        if product is None:
+            return False
+        if integers is torch.uint8:
+            return _reads_int4(product, dtype)
+        return rows <= (MAX_FLOAT_ROWS if dtype is torch.float32 else MAX_ROWS)
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -39,14 +47,32 @@ class IntegerWeight(WeightLayout):
         return product(input, [self.integers], bias, [self.scales])
 
     def _convert(self, weights: list[Tensor]) -> None:
-        integers, scales = weights
-        self.integers, self.scales = integers.contiguous(), scales.float().flatten().contiguous()
+        integers, scales, *zero_points = weights
+        scales = scales.float()
+        if integers.dtype is torch.int8 and scales.numel() == len(integers) and not zero_points:
+            scales = scales.flatten()
+        for zero_point in zero_points:
+            scales = torch.stack([scales, -scales * zero_point], dim=-1)
+        self.integers, self.scales = integers.contiguous(), scales.contiguous()
 
 
-def integers_of(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The integers (out, in) and the scales of a linear layer's quantised weight, if the kernel can read them.
+@lru_cache
+@torch.no_grad()
+def _reads_int4(product: OpOverload, dtype: torch.dtype) -> bool:
+    """Whether the kernel gives the products of PyTorch's op, whose way of packing int4 depends on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(16, (INT4_ROWS, PROBED_SIZE), dtype=torch.int32, generator=generator)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+    scales = torch.ones(PROBED_SIZE // PROBED_GROUP, INT4_ROWS, 2)
+    state = torch.eye(PROBED_SIZE, dtype=dtype)  # the products are integers, so that none is rounded
+    expected = torch.ops.aten._weight_int4pack_mm_for_cpu(state, packed, PROBED_GROUP, scales.to(dtype))
+    return torch.equal(product(state, [packed], None, [scales]), expected)
 
-    Returns `None` for weights with zero points or several scales per row, and for layers that quantise their input.
+
+def integers_of(linear: nn.Module) -> tuple[Tensor, ...] | None:
+    """The integers, scales and, unless all are zero, zero points of a linear layer's quantised weight.
+
+    Returns `None` if the kernel cannot read them, and for layers that quantise or scale their input.
     """
     weight: Any = linear._parameters.get("weight")
     package = type(weight).__module__.partition(".")[0]
@@ -58,20 +84,35 @@ def integers_of(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
         return None
     if found is None or not all(type(tensor) is Tensor and tensor.is_cpu for tensor in found):
         return None
-    integers, scales = found
-    is_known = integers.dtype is torch.int8 and integers.dim() == 2 and scales.numel() == integers.shape[0]
-    return found if is_known and not integers.is_inference() else None
+    return found if _is_readable(*found) and not found[0].is_inference() else None
 
 
-def _torchao_integers(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """Of `Int8Tensor` and `IntxUnpackedToInt8Tensor`."""
-    of_input = ("act_quant_kwargs", "act_pre_scale", "activation_quantization")
+def _is_readable(integers: Tensor, scales: Tensor, *zero_points: Tensor) -> bool:
+    if integers.dim() != 2:
+        return False
+    rows, size = integers.shape
+    if integers.dtype is torch.int8:
+        groups = scales.shape[1] if scales.dim() == 2 else 1
+        if groups == 1 and not zero_points:
+            return scales.numel() == rows
+        is_known = scales.shape == (rows, groups) and all(zeros.shape == scales.shape for zeros in zero_points)
+    else:
+        size, groups = 2 * size, len(scales)
+        is_known = integers.dtype is torch.uint8 and scales.shape == (groups, rows, 2) and rows % INT4_ROWS == 0
+    return is_known and groups > 0 and size % (groups * GROUP_MULTIPLE) == 0
+
+
+def _torchao_integers(weight: Any) -> tuple[Tensor, ...] | None:
+    """Of `Int8Tensor`, `IntxUnpackedToInt8Tensor`, and `Int4OpaqueTensor`, whose scales hold zeros as well."""
+    of_input = ("act_quant_kwargs", "act_pre_scale", "activation_quantization", "act_mapping_type")
     if any(getattr(weight, name, None) is not None for name in of_input):
         return None
-    zero_point = getattr(weight, "zero_point", None)
-    if not hasattr(weight, "qdata") or (zero_point is not None and bool(zero_point.any())):
+    scales: Any = getattr(weight, "scale_and_zero", getattr(weight, "scale", None))
+    if not hasattr(weight, "qdata") or scales is None:
         return None
-    return weight.qdata, weight.scale
+    zero_point = getattr(weight, "zero_point", None)
+    has_zeros = zero_point is not None and bool(zero_point.any())
+    return (weight.qdata, scales, zero_point) if has_zeros else (weight.qdata, scales)
 
 
 def _quanto_integers(weight: Any, linear: Any) -> tuple[Tensor, Tensor] | None:
