@@ -59,6 +59,18 @@ def test_drafts_copy_the_rows_of_a_quantised_head():
     assert not torch.equal(model._tide.draft_unembed()(state), few[expected])
 
 
+def test_a_head_that_cannot_dequantise_itself_drafts_as_a_whole():
+    model = tiny_model("llama", vocab_size=64)
+    model.lm_head.weight = quantized(model.lm_head.weight, kind="int4")
+    routers = TIDERouters.for_model(model, exit_layers=[1])
+    routers.draft_vocab = torch.tensor([11, 3, 29, 7])
+    TIDEModelForCausalLM.attach(model, routers)
+    state = torch.randn(2, 3, 32)
+    expected = model.lm_head(model.model.norm(state)).argmax(dim=-1)
+    assert torch.equal(model._tide.draft_unembed()(state), expected)
+    assert routers.config.unembed_hash is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_tokens_are_those_of_argmax(dtype):
     torch.manual_seed(0)

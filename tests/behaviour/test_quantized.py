@@ -5,6 +5,7 @@ import torch
 from families import VOCAB, tiny_model
 from families import repeating_prompt as prompt
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
@@ -16,11 +17,18 @@ from tide_hf.kernels.cpu.cpp_kernels import build_kernels
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # some kinds want multiples of 32 or 64
 NONE = ["no_such_module"]
+PROTOTYPE = "torchao.prototype.quantization.int4"
 
 
-def torchao(name, with_head, **options):
-    quantization = pytest.importorskip("torchao.quantization")
+def torchao(name, with_head, group=None, package="torchao.quantization", **options):
+    quantization = pytest.importorskip(package)
+    if group is not None:
+        options["granularity"] = quantization.PerGroup(group)
     return TorchAoConfig(getattr(quantization, name)(**options), include_input_output_embeddings=with_head)
+
+
+def packed_int4(with_head):
+    return torchao("PrototypeInt4WeightOnlyConfig", with_head, package=PROTOTYPE, group_size=32)
 
 
 def quanto(bits, with_head):
@@ -37,6 +45,9 @@ def bitsandbytes(with_head, **options):
 WEIGHT_ONLY = {
     "torchao int8": lambda with_head: torchao("Int8WeightOnlyConfig", with_head),
     "torchao int4": lambda with_head: torchao("IntxWeightOnlyConfig", with_head, weight_dtype=torch.int4),
+    "torchao int8 groups": lambda with_head: torchao("Int8WeightOnlyConfig", with_head, group=32),
+    "torchao int4 groups": lambda with_head: torchao("IntxWeightOnlyConfig", with_head, 32, weight_dtype=torch.int4),
+    "torchao packed int4": packed_int4,
     "quanto int8": lambda with_head: quanto("int8", with_head),
     "quanto int4": lambda with_head: quanto("int4", with_head),
     "bitsandbytes nf4": lambda with_head: bitsandbytes(with_head, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -46,8 +57,11 @@ WITH_STATES = {
     "torchao int8": lambda with_head: torchao("Int8DynamicActivationInt8WeightConfig", with_head),
     "bitsandbytes int8": lambda with_head: bitsandbytes(with_head, load_in_8bit=True),
 }
-INTEGERS = ("torchao int8", "torchao int4", "quanto int8")  # one int8 a weight, and one scale a row
-SAVED = [name for name in WEIGHT_ONLY if not name.startswith("quanto")]  # which transformers cannot save
+# What the kernel reads, and the number of rows that it needs a weight's to be a multiple of.
+INTEGERS = dict.fromkeys(WEIGHT_ONLY, 1) | {"torchao packed int4": 64, "quanto int4": 0, "bitsandbytes nf4": 0}
+UNREADABLE_HEAD = ("torchao packed int4", "bitsandbytes nf4")
+# Which transformers cannot save.
+SAVED = [name for name in WEIGHT_ONLY if not name.startswith("quanto") and name != "torchao packed int4"]
 
 
 @pytest.fixture(scope="module")
@@ -79,28 +93,31 @@ def test_tokens_with_quantised_weights_are_the_base_models(kind, with_head, base
         assert torch.equal(model.generate(prompt(len(tokens)), **OPTIONS), tokens)
         drafted += model.last_exit_stats.drafted
     assert drafted > 0
-    check_gates(model, with_head, reads_integers=kind in INTEGERS)
+    check_gates(model, with_head, INTEGERS.get(kind, 0))
     model.generate(prompt(), tide_mode="early_exit", **OPTIONS)
     assert model.last_exit_stats.depth_fraction < 0.5
     TIDEModelForCausalLM.detach(model)
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected[0])
 
 
-def check_gates(model, with_head, reads_integers):
+def check_gates(model, with_head, multiple):
     structure = find_structure(model)
     assert structure.vocab_size == VOCAB
     gates = list(linear_gates(structure))
     packed = [gate.module for gate in gates if not isinstance(gate, IntegerGate)]
     assert packed == ([] if with_head or not torch.backends.mkldnn.is_available() else [structure.head])
     read = [gate for gate in gates if isinstance(gate, IntegerGate)]
-    assert len(read) == (7 * len(structure.layers) + with_head if reads_integers else 0)
+    modules = [module for layer in structure.layers for module in layer.modules()]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    quantized = [*linears, structure.head] if with_head else linears
+    assert len(read) == sum(multiple > 0 and linear.out_features % multiple == 0 for linear in quantized)
     assert all(gate.converted for gate in read)  # by passes over few tokens
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_with_quantised_states_every_mode_runs(kind, base_folder):
     model = attach(load(base_folder, WITH_STATES[kind](with_head=False)))
-    check_gates(model, with_head=False, reads_integers=False)
+    check_gates(model, with_head=False, multiple=0)
     for mode in ("self_speculative", "early_exit", "post_hoc"):
         assert model.generate(prompt(3), tide_mode=mode, **OPTIONS).shape == (3, 50)
 
@@ -131,7 +148,7 @@ def test_routers_of_the_unquantised_model_fit(kind, base_folder):
     routers = TIDERouters.for_model(base, exit_layers=[1, 3])
     model = load(base_folder, WEIGHT_ONLY[kind](with_head=True))
     fingerprint = unembed_hash(model.lm_head)
-    assert (fingerprint is None) == (kind == "bitsandbytes nf4")
+    assert (fingerprint is None) == (kind in UNREADABLE_HEAD)
     if fingerprint is not None:
         assert hash_distance(fingerprint, routers.config.unembed_hash) < 0.15
     assert isinstance(TIDEModelForCausalLM.attach(model, routers), TIDEModelForCausalLM)
@@ -154,7 +171,7 @@ def test_a_quantised_model_can_be_calibrated(kind, tiny_llama, tiny_tokenizer, t
     tiny_llama(hidden_size=64, intermediate_size=128, vocab_size=288).save_pretrained(tmp_path)
     model = load(tmp_path, WEIGHT_ONLY[kind](with_head=True))
     dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
-    options = {"exit_layers": [1, 2], "draft_vocab_size": 64, "max_length": 8, "progress": False}
+    options = {"exit_layers": [1, 2], "exit_strategy": "linear", "max_length": 8, "progress": False}
     routers = calibrate(model, tiny_tokenizer, dataset, **options)
     assert set(routers.config.calibration["heads"]) == {"1", "2"}
     TIDEModelForCausalLM.attach(model, routers)

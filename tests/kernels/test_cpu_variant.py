@@ -50,7 +50,10 @@ def samples():
     }
 
 
-INTEGERS = {1: [torch.ones(7, 5, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)]}  # for `skinny_gemm`
+# For `skinny_gemm`.
+INTEGERS = {1: [torch.ones(7, 5, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)]}
+GROUPS = {0: torch.randn(3, 48), 1: [torch.ones(7, 48, dtype=torch.int8)], 2: None}
+INT4 = {0: torch.randn(3, 64), 1: [torch.ones(64, 32, dtype=torch.uint8)], 2: None}
 
 
 @pytest.mark.parametrize("name", kernels.stage_module().CPU_SOURCES)
@@ -62,7 +65,7 @@ def test_opcheck(name):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("skinny_gemm", {1: [torch.randn(7, 4)]}, "weights of the wrong size"),
+        ("skinny_gemm", {1: [torch.randn(7, 4)]}, "the weight is of the wrong size"),
         ("skinny_gemm", {1: [torch.randn(7, 5).bfloat16()]}, "not contiguous, or of another dtype"),
         ("skinny_gemm", {0: torch.randn(3, 5, dtype=torch.float64), 1: [], 2: None}, "no kernel for this dtype"),
         ("skinny_gemm", {2: torch.randn(7)}, "bias of the wrong size"),
@@ -70,6 +73,14 @@ def test_opcheck(name):
         ("skinny_gemm", {3: [torch.ones(7)]}, "scales for some of the weights"),
         ("skinny_gemm", {3: [torch.ones(7), torch.ones(2)]}, "not contiguous, or of another dtype"),
         ("skinny_gemm", {**INTEGERS, 3: [torch.ones(7), torch.ones(3)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**GROUPS, 3: [torch.ones(7, 5)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**GROUPS, 3: [torch.ones(7, 3, 1)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**GROUPS, 3: [torch.ones(7, 6)]}, "groups not of 16 weights at a time"),
+        ("skinny_gemm", {**INT4, 3: [torch.ones(64, 2)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**INT4, 3: [torch.ones(64, 2, 2)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**INT4, 0: torch.randn(3, 32), 3: [torch.ones(2, 64, 2)]}, "the weight is of the wrong size"),
+        ("skinny_gemm", {**INT4, 1: [torch.ones(32, 32, dtype=torch.uint8)]}, "not of 64 rows at a time"),
+        ("skinny_gemm", INT4, "not contiguous, or of another dtype"),  # without scales
         ("groupwise_gemm", {0: torch.randn(9, 5)}, "9 rows"),
         ("groupwise_gemm", {1: torch.ones(7, 64, dtype=torch.uint8)}, "an empty input"),
         ("groupwise_gemm", {1: torch.ones(7, 1, 64)}, "weights of the wrong size or dtype"),

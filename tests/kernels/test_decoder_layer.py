@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from quantized_weights import packed_int4, scaled
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from tide_hf.kernels.cpu.cpp_kernels import DTYPES, load_op
@@ -16,6 +17,11 @@ SHAPES = [
     (2, 3, 64, 3, 1, 32, 3, 128),
     (3, 16, 8, 2, 1, 4, 50, 9),
 ]
+GROUPED = (1, 3, 64, 4, 2, 32, 20, 128)  # of sizes that weights in int4, and groups with a scale each, can have
+KINDS = [(shape, kind) for shape in SHAPES for kind in ("plain", "rows")] + [
+    (GROUPED, "groups"),
+    (GROUPED, "all kinds"),
+]
 EPS = 1e-5
 
 
@@ -23,18 +29,29 @@ def random(*sizes, dtype, scale=1.0):
     return (scale * torch.randn(sizes)).to(dtype)
 
 
-def products(sizes, dtype, is_integer):
+def product_of(kind, size_out, size, dtype):
+    """A weight as a kernel takes it, its scales, and as floats."""
+    if kind == "plain":
+        weight = random(size_out, size, dtype=dtype, scale=size**-0.5)
+        return weight, torch.empty(0), weight.double()
+    groups, largest = 1 if kind == "rows" else size // 32, 7 if kind == "int4" else 127
+    integers = torch.randint(-largest, largest + 1, (size_out, size))
+    scales, zeros = torch.rand(2, size_out, groups) * size**-0.5 / largest
+    if kind in ("rows", "groups"):
+        exact = scaled(integers.double(), scales.double(), torch.zeros(()))
+        return integers.to(torch.int8), scales[:, 0].contiguous() if kind == "rows" else scales, exact
+    both, exact = torch.stack([scales, zeros], dim=-1), scaled(integers.double(), scales.double(), zeros.double())
+    if kind == "zeros":
+        return integers.to(torch.int8), both, exact
+    return packed_int4(integers), both.transpose(0, 1).contiguous(), exact
+
+
+def products(sizes, dtype, kind):
     """Weights as a kernel takes them, their scales, and as floats."""
-    weights = [random(*size, dtype=dtype, scale=size[1] ** -0.5) for size in sizes]
-    if not is_integer:
-        return weights, [], [weight.double() for weight in weights]
-    scales = [weight.float().abs().amax(dim=1) / 127 for weight in weights]
-    integers = [(weight / scale[:, None]).round().to(torch.int8) for weight, scale in zip(weights, scales, strict=True)]
-    return (
-        integers,
-        scales,
-        [one.double() * scale.double()[:, None] for one, scale in zip(integers, scales, strict=True)],
-    )
+    kinds = ("int4", "plain", "zeros", "int4") if kind == "all kinds" else (kind,) * 4  # of three or four products
+    found = [product_of(kind, *size, dtype) for kind, size in zip(kinds, sizes, strict=False)]
+    weights, scales, floats = ([one[i] for one in found] for i in range(3))
+    return weights, [] if kind == "plain" else scales, floats
 
 
 def rotated(heads, cos, sin):
@@ -52,11 +69,11 @@ def assert_near(found, exact, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_keys_and_values(on_some_cpu, dtype):
     torch.manual_seed(0)
-    for shape, is_integer, has_more in product(SHAPES, (False, True), (False, True)):
+    for (shape, kind), has_more in product(KINDS, (False, True)):
         rows, width, size, heads, kv_heads, head_size, *_ = shape
         counts = (heads, kv_heads, kv_heads)
         states, norm = random(rows, width, size, dtype=dtype), random(size, dtype=dtype)
-        weights, scales, floats = products([(count * head_size, size) for count in counts], dtype, is_integer)
+        weights, scales, floats = products([(count * head_size, size) for count in counts], dtype, kind)
         biases = [random(count * head_size, dtype=dtype) for count in counts] if has_more else []
         norms = [random(head_size, dtype=dtype) for _ in range(2)] if has_more else []
         cos, sin = (random(rows if has_more else 1, width, head_size, dtype=dtype) for _ in range(2))
@@ -84,14 +101,14 @@ def masks(rows, width, slots, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_and_mlp(on_some_cpu, dtype):
     torch.manual_seed(0)
-    for shape, is_integer, has_bias in product(SHAPES, (False, True), (False, True)):
+    for (shape, kind), has_bias in product(KINDS, (False, True)):
         rows, width, size, heads, kv_heads, head_size, slots, inner = shape
         slots = max(slots, width)
         states, norm = random(rows, width, size, dtype=dtype), random(size, dtype=dtype)
         query = random(rows, heads, width, head_size, dtype=dtype)
         key, value = (random(rows, kv_heads, slots, head_size, dtype=dtype) for _ in range(2))
         sizes = [(size, heads * head_size), (inner, size), (inner, size), (size, inner)]
-        weights, scales, floats = products(sizes, dtype, is_integer)
+        weights, scales, floats = products(sizes, dtype, kind)
         bias = random(size, dtype=dtype) if has_bias else None
         for mask in masks(rows, width, slots, dtype):
             rest = 0.3, norm, EPS, weights, bias, scales

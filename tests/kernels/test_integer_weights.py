@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from on_steps import LAYERS, OPTIONS, as_traced, new_tokens, prompts, use_steps
-from quantized_weights import KINDS, quantized, scaled
+from quantized_weights import KINDS, packed_int4, quantized, scaled
 from torch import nn
 from torch.nn import functional
 
@@ -47,13 +47,6 @@ def test_products_are_those_of_the_scaled_integers_and_round_alike_for_any_numbe
         if size % (16 * groups) == 0:
             zeros = torch.randint(-128, 128, (size_out, groups), dtype=torch.int8)
             check_products(IntegerWeight(integers, scales, zeros), scaled(*wide, -(zeros * scales.double())), dtype)
-
-
-def packed_int4(integers):
-    """Integers (out, in) from -8 to 7 as PyTorch packs them on a CPU with the vectors that kernels are built for."""
-    vector = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-    blocks = (integers + 8).to(torch.uint8).unflatten(0, (-1, 2, 2, vector)).permute(0, 4, 1, 2, 3)
-    return (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(integers), -1)
 
 
 @pytest.mark.usefixtures("on_some_cpu")

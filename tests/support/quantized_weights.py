@@ -42,7 +42,9 @@ class Quantized(torch.Tensor):
 
 
 class PackedInt4(Quantized):
-    """torchao's `Int4OpaqueTensor`."""
+    """torchao's `Int4OpaqueTensor`, which cannot dequantise itself."""
+
+    dequantize = torch.Tensor.dequantize
 
     @staticmethod
     def __new__(cls, packed, scales):
@@ -52,6 +54,13 @@ class PackedInt4(Quantized):
     def __init__(self, packed, scales):
         self.qdata, self.scale_and_zero = packed, scales
         self.scale = scales  # which it does not have, but `detach` above reads
+
+    def __tensor_flatten__(self):
+        return ["qdata", "scale_and_zero"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, *_):
+        return cls(tensors["qdata"], tensors["scale_and_zero"])
 
     def linear(self, state, bias=None):
         group = 2 * self.qdata.shape[1] // len(self.scale_and_zero)
@@ -66,6 +75,13 @@ def scaled(integers, scales, zeros):
     wide = integers.unflatten(1, (scales.shape[1] if scales.dim() > 1 else 1, -1))
     zeros = zeros[..., None] if zeros.dim() > 0 else zeros
     return (wide * scales[..., None] + zeros).flatten(1)
+
+
+def packed_int4(integers):
+    """Integers (out, in) from -8 to 7 as PyTorch packs them on a CPU with the vectors that kernels are built for."""
+    vector = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+    blocks = (integers + 8).to(torch.uint8).unflatten(0, (-1, 2, 2, vector)).permute(0, 4, 1, 2, 3)
+    return (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(integers), -1)
 
 
 def by_group(weight, group, levels):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..kernels.ops import PLAIN, Ops
@@ -188,7 +189,9 @@ def address_of(tensor: Tensor) -> int:
 
 
 def _is_readable(weight: Tensor) -> bool:
-    return weight.is_floating_point() and weight.device.type != "meta"
+    """Whether a weight's values are at hand; torchao's packed int4 looks like floating point, but cannot dequantise."""
+    is_packed = is_traceable_wrapper_subclass(weight) and not (_unpacks_itself(weight) or _is_sharded(weight))
+    return weight.is_floating_point() and weight.device.type != "meta" and not is_packed
 
 
 def _unpacks_itself(weight: Tensor) -> bool:

@@ -110,9 +110,10 @@ def _torchao_integers(weight: Any) -> tuple[Tensor, ...] | None:
     scales: Any = getattr(weight, "scale_and_zero", getattr(weight, "scale", None))
     if not hasattr(weight, "qdata") or scales is None:
         return None
-    zero_point = getattr(weight, "zero_point", None)
-    has_zeros = zero_point is not None and bool(zero_point.any())
-    return (weight.qdata, scales, zero_point) if has_zeros else (weight.qdata, scales)
+    zero_point: Any = getattr(weight, "zero_point", None)
+    if zero_point is not None and bool(zero_point.any()):
+        return weight.qdata, scales, zero_point
+    return weight.qdata, scales
 
 
 def _quanto_integers(weight: Any, linear: Any) -> tuple[Tensor, Tensor] | None:
