@@ -267,19 +267,19 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
   }
 }
 
-// Multiply all rows of the input by `count` rows of one linear layer's weight (size_out, size), from `first` on.
+// Multiply all rows of the input by `count` rows of one linear layer's weight (all, size), from `first` on.
 void multiply_by(const LinearWeight& weight, int64_t all, const Value* x, int64_t rows, int64_t size, int64_t first,
                  const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  const Scales scales = Scales{weight.scales, weight.groups, weight.has_zeros}.from(first);
   if (weight.scales == nullptr) {
     const auto* w = static_cast<const Value*>(weight.values) + first * size;
-    multiply_rows<Value, false>(x, rows, w, size, scales, bias, y, size_out, count);
+    multiply_rows<Value, false>(x, rows, w, size, Scales{}, bias, y, size_out, count);
   } else if (weight.is_int4) {
     const auto* w = static_cast<const uint8_t*>(weight.values) + first * size / 2;
     const float* s = weight.scales + 2 * first;
     multiply_int4_rows(x, rows, w, size, s, weight.groups, all, bias, y, size_out, count);
   } else {
     const auto* w = static_cast<const int8_t*>(weight.values) + first * size;
+    const Scales scales = Scales{weight.scales, weight.groups, weight.has_zeros}.from(first);
     const bool is_grouped = weight.groups > 1 || weight.has_zeros;
     const auto run = is_grouped ? multiply_rows<int8_t, true> : multiply_rows<int8_t, false>;
     run(x, rows, w, size, scales, bias, y, size_out, count);
