@@ -6,13 +6,14 @@ from drafters import use_drafter
 from on_steps import LAYERS, OPTIONS, as_traced, new_tokens, prompts, use_steps
 from quantized_weights import KINDS, packed_int4, quantized, scaled
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.fused_layers import FusedLayer, Probe
 from tide_hf.depth.linear_gate import IntegerGate, linear_gates
 from tide_hf.engines.steps.step_store import CompiledSteps
-from tide_hf.kernels.cpu.cpp_kernels import DTYPES, build_kernels
+from tide_hf.kernels.cpu.cpp_kernels import DTYPES, build_kernels, load_op
 from tide_hf.kernels.cpu.integer_weights import MAX_FLOAT_ROWS, MAX_ROWS, IntegerWeight, integers_of
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -64,7 +65,10 @@ def test_int4_products_are_those_of_the_scaled_integers(dtype):
 def test_int4_is_read_where_pytorch_packs_it_in_the_kernels_way(dtype):
     integers = torch.randint(-8, 8, (64, 32))
     of_pytorch = torch.ops.aten._convert_weight_to_int4pack_for_cpu((integers + 8).int(), 1)
-    assert IntegerWeight.serves(dtype, 1, torch.uint8) == torch.equal(of_pytorch, packed_int4(integers))
+    is_read = torch.equal(of_pytorch, packed_int4(integers))
+    assert load_op("skinny_gemm", dtype) is not None
+    with FakeTensorMode():  # first asked in a trace
+        assert IntegerWeight.serves(dtype, 1, torch.uint8) == is_read
 
 
 def linear(package="torchao", kind="rows", sizes=(6, 4), **attributes):

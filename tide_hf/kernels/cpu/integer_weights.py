@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .cpp_kernels import load_op
 from .weight_layouts import WeightLayout
@@ -58,6 +59,7 @@ class IntegerWeight(WeightLayout):
 
 @lru_cache
 @torch.no_grad()
+@_disable_current_modes()  # those of a trace, which has no values
 def _reads_int4(product: OpOverload, dtype: torch.dtype) -> bool:
     """Whether the kernel gives the products of PyTorch's op, whose way of packing int4 depends on the CPU."""
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +99,7 @@ def _is_readable(integers: Tensor, scales: Tensor, *zero_points: Tensor) -> bool
             return scales.numel() == rows
         is_known = scales.shape == (rows, groups) and all(zeros.shape == scales.shape for zeros in zero_points)
     else:
-        size, groups = 2 * size, len(scales)
+        size, groups = 2 * size, scales.shape[0] if scales.dim() > 0 else 0
         is_known = integers.dtype is torch.uint8 and scales.shape == (groups, rows, 2) and rows % INT4_ROWS == 0
     return is_known and groups > 0 and size % (groups * GROUP_MULTIPLE) == 0
 
